@@ -1,0 +1,277 @@
+"""A decoder-only Transformer of the Llama / Qwen family, its size, its FLOPs and its sampler.
+
+train.py needs `model(tokens, targets) -> (sum of the losses, number of targets)` and nothing else;
+any module that answers so can take this one's place. The model knows nothing of ranks, devices or
+precision: train.py applies those from outside.
+
+Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+from config import Config, ConfigError
+
+IGNORE = -100  # a target that does not count
+
+
+def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (arXiv:2104.09864), each [length, 1, D / 2]."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(length, dtype=torch.float32)[:, None, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) of x [B, T, H, D] by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Weight in the input's type: with another one torch leaves its fused kernel (autocast)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; n_kv_head < n_head is grouped-query attention (arXiv:2305.13245)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.dropout = cfg.dropout
+        # One matrix for queries, keys and values: one large product is faster than three.
+        heads = cfg.n_head + 2 * cfg.n_kv_head
+        self.qkv = nn.Linear(cfg.d_model, heads * cfg.head_dim, bias=bool(cfg.qkv_bias))
+        self.out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.d_model, bias=False)
+        norm = RMSNorm if cfg.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = (norm(cfg.head_dim, eps=cfg.norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = (
+            self.qkv(x)
+            .view(B, T, -1, self.head_dim)
+            .split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        )
+        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)  # rotated in fp32, also under autocast
+        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B, H, T, D
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v,
+            is_causal=T > 1,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )  # fmt: skip
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202), gate and up projections in one matrix."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.gate_up = nn.Linear(cfg.d_model, 2 * cfg.d_ff, bias=False)
+        self.down = nn.Linear(cfg.d_ff, cfg.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.attention_norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.attention = Attention(cfg)
+        self.mlp_norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.mlp = FeedForward(cfg)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        padded_vocab = -(-cfg.vocab_size // 64) * 64  # whole tiles for the matrix units
+        self.embedding = nn.Embedding(padded_vocab, cfg.d_model)
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.head = nn.Linear(cfg.d_model, padded_vocab, bias=False)
+        cos, sin = rope_table(cfg.seq_len, cfg.head_dim, cfg.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.init_weights()
+        if cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def init_weights(self):
+        """Normal with GPT-2's 0.02; zero where a block writes to the residual stream.
+
+        With zeros every block starts as the identity, which measured better than 0.02 / sqrt(2 L).
+        """
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.mlp.down.weight)
+
+    def hidden(self, tokens: Tensor, caches=None) -> Tensor:
+        """tokens [B, T] → the last layer's normalized output [B, T, C]."""
+        start = caches[0].length if caches else 0
+        x = self.dropout(self.embedding(tokens))
+        positions = slice(start, start + tokens.shape[1])
+        cos, sin = self.cos[positions], self.sin[positions]
+        recompute = self.cfg.activation_checkpointing == "full" and self.training
+        for i, block in enumerate(self.blocks):
+            if recompute:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, caches[i] if caches else None)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., C] → fp32 logits [..., V], without the rows that only pad the matrix."""
+        return self.head(hidden)[..., : self.cfg.vocab_size].float()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens, targets [B, T] → (sum of cross-entropies in nats, number of real targets).
+
+        A target of -100 is not counted. Returning sum and count lets the caller average over
+        micro-batches and ranks of unequal length and still get the mean over all tokens.
+        """
+        logits = self.logits(self.hidden(tokens)).flatten(0, 1)
+        targets = targets.flatten()
+        loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        return loss_sum, (targets != IGNORE).sum()
+
+
+# --- size and speed --------------------------------------------------------------------------
+
+
+def flops_per_token(model: nn.Module, cfg: Config) -> int:
+    """FLOPs of forward and backward for one token of a sequence of cfg.seq_len.
+
+    6 N for the N weights of the matrix products, of which a lookup in the embedding is none, and
+    12 H D T a layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    return 6 * weights + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * cfg.seq_len
+
+
+def set_attention_backend(name: str):
+    """Allow the one named backend of scaled_dot_product_attention, or with auto all of them."""
+    for backend, enable in {
+        "flash": torch.backends.cuda.enable_flash_sdp,
+        "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+        "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+        "math": torch.backends.cuda.enable_math_sdp,
+    }.items():
+        enable(name in ("auto", backend))
+
+
+def attention_backend(cfg: Config, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that this shape, device and type really get; asks the dispatcher itself.
+
+    Raises ConfigError where the only one that is allowed cannot run.
+    """
+    B, D = 1, cfg.head_dim
+    q = torch.empty(B, cfg.n_head, cfg.seq_len, D, device=device, dtype=dtype, requires_grad=True)
+    kv = torch.empty(B, cfg.n_kv_head, cfg.seq_len, D, device=device, dtype=dtype)
+    names = {
+        SDPBackend.MATH.value: "math",
+        SDPBackend.FLASH_ATTENTION.value: "flash",
+        SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+        SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+    }
+    used = None
+    with contextlib.suppress(RuntimeError):  # there is no backend left to choose from
+        choice = torch._fused_sdp_choice(
+            q, kv, kv, dropout_p=cfg.dropout, is_causal=True, enable_gqa=cfg.n_kv_head != cfg.n_head
+        )
+        used = names.get(int(choice))
+    if used is None or cfg.attention not in ("auto", used):
+        raise ConfigError(
+            f"--attention {cfg.attention}: not available on {device.type} for {dtype} heads of "
+            f"width {D}; expected one that is, or auto"
+        )
+    return used
+
+
+# --- generation ------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of one layer for up to `capacity` positions."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.k = self.v = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v [B, H_kv, T, D]; returns all so far. Causal masking needs T = 1 or length 0."""
+        B, H, T, D = k.shape
+        if self.k is None:
+            self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
+        end = self.length + T
+        self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> Tensor:
+    """Continue tokens [B, T], T ≥ 1, by max_new_tokens; returns [B, T + max_new_tokens].
+
+    temperature 0 takes the likeliest token; top_k 0 draws from the whole vocabulary. When the
+    context (cfg.seq_len) is full, the older half of it is forgotten.
+    """
+    was_training, context = model.training, model.cfg.seq_len
+    model.eval()
+    start, caches = 0, None  # the model sees tokens[:, start:]
+    for _ in range(max_new_tokens):
+        if tokens.shape[1] - start > context:
+            start, caches = tokens.shape[1] - (context + 1) // 2, None
+        if use_cache and caches is not None:
+            unseen = tokens[:, -1:]
+        else:
+            unseen = tokens[:, start:]
+            caches = [KVCache(context) for _ in model.blocks] if use_cache else None
+        logits = model.logits(model.hidden(unseen, caches)[:, -1])  # [B, V]
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            if top_k:
+                kept = logits.topk(min(top_k, logits.shape[-1])).values
+                logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
+            probabilities = (logits / temperature).softmax(-1)
+            new = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat((tokens, new), dim=1)
+    model.train(was_training)
+    return tokens

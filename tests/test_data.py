@@ -1,0 +1,253 @@
+"""The order is a function of (seed, position), and the field's token files are read as they are."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, tiny_config
+
+import data
+from data import ConfigError, Dataset, Mixture, load_mixture, mixture_pattern, permute
+
+CPU = torch.device("cpu")
+
+
+def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
+    """nanoGPT's layout: headerless train.bin and val.bin. Token i is i modulo vocab."""
+    folder = tmp_path / name
+    folder.mkdir()
+    for split in ("train", "val"):
+        (np.arange(n) % vocab).astype(dtype).tofile(folder / f"{split}.bin")
+    return folder
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 65537])
+def test_every_epoch_is_a_permutation(n):
+    i = np.arange(n, dtype=np.uint64)
+    orders = [permute(i, n, np.full(n, key, np.uint64)) for key in (1, 2)]
+    for order in orders:
+        assert np.array_equal(np.sort(order), i)
+    if n > 10:
+        assert not np.array_equal(*orders)  # another in each epoch
+        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
+
+
+def test_order_visits_every_block_once_an_epoch(tmp_path):
+    mixture = load_mixture([str(token_folder(tmp_path, n=10_001))], "train", 10, seed=1)
+    assert mixture.n_blocks == 1000
+    epochs = [mixture.order(e * 1000, (e + 1) * 1000)[1] for e in range(3)]
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(1000))
+    assert not np.array_equal(epochs[0], epochs[1])
+    other = load_mixture([str(tmp_path / "d")], "train", 10, seed=2)
+    assert not np.array_equal(other.order(0, 1000)[1], epochs[0])
+
+
+@pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["0.125", "5"], ["3"]])
+def test_mixture_counts_are_exact_in_every_window_of_the_pattern(weights):
+    weights = [Fraction(w) for w in weights]
+    pattern = mixture_pattern(weights)
+    length, twice = len(pattern), np.tile(pattern, 2)
+    for start in range(length):
+        counts = np.bincount(twice[start : start + length], minlength=len(weights))
+        assert [Fraction(int(c), length) for c in counts] == [w / sum(weights) for w in weights]
+    for k, w in enumerate(weights):  # spread evenly: never more than one off a fair share
+        so_far = np.cumsum(pattern == k) - np.arange(1, length + 1) * float(w / sum(weights))
+        assert np.abs(so_far).max() <= 1
+
+
+def test_mixture_proportions_of_the_samples_themselves(tmp_path):
+    a, b = token_folder(tmp_path, "a"), token_folder(tmp_path, "b")
+    mixture = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, seed=1)
+    source, block = mixture.order(0, 5000)
+    assert np.bincount(source).tolist() == [3500, 1500]
+    for k in (0, 1):  # each dataset goes through its own epochs
+        assert np.array_equal(np.sort(block[source == k][:99]), np.arange(99))
+    unweighted = load_mixture([str(a), str(b)], "train", 10, seed=1)
+    assert np.bincount(unweighted.order(0, 198)[0]).tolist() == [99, 99]
+    with pytest.raises(ConfigError, match="every source a weight"):
+        load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
+
+
+def samples_by_step(mixture, world_size, micro_batch, start_step=0):
+    """{step: tokens of all ranks in rank order} as the loader hands them out."""
+    cfg = tiny_config(batch_size=16, max_steps=4, seq_len=10)
+    per_step = 16 // micro_batch // world_size
+    ranks = [
+        [tokens for tokens, _ in data.loader(mixture, cfg, start_step, micro_batch, rank,
+                                             world_size, CPU, 0)]
+        for rank in range(world_size)
+    ]  # fmt: skip
+    return {
+        start_step + i // per_step: torch.cat([b for r in ranks for b in r[i : i + per_step]])
+        for i in range(0, len(ranks[0]), per_step)
+    }
+
+
+def test_same_samples_for_any_world_size_micro_batch_and_start(tmp_path):
+    mixture = load_mixture([str(token_folder(tmp_path, vocab=997))], "train", 10, seed=1)
+    expected = samples_by_step(mixture, 1, 16)
+    assert len(expected) == 4
+    for world_size in (1, 2, 4, 8):
+        for micro_batch in (1, 2, 16 // world_size):
+            found = samples_by_step(mixture, world_size, micro_batch)
+            assert all(torch.equal(found[s], expected[s]) for s in expected)
+    late = samples_by_step(mixture, 2, 4, start_step=2)
+    assert sorted(late) == [2, 3] and all(torch.equal(late[s], expected[s]) for s in late)
+
+
+def test_worker_processes_change_nothing(tmp_path):
+    mixture = load_mixture([str(token_folder(tmp_path))], "train", 10, seed=1)
+    cfg = tiny_config(batch_size=16, max_steps=6, seq_len=10)
+    alone, helped = (
+        list(data.loader(mixture, cfg, 0, 4, 0, 1, CPU, workers)) for workers in (0, 2)
+    )
+    assert len(alone) == len(helped) == 24
+    for (x, y), (x2, y2) in zip(alone, helped, strict=True):
+        assert torch.equal(x, x2) and torch.equal(y, y2)
+        assert torch.equal((x + 1) % 100, y)  # the target is the token that follows
+
+
+def test_position_a_trillion_costs_the_same(tmp_path):
+    mixture = load_mixture([str(token_folder(tmp_path, n=100_000))], "train", 10, seed=1)
+
+    def seconds(position):
+        times = []
+        for i in range(15):
+            began = time.perf_counter()
+            mixture.batch(position + 8192 * i, position + 8192 * i + 16)  # a new window each time
+            times.append(time.perf_counter() - began)
+        return sorted(times)[len(times) // 2]
+
+    near, far = seconds(0), seconds(10**12)
+    assert far < 3 * near
+    epoch = mixture.n_blocks
+    first = -(-(10**12) // epoch) * epoch  # the first position of an epoch
+    assert np.array_equal(np.sort(mixture.order(first, first + epoch)[1]), np.arange(epoch))
+
+
+def test_a_dataset_smaller_than_a_batch_goes_round(tmp_path):
+    mixture = load_mixture([str(token_folder(tmp_path, n=45))], "train", 10, seed=1)
+    batch = mixture.batch(0, 12)
+    assert batch.shape == (12, 11)
+    assert sorted(batch[:4, 0].tolist()) == sorted(batch[4:8, 0].tolist()) == [0, 10, 20, 30]
+
+
+def write_shard(path, tokens, magic=20240520, dtype="<u2"):
+    """llm.c's format, from its description: 256 int32 of header, then the tokens."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+
+
+@pytest.mark.parametrize(
+    "magic, dtype, high", [(20240520, "<u2", 50000), (20240801, "<u4", 128000)]
+)
+def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
+    """Several shards are one stream of blocks, none of which crosses from one to the next."""
+    tokens = np.random.default_rng(0).integers(0, high, 100)
+    write_shard(tmp_path / "fineweb_train_000001.bin", tokens[:57], magic, dtype)
+    write_shard(tmp_path / "fineweb_train_000002.bin", tokens[57:], magic, dtype)
+    write_shard(tmp_path / "fineweb_val_000000.bin", tokens[:11], magic, dtype)
+    mixture = load_mixture([str(tmp_path)], "train", 10, seed=1, vocab_size=high)
+    expected = {tuple(tokens[i : i + 11]) for i in (0, 10, 20, 30, 40, 57, 67, 77, 87)}
+    assert mixture.n_blocks == 9 and {tuple(r) for r in mixture.batch(0, 9).tolist()} == expected
+    assert load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1)[0].tolist() == list(
+        tokens[:11]
+    )
+
+
+def test_nanogpt_folders(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
+    assert mixture.batch(0, 1)[0].tolist() == tokens.tolist()
+    assert mixture.vocab_size == 50257 and mixture.tokenizer is None
+    assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
+
+
+def test_our_files_carry_their_description(corpus):
+    mixture = load_mixture([str(corpus)], "train", 32, seed=1)
+    meta = json.loads((corpus / "train.bin.json").read_text())
+    assert (mixture.tokenizer, mixture.vocab_size, mixture.end_of_text) == ("bytes", 257, 256)
+    assert mixture.n_tokens == meta["tokens"] == meta["bytes"] + meta["documents"]
+    assert mixture.bytes_per_token == meta["bytes"] / meta["tokens"]
+    text = data.decode("bytes", mixture.datasets[0].files[0].tokens[:20].tolist())
+    assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", ["0 bytes"]),
+    (b"abc", ["3 bytes", "whole"]),
+    (b"ab" * 5, ["5 tokens", "--seq_len 10"]),
+])  # fmt: skip
+def test_bad_files_are_refused(tmp_path, content, words):
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_mixture([str(tmp_path)], "train", 10, seed=1)
+    assert all(word in str(error.value) for word in ["train.bin", *words]), error.value
+
+
+def test_a_cut_shard_and_a_missing_path_are_refused(tmp_path):
+    write_shard(tmp_path / "x_train_1.bin", range(100))
+    os.truncate(tmp_path / "x_train_1.bin", 1024 + 60)
+    with pytest.raises(ConfigError, match="x_train_1.bin: 1,084 bytes; expected 100 tokens"):
+        load_mixture([str(tmp_path)], "train", 10, seed=1)
+    for path, words in [(tmp_path / "none", "no such file"), (tmp_path.parent, "no train.bin")]:
+        with pytest.raises(ConfigError, match=words):
+            load_mixture([str(path)], "train", 10, seed=1)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+    folder = token_folder(tmp_path, n=101)
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[43] = 100
+    tokens.tofile(folder / "train.bin")
+    mixture = load_mixture([str(folder)], "train", 10, seed=1, vocab_size=100)
+    with pytest.raises(ConfigError, match="d: token id 100 at offset 3 of block 4"):
+        mixture.batch(0, 10)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_evaluation_takes_every_sample_once(tmp_path, world_size):
+    folder = token_folder(tmp_path, n=10 * 21 + 1, vocab=1000)
+    mixture = load_mixture([str(folder)], "val", 10, seed=0)
+    seen, shapes = [], set()
+    for rank in range(world_size):
+        for tokens, targets in data.eval_batches(mixture, 999, 4, rank, world_size, CPU):
+            shapes.add(tuple(tokens.shape))
+            seen += tokens[targets[:, 0] != -100, 0].tolist()
+            assert ((targets == tokens + 1) | (targets == -100)).all()
+    assert sorted(seen) == list(range(0, 210, 10)) and shapes == {(4, 10)}
+
+
+def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
+    code = "import data; print(data.stdlib())"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE,
+                             text=True) for _ in range(2)]  # fmt: skip
+    folder, same = (process.communicate()[0].strip() for process in both)
+    assert folder == same and sorted(os.listdir(folder)) == [
+        "train.bin", "train.bin.json", "val.bin", "val.bin.json",
+    ]  # fmt: skip
+    assert os.listdir(tmp_path / "steady") == [os.path.basename(folder)]
+    train, val = (load_mixture([folder], split, 128, 0) for split in ("train", "val"))
+    assert 0.01 < val.n_tokens / train.n_tokens < 0.12
+    text = data.decode("bytes", train.datasets[0].files[0].tokens[:100_000].tolist())
+    assert "import" in text and "def " in text
+
+
+def test_a_dataset_can_be_sent_to_another_process(tmp_path):
+    import pickle
+
+    dataset = Dataset("d", data.find_files(str(token_folder(tmp_path)), "train"), 10, None)
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 2000  # the path, not the tokens
+    mixture = Mixture([pickle.loads(packed)], seed=1)
+    assert torch.equal(mixture.batch(0, 9), Mixture([dataset], seed=1).batch(0, 9))

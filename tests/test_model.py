@@ -1,0 +1,227 @@
+"""The model computes what it says, the same in every way it can be asked to."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_config
+from torch.utils.flop_counter import FlopCounterMode
+
+import config
+from model import (
+    IGNORE,
+    Transformer,
+    attention_backend,
+    flops_per_token,
+    generate,
+    set_attention_backend,
+)
+
+CPU = torch.device("cpu")
+
+
+def make(seed=0, **changes) -> Transformer:
+    """A small model with no weight left at zero, so that every part takes part."""
+    torch.manual_seed(seed)
+    model = Transformer(tiny_config(**changes))
+    for p in model.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def some_tokens(B=3, T=32, V=257):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def mean_loss(model, tokens, targets):
+    loss_sum, count = model(tokens, targets)
+    return loss_sum / count
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+VARIANTS = [{}, dict(qkv_bias=True), dict(qk_norm=True), dict(tie_embeddings=True),
+            dict(n_kv_head=2), dict(head_dim=24)]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_no_position_sees_a_later_one(changes):
+    model, tokens = make(**changes), some_tokens()
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 257
+    before, after = model.hidden(tokens), model.hidden(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_loss_at_the_start_is_that_of_a_guess(changes):
+    torch.manual_seed(0)
+    model, tokens = Transformer(tiny_config(**changes)), some_tokens(B=16)
+    assert mean_loss(model, tokens, tokens.roll(1, 1)).item() == pytest.approx(
+        math.log(257), rel=0.02
+    )
+
+
+def test_overfits_one_batch():
+    model, tokens = make(), some_tokens()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        loss = mean_loss(model, tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1
+
+
+def test_micro_batches_give_the_gradient_of_the_whole():
+    model, tokens = make(), some_tokens(B=8)
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    mean_loss(model, x, y).backward()
+    whole = gradients(model)
+    model.zero_grad()
+    for i in range(4):
+        (model(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2])[0] / y.numel()).backward()
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g, whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_padding_changes_neither_loss_nor_gradient():
+    model, tokens = make(), some_tokens()
+    x, y = tokens[:, :20], tokens[:, 1:21].clone()
+    mean_loss(model, x, y).backward()
+    expected = gradients(model)
+    loss = mean_loss(model, x, y)
+    model.zero_grad()
+    padded = mean_loss(model, F.pad(x, (0, 9), value=5), F.pad(y, (0, 9), value=IGNORE))
+    padded.backward()
+    torch.testing.assert_close(padded, loss)
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=1e-6)
+    loss_sum, count = model(x, torch.full_like(y, IGNORE))
+    assert loss_sum.item() == 0 and count.item() == 0
+
+
+def test_padding_the_vocabulary_does_not_change_the_loss():
+    model, tokens = make(), some_tokens()
+    assert model.head.weight.shape[0] == 320
+    logits = F.linear(model.hidden(tokens), model.head.weight[:257])
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(mean_loss(model, tokens, tokens), expected)
+
+
+def test_grouped_queries_equal_repeated_heads():
+    grouped, full = make(n_head=4, n_kv_head=2), make(n_head=4, n_kv_head=4)
+    full.load_state_dict(grouped.state_dict() | {
+        name: torch.cat((
+            w[: 4 * 16],  # the queries of 4 heads of width 16, then 2 heads of keys, 2 of values
+            w[4 * 16 : 6 * 16].view(2, 16, -1).repeat_interleave(2, 0).flatten(0, 1),
+            w[6 * 16 :].view(2, 16, -1).repeat_interleave(2, 0).flatten(0, 1),
+        ))
+        for name, w in grouped.state_dict().items() if "qkv" in name
+    })  # fmt: skip
+    tokens = some_tokens()
+    torch.testing.assert_close(full.hidden(tokens), grouped.hidden(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_backends_agree_and_the_one_in_use_is_reported():
+    model, tokens = make(n_head=4, n_kv_head=2), some_tokens()
+    found = {}
+    try:
+        for name in ("auto", "flash", "math"):
+            set_attention_backend(name)
+            used = attention_backend(tiny_config(attention=name), CPU, torch.float32)
+            assert name in ("auto", used)
+            found[name] = model.hidden(tokens)
+        set_attention_backend("cudnn")
+        with pytest.raises(config.ConfigError, match="cudnn"):
+            attention_backend(tiny_config(attention="cudnn"), CPU, torch.float32)
+    finally:
+        set_attention_backend("auto")
+    torch.testing.assert_close(found["flash"], found["math"], rtol=1e-4, atol=1e-5)
+    assert torch.equal(found["auto"], found["flash"])
+
+
+def test_attention_is_the_formula():
+    """Softmax of rotated queries on rotated keys, written out with complex numbers."""
+    model = make(n_head=2, n_kv_head=2, qk_norm=True)
+    attention, D = model.blocks[0].attention, 16
+    x = torch.randn(1, 32, 32)
+    q, k, v = attention.qkv(x).view(1, 32, 6, D).split(2, dim=2)
+    angle = torch.arange(32)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+
+    def turned(h, norm):
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+        z = torch.complex(h[..., : D // 2], h[..., D // 2 :])
+        z = z * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat((z.real, z.imag), -1)
+
+    q, k = turned(q, attention.q_norm), turned(k, attention.k_norm)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D)
+    scores = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), -math.inf)
+    y = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
+    torch.testing.assert_close(
+        attention(x, model.cos, model.sin), attention.out(y.flatten(2)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_recomputing_activations_changes_nothing_but_memory():
+    plain, tokens = make(dropout=0.1), some_tokens()
+    recomputing = Transformer(tiny_config(dropout=0.1, activation_checkpointing="full"))
+    recomputing.load_state_dict(plain.state_dict())
+    found = []
+    for model in (plain, recomputing):
+        torch.manual_seed(3)
+        mean_loss(model, tokens, tokens).backward()
+        found.append(gradients(model))
+    for name, g in found[0].items():
+        assert torch.equal(g, found[1][name]), name
+
+
+@pytest.mark.parametrize("name", config.MODELS)
+def test_flops_are_those_that_torch_counts(name):
+    cfg = config.resolve(config.parse(["--model", name, "--vocab_size", "50257"]))
+    with torch.device("meta"):
+        model = Transformer(cfg)
+        tokens = torch.zeros(1, cfg.seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens)[0].backward()
+    counted = counter.get_total_flops() / cfg.seq_len
+    assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("name, millions", [("gpt2-124m", 124), ("350m", 354), ("1b", 1236),
+                                            ("7b", 6738)])  # fmt: skip
+def test_sizes_are_what_their_names_say(name, millions):
+    vocab = {"1b": "128256", "7b": "32000"}.get(name, "50257")
+    with torch.device("meta"):
+        model = Transformer(config.resolve(config.parse(["--model", name, "--vocab_size", vocab])))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("prompt_length, new", [(5, 20), (30, 40), (40, 3)])
+def test_generation_with_and_without_cache_agree(changes, prompt_length, new):
+    model, prompt = make(**changes), some_tokens(B=2, T=prompt_length)
+    cached = generate(model, prompt, new, temperature=0)
+    plain = generate(model, prompt, new, temperature=0, use_cache=False)
+    assert cached.shape == (2, prompt_length + new)
+    assert torch.equal(cached, plain) and torch.equal(cached[:, :prompt_length], prompt)
+
+
+def test_sampling_follows_the_distribution():
+    model, prompt = make(), some_tokens(B=1, T=4).repeat(4000, 1)
+    logits = model.logits(model.hidden(prompt[:1])[:, -1])[0]
+    draw = torch.Generator().manual_seed(0)
+    new = generate(model, prompt, 1, temperature=0.7, top_k=3, generator=draw)[:, -1]
+    top = logits.topk(3)
+    expected = (top.values / 0.7).softmax(-1)
+    frequency = torch.stack([(new == i).float().mean() for i in top.indices])
+    assert frequency.sum().item() == pytest.approx(1)
+    torch.testing.assert_close(frequency, expected, atol=0.04, rtol=0)
+    again = generate(model, prompt, 1, 0.7, 3, torch.Generator().manual_seed(0))[:, -1]
+    assert torch.equal(new, again)

@@ -1,0 +1,147 @@
+"""What the monitor reports is what happened."""
+
+import json
+import time
+
+import pytest
+import torch
+
+import monitor
+from monitor import STEP_PHASES, Monitor, duration, open_metrics, si
+
+CPU = torch.device("cpu")
+
+
+def make(out_dir, **changes):
+    settings = dict(
+        mode="light", log_interval=4, start_step=0, max_steps=8, tokens_per_step=1000,
+        flops_per_token=10**6, peak=None, device=CPU, reduce=lambda values: values,
+        out_dir=out_dir, tensorboard_dir=None, flush_secs=120,
+    )  # fmt: skip
+    return Monitor(**{**settings, **changes})
+
+
+def rows(out_dir):
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys):
+    m = make(tmp_path, peak=1e9)
+    sleeps = dict(data=0.01, forward=0.02, backward=0.03, optimizer=0.005)
+    slept = dict.fromkeys(sleeps, 0.0)  # in the last interval; a sleep can be longer than asked
+    for step in range(1, 9):
+        for name, seconds in sleeps.items():
+            m.phase(name)
+            began = time.perf_counter()
+            time.sleep(seconds)
+            slept[name] += (time.perf_counter() - began) * (step > 4)
+        previous = m.phase("evaluation")
+        time.sleep(0.05)
+        m.phase("other")
+        assert previous == "optimizer"
+        m.step(step, learning_rate=0.1)
+    row = rows(tmp_path)[-1]
+    for name, seconds in slept.items():
+        assert row[f"perf/{name}_ms"] == pytest.approx(seconds / 4 * 1e3, rel=0.1)
+    parts = [row[f"perf/{name}_ms"] for name in STEP_PHASES]
+    assert row["perf/step_ms"] == pytest.approx(sum(parts))  # evaluation is not part of a step
+    assert row["perf/tokens_per_second"] == pytest.approx(1e6 / row["perf/step_ms"])
+    assert row["perf/tflops"] == pytest.approx(row["perf/tokens_per_second"] * 1e6 / 1e12)
+    assert row["perf/mfu"] == pytest.approx(row["perf/tflops"] * 1e12 / 1e9)
+    assert row["perf/data_fraction"] == pytest.approx(row["perf/data_ms"] / row["perf/step_ms"])
+    assert "mfu" in capsys.readouterr().out
+
+
+def test_metrics_are_means_over_the_interval(tmp_path):
+    m = make(tmp_path)
+    for step in range(1, 9):
+        m.log("train/loss", torch.tensor(float(step)))
+        m.log("fork/metric", 10 * step)
+        m.step(step, 0.1)
+    found = {row["step"]: (row["train/loss"], row["fork/metric"]) for row in rows(tmp_path)}
+    assert found == {1: (1, 10), 4: (3, 30), 8: (6.5, 65)}
+    assert [row["train/tokens"] for row in rows(tmp_path)] == [1000, 4000, 8000]
+
+
+def test_ranks_are_averaged_in_one_exchange(tmp_path):
+    sent = []
+    m = make(tmp_path, reduce=lambda values: sent.append(values) or values * 2)
+    m.log("b", 1.0)
+    m.log("a", torch.tensor(3.0))
+    m.step(1, 0.1)
+    assert len(sent) == 1 and sent[0].tolist() == [3.0, 1.0]  # by name, so all ranks agree
+    assert (rows(tmp_path)[0]["a"], rows(tmp_path)[0]["b"]) == (6, 2)
+
+
+def test_off_is_loss_and_throughput_alone(tmp_path):
+    m = make(tmp_path, mode="off")
+    m.log("train/loss", 1.0)
+    m.step(1, 0.1)
+    assert set(rows(tmp_path)[0]) == {
+        "step", "train/loss", "train/learning_rate", "train/tokens", "perf/step_ms",
+        "perf/tokens_per_second", "perf/tflops",
+    }  # fmt: skip
+
+
+def test_ranks_other_than_0_write_nothing(tmp_path, capsys):
+    m = make(None)
+    m.log("train/loss", 1.0)
+    m.step(1, 0.1)
+    m.close()
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+
+
+def test_a_continued_file_has_no_step_twice_and_no_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 5}\n{"step": 9}\n{"step": 10, "tra')
+    with open_metrics(path, start_step=5) as file:
+        file.write('{"step": 6}\n')
+    assert [row["step"] for row in rows(tmp_path)] == [1, 5, 6]
+
+
+def test_not_a_number_is_still_json(tmp_path):
+    m = make(tmp_path)
+    m.log("train/loss", torch.tensor(float("nan")))
+    m.step(1, 0.1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and json.loads(text)["train/loss"] is None
+
+
+def test_tensorboard_has_every_scalar(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    m = make(tmp_path, tensorboard_dir=tmp_path / "tb")
+    for step in range(1, 9):
+        m.log("train/loss", float(step))
+        m.step(step, 0.1)
+    m.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    for row in rows(tmp_path):
+        for name in row.keys() - {"step"}:
+            (value,) = [e.value for e in events.Scalars(name) if e.step == row["step"]]
+            assert value == pytest.approx(row[name], rel=1e-5)
+
+
+def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    for name, dtype, expected in [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 80GB HBM3", torch.float32, 67e12),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+        ("NVIDIA L40", torch.bfloat16, None),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert monitor.peak_flops(cuda, dtype) == expected
+    assert monitor.peak_flops(CPU, torch.float32) is None
+
+
+def test_numbers_for_people():
+    assert [si(x) for x in (0.5, 12, 1234, 1234567, 1.5e9)] == [
+        "0.5",
+        "12",
+        "1.23k",
+        "1.23M",
+        "1.5G",
+    ]
+    assert duration(59.6) == "1m00s" and duration(3700) == "1h01m" and duration(61) == "1m01s"

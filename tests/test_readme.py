@@ -1,0 +1,92 @@
+"""What the README says is so: its commands run as they are written, its patches apply and train."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, column, environment
+
+import config
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """The files of the repository in a folder of their own."""
+    for name in ("config", "data", "model", "monitor", "train"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    return tmp_path
+
+
+def test_commands_run_as_written(clone):
+    """The default run in full, then to resume it, then two processes."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(clone / "cache")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env.pop("PYTHONPATH", None)
+    printed = []
+    for command in blocks("sh"):
+        done = subprocess.run(
+            command, shell=True, cwd=clone, env=env, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(done.stdout)
+    assert len(printed) == 3
+    # 1.96 here; the standard library, and so the figure, differs between versions of Python.
+    assert column(clone / "runs/001", "val/bits_per_byte")[1000] < 2.1
+    assert "step 1000/1000" in printed[0] and "a sample of what it writes" in printed[0]
+    assert len(printed[0].split("a sample of what it writes:")[1].strip()) > 100
+    assert "nothing to do" in printed[1]
+    assert "2 x cpu" in printed[2] or "2 x cuda" in printed[2]
+    assert column(clone / "runs/002", "train/loss")[100] < 2.5
+
+
+CHANGES = ["optimizer", "block", "data source", "metric"]
+
+
+@pytest.mark.parametrize("patch, changed", list(zip(blocks("diff"), CHANGES, strict=True)),
+                         ids=CHANGES)  # fmt: skip
+def test_patches_apply_and_train(clone, corpus, patch, changed):
+    def train(out_dir):
+        command = [sys.executable, "train.py", *TINY, "--log_interval", "1", "--data", str(corpus)]
+        env = {**environment(), "PYTHONPATH": ""}
+        done = subprocess.run([*command, "--out_dir", out_dir], cwd=clone, env=env,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return column(clone / out_dir, "train/loss")
+
+    before = train("before")
+    applied = subprocess.run(["git", "apply", "-"], cwd=clone, input=patch, text=True,
+                             capture_output=True)  # fmt: skip
+    assert applied.returncode == 0, applied.stderr
+    after = train("after")
+    assert after[12] < after[1]
+    if changed == "metric":
+        assert before == after  # it looks on and changes nothing
+        assert len(column(clone / "after", "health/head_norm")) == 12
+    else:
+        assert before != after
+
+
+def test_options_and_files_it_names_exist():
+    fields = {f.name for f in config.dataclasses.fields(config.Config)}
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z_-]*[a-z])", README)}
+    known = fields | {"nproc_per_node", "help"}
+    assert flags - known == set()
+    for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`|\]\((\w+\.md)\)", README):
+        assert (ROOT / "".join(name)).exists(), name
+
+
+def test_the_map_of_the_house_has_the_right_sizes():
+    for name, lines in re.findall(r"^\| `(\w+\.py)` .* \| (\d+) \|$", README, re.MULTILINE):
+        actual = len((ROOT / name).read_text().splitlines())
+        assert abs(actual - int(lines)) <= 20, f"{name} has {actual} lines, README says {lines}"

@@ -1,0 +1,403 @@
+"""The real program from end to end: it learns, resumes exactly, and means the same on any ranks."""
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+from conftest import TINY, TRAIN, column, environment, rows, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+
+
+def load(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def differences(a, b, where=""):
+    """Names of what differs between two nested states, compared bit for bit."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        return [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True))
+                for d in differences(x, y, f"{where}[{i}]")]  # fmt: skip
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return [] if same else [where]
+
+
+def assert_same_run(a, b, step):
+    """Two run directories ended in the same weights and optimizer, and logged the same losses."""
+    one, two = (load(d / "checkpoints" / f"step_{step:08d}.pt") for d in (a, b))
+    for key in ("model", "optimizers", "scaler", "step", "best_loss"):
+        assert differences(one[key], two[key], key) == []
+    assert column(a, "val/loss") == column(b, "val/loss")
+
+
+def test_a_run_learns_and_leaves_what_is_promised(run, tmp_path):
+    output = run("--out_dir", "r", "--max_steps", 60, "--eval_interval", 20, "--save_interval", 20,
+                 "--learning_rate", "0.02")  # fmt: skip
+    loss, val = column(tmp_path / "r", "train/loss"), column(tmp_path / "r", "val/loss")
+    assert loss[1] == pytest.approx(math.log(257), rel=0.05) and loss[60] < 3 < loss[1]
+    assert list(val) == [20, 40, 60] and val[60] < val[20]
+    assert [row["step"] for row in rows(tmp_path / "r") if "train/loss" in row] == [
+        1, *range(4, 61, 4),
+    ]  # fmt: skip
+    bpb = column(tmp_path / "r", "val/bits_per_byte")[60]
+    assert bpb == pytest.approx(val[60] / math.log(2) * 1, rel=0.01)
+    names = {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()}
+    assert names == {"step_00000020.pt", "step_00000040.pt", "step_00000060.pt", "best.pt"}
+    assert load(tmp_path / "r/checkpoints/best.pt")["best_loss"] == min(val.values())
+    for word in ("device  1 x cpu", "flash attention", "compile off", "parameters", "run     r",
+                 "step  1/60", "step 60/60", "ms |", "tok/s |", "lr ", "grad ", "left 0m00s",
+                 "a sample"):  # fmt: skip
+        assert word in output, word
+    assert "0" in output.split("a sample")[1]  # it writes arithmetic
+
+
+def test_kill_and_auto_resume_is_the_undisturbed_run_bit_for_bit(run, tmp_path, corpus):
+    """With dropout, in the middle of an epoch, killed at a moment that nothing prepared for."""
+    flags = ["--max_steps", "30", "--save_interval", "5", "--eval_interval", "10", "--dropout",
+             "0.1", "--keep_checkpoints", "9", "--micro_batch_size", "4",
+             "--log_interval", "1"]  # fmt: skip
+    run(*flags, "--out_dir", "whole")
+    command = [sys.executable, str(TRAIN), *TINY, "--data", str(corpus), *flags,
+               "--out_dir", "killed"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "killed" / "checkpoints" / "step_00000015.pt", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for later in range(20, 31, 5):  # it may have gone a little further before the signal came
+        (tmp_path / "killed" / "checkpoints" / f"step_{later:08d}.pt").unlink(missing_ok=True)
+    output = run("--auto-resume", "--out_dir", "killed", bare=True)  # its config.yaml has the rest
+    assert "at step 15" in output
+    assert_same_run(tmp_path / "whole", tmp_path / "killed", step=30)
+    for name in ("train/loss", "train/grad_norm"):
+        assert column(tmp_path / "whole", name) == column(tmp_path / "killed", name)
+    steps = [row["step"] for row in rows(tmp_path / "killed") if "train/loss" in row]
+    assert steps == list(range(1, 31))
+    assert tensorboard_steps(tmp_path / "killed") == list(range(1, 31))
+    assert "nothing to do" in run("--auto-resume", "--out_dir", "killed", bare=True)
+
+
+def wait_for(path, process, seconds=60):
+    for _ in range(seconds * 100):
+        if path.exists() or process.poll() is not None:
+            break
+        time.sleep(0.01)
+    assert path.exists()
+
+
+def tensorboard_steps(run_dir):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+@pytest.mark.parametrize("flags", [["--optimizer", "adamw"], ["--precision", "bf16"],
+                                   ["--num_workers", "2"]])  # fmt: skip
+def test_resume_from_a_named_checkpoint(run, tmp_path, flags):
+    """Also with the other optimizer, under autocast, and with loader processes."""
+    run(*flags, "--save_interval", 5, "--dropout", 0.1, "--out_dir", "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    path = "again/checkpoints/step_00000005.pt"
+    run(*flags, "--resume", path)  # goes on in the run that the file belongs to
+    assert_same_run(tmp_path / "whole", tmp_path / "again", step=12)
+    assert (tmp_path / "again/checkpoints/step_00000010.pt.set-aside").exists()
+    run(*flags, "--resume", path, "--out_dir", "fork")  # or somewhere else
+    assert_same_run(tmp_path / "whole", tmp_path / "fork", step=12)
+
+
+SPY = """
+import sys, train, data
+plain = data.Mixture.batch
+def batch(self, start, stop):
+    found = plain(self, start, stop)
+    with open("seen.txt", "a") as file:
+        for g, row in zip(range(start, stop), found.tolist()):
+            print(self.seed, g, hash(tuple(row)), file=file)
+    return found
+data.Mixture.batch = batch
+train.main(sys.argv[1:])
+"""
+
+
+def test_two_ranks_train_the_same_as_one(run, tmp_path):
+    """Same losses within rounding, and exactly the same samples, with and without accumulation."""
+    (tmp_path / "spy.py").write_text(SPY)
+    seen = {}
+    for name, ranks, micro in (("one", 1, 8), ("two", 2, 4), ("two_small", 2, 2)):
+        run("--out_dir", name, "--micro_batch_size", micro, "--log_interval", 1, "--eval_interval",
+            6, "--optimizer", "adamw", ranks=ranks, script=tmp_path / "spy.py")  # fmt: skip
+        seen[name] = sorted((tmp_path / "seen.txt").read_text().splitlines())
+        (tmp_path / "seen.txt").unlink()
+    assert seen["one"] == seen["two"] == seen["two_small"]
+    training = [line for line in seen["one"] if line.startswith("1337 ")]
+    assert {int(line.split()[1]) for line in training} == set(range(12 * 8))
+    for other in ("two", "two_small"):
+        for metric in ("train/loss", "train/grad_norm", "val/loss"):
+            expected, found = (column(tmp_path / d, metric) for d in ("one", other))
+            assert list(expected) == list(found)
+            assert list(found.values()) == pytest.approx(list(expected.values()), rel=2e-4)
+    # and the run of one process goes on with two
+    checkpoint = "one/checkpoints/step_00000006.pt"
+    run(
+        "--resume",
+        checkpoint,
+        "--out_dir",
+        "moved",
+        "--micro_batch_size",
+        4,
+        "--log_interval",
+        1,
+        ranks=2,
+    )
+    expected, found = (column(tmp_path / d, "train/loss") for d in ("one", "moved"))
+    assert found[12] == pytest.approx(expected[12], rel=2e-4)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what makes the host wait for a value on the device."""
+
+    NAMES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        moved = [x.device.type for x in (*args, result) if isinstance(x, torch.Tensor)]
+        to_host = moved and moved[-1] == "cpu" and "cuda" in moved
+        if func.name() in self.NAMES or to_host:
+            self.count[func.name()] += 1
+        return result
+
+
+@contextlib.contextmanager
+def counting_syncs(monkeypatch):
+    """Yields a list to which each step adds what it synchronized, also by Tensor's own methods."""
+    mode, per_step = Syncs(), []
+    for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
+        plain = getattr(torch.Tensor, name)
+
+        def counted(self, *args, plain=plain, name=name, **kwargs):
+            mode.count[name] += 1
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    plain_step = train.Monitor.step
+
+    def step(self, *args):
+        plain_step(self, *args)
+        per_step.append(dict(mode.count))
+        mode.count.clear()
+
+    monkeypatch.setattr(train.Monitor, "step", step)
+    with mode:
+        yield per_step
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--dropout", "0.1",
+                                        "--micro_batch_size", "2"]])  # fmt: skip
+def test_an_ordinary_step_waits_for_nothing(monkeypatch, tmp_path, corpus, flags):
+    monkeypatch.chdir(tmp_path)
+    with counting_syncs(monkeypatch) as per_step:
+        train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--log_interval", "6", *flags])
+    assert len(per_step) == 12
+    assert per_step[5]["tolist"] == 1  # a log reads all its numbers at once; the counter counts
+    ordinary = [count for step, count in enumerate(per_step, start=1) if step not in (1, 6, 12)]
+    # Step 2 follows the first log, whose writing it does not count.
+    assert ordinary == [{}] * 9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_ordinary_step_waits_for_nothing_on_a_gpu(monkeypatch, tmp_path, corpus):
+    monkeypatch.chdir(tmp_path)
+    plain_step, plain_row = train.Monitor.step, train.Monitor.row
+
+    def step(self, number, *args):
+        plain_step(self, number, *args)
+        torch.cuda.set_sync_debug_mode("error" if 3 <= number < 11 else "default")
+
+    def row(self, *args):
+        torch.cuda.set_sync_debug_mode("default")
+        return plain_row(self, *args)
+
+    monkeypatch.setattr(train.Monitor, "step", step)
+    monkeypatch.setattr(train.Monitor, "row", row)
+    train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--device", "cuda",
+                "--log_interval", "6"])  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_update_clips_and_skips_what_is_not_finite(optimizer):
+    cfg = tiny_config(optimizer=optimizer, weight_decay=0.1)
+    device, scaler = torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(gradient_scale, clip, times=1):
+        norm = None
+        torch.manual_seed(0)
+        model = train.Transformer(cfg)
+        parameters = list(model.parameters())
+        optimizers = train.make_optimizers(model, cfg, device)
+        for _ in range(times):
+            for i, p in enumerate(parameters):
+                generator = torch.Generator().manual_seed(i)
+                p.grad = torch.randn(p.shape, generator=generator) * gradient_scale
+            norm = train.update(optimizers, parameters, scaler, clip)
+        state = [o.state_dict()["state"] for o in optimizers]
+        return [p.detach() for p in parameters], state, norm
+
+    start, _, _ = step(1.0, clip=1.0, times=0)
+    clipped, clipped_state, norm = step(1.0, clip=0.5)
+    assert norm > 0.5
+    small, small_state, small_norm = step(0.5 / norm.item(), clip=0.0)
+    assert small_norm == pytest.approx(0.5)
+    for a, b in zip(clipped, small, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(a, b) for a, b in zip(clipped, start, strict=True))
+    for bad in (math.nan, math.inf):
+        weights, state, norm = step(bad, clip=1.0)
+        assert not norm.isfinite()
+        for a, b in zip(weights, start, strict=True):
+            assert torch.equal(a, b)
+        assert all(not t.any() for s in state for per in s.values() for t in per.values())
+
+
+def test_an_optimizer_that_knows_nothing_of_skipping_is_safe_too():
+    cfg = tiny_config()
+    model = train.Transformer(cfg)
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    for value, changed in ((math.nan, False), (1.0, True)):
+        for p in parameters:
+            p.grad = torch.full_like(p, value)
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        train.update([optimizer], parameters, scaler, 1.0)
+        moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)])
+        assert moved.norm().item() == pytest.approx(1.0 if changed else 0.0, rel=1e-3)
+
+
+def test_muon_is_torchs_muon():
+    """The same updates as torch.optim.Muon in the mode that matches AdamW's size."""
+    torch.manual_seed(0)
+    shapes = [(24, 16), (24, 16), (16, 40)]
+    ours, theirs = ([torch.nn.Parameter(torch.randn(s)) for s in shapes] for _ in range(2))
+    for a, b in zip(ours, theirs, strict=True):
+        b.data.copy_(a.data)
+    muon = train.Muon(ours, lr=0.1, weight_decay=0.1, ns_steps=5, ns_dtype=torch.bfloat16)
+    reference = torch.optim.Muon(
+        theirs, lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        muon.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():
+    for optimizer in ("adamw", "muon"):
+        cfg = tiny_config(optimizer=optimizer, qkv_bias=True, qk_norm=True)
+        model = train.Transformer(cfg)
+        groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
+                  for g in o.param_groups]  # fmt: skip
+        held = [id(p) for g in groups for p in g["params"]]
+        assert sorted(held) == sorted(id(p) for p in model.parameters())
+        assert all(p.ndim == 2 for g in groups if g["weight_decay"] for p in g["params"])
+        assert all(g["fused"] for g in groups if "fused" in g)
+
+
+def test_learning_rate_schedules():
+    def rates(schedule, **changes):
+        cfg = tiny_config(lr_schedule=schedule, max_steps=100, warmup_steps=10, learning_rate=1.0,
+                          min_learning_rate=0.1, decay_fraction=0.3, **changes)  # fmt: skip
+        return [train.learning_rate(step, cfg) for step in range(100)]
+
+    for schedule in ("cosine", "wsd", "constant"):
+        assert rates(schedule)[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+        assert rates(schedule)[10] == pytest.approx(1.0)
+    assert rates("cosine")[55] == pytest.approx(0.55)
+    assert rates("cosine")[99] == pytest.approx(0.1, abs=1e-3)
+    assert rates("wsd")[70] == 1.0 and rates("wsd")[85] == pytest.approx(0.55)
+    assert rates("constant")[99] == 1.0
+
+
+@pytest.mark.parametrize("flags", [
+    ["--compile", "--micro_batch_size", "8"],
+    ["--precision", "fp16"],
+    ["--preset", "debug"],
+    ["--preset", "low_memory", "--seq_len", "16"],
+    ["--monitor", "off", "--no_tensorboard", "--eval_interval", "0", "--sample_interval", "6"],
+    ["--attention", "math", "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"],
+])  # fmt: skip
+def test_other_ways_to_run(run, tmp_path, flags):
+    output = run(*flags, "--out_dir", "r", timeout=300)
+    loss = [row["train/loss"] for row in rows(tmp_path / "r") if "train/loss" in row]
+    assert all(map(math.isfinite, loss)) and loss[-1] < loss[0]
+    assert ("compile on" in output) == ("--compile" in flags)
+    if "--attention" in flags:
+        assert "math attention" in output
+    state = load(sorted((tmp_path / "r/checkpoints").glob("step_*"))[-1])
+    assert all(name.split(".")[0] in ("embedding", "blocks", "norm", "head")
+               for name in state["model"])  # fmt: skip
+
+
+def test_run_directories(run, tmp_path):
+    run("--max_steps", 2)
+    run("--max_steps", 2)
+    assert sorted(os.listdir(tmp_path / "runs")) == ["001", "002"]
+    before = (tmp_path / "runs/002/config.yaml").read_text()
+    message = run("--out_dir", "runs/002", expect=2)
+    assert all(way in message for way in ("--auto-resume", "--resume", "--overwrite"))
+    assert (tmp_path / "runs/002/config.yaml").read_text() == before
+    run("--out_dir", "runs/002", "--overwrite", "--max_steps", 3)
+    assert [row["step"] for row in rows(tmp_path / "runs/002") if "train/loss" in row] == [1, 3]
+    assert "runs/002" in run("--auto-resume")  # the newest
+    text = (tmp_path / "runs/001/config.yaml").read_text()
+    assert "command:" in text and "torch:" in text and "commit:" in text
+    run("--config", "runs/001/config.yaml", "--out_dir", "copy", bare=True)
+    assert column(tmp_path / "copy", "train/loss") == column(tmp_path / "runs/001", "train/loss")
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--resume", "none.pt"], "none.pt"),
+    (["--vocab_size", "100"], "257"),
+    (["--attention", "cudnn"], "cudnn"),
+    (["--out_dir", "afile"], "afile"),
+    (["--data", "nowhere"], "nowhere"),
+    (["--max_steps", "soon"], "soon"),
+    (["--device", "cuda"], "cuda"),
+])  # fmt: skip
+def test_refusals_leave_nothing_behind(run, tmp_path, flags, word):
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (tmp_path / "afile").touch()
+    output = run(*flags, expect=2)
+    assert word in output and "Traceback" not in output and output.count("\n") == 1
+    assert os.listdir(tmp_path) == ["afile"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
+    run("--out_dir", "r")
+    path = "r/checkpoints/step_00000012.pt"
+    assert "not a checkpoint of this model" in run(
+        "--resume", path, "--out_dir", "other", "--n_layer", 3, "--max_steps", 20, expect=2
+    )
