@@ -10,7 +10,6 @@ one wins. To add an option, add a field here and read `cfg.name` where it is use
 import dataclasses
 import difflib
 import importlib.util
-import os
 from argparse import ArgumentDefaultsHelpFormatter
 from dataclasses import dataclass, field
 from typing import Literal
@@ -353,9 +352,3 @@ def micro_batch_size(cfg: Config, world_size: int) -> int:
             f"process{'es' * (world_size > 1)}{micro}); the nearest is {nearest_sizes}"
         )
     return cfg.micro_batch_size
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -217,7 +217,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(grad)
             momentum = state["momentum"]
-            momentum.lerp_(grad, torch.as_tensor((1 - group["momentum"]) * go, dtype=grad.dtype))
+            momentum += (grad - momentum) * ((1 - group["momentum"]) * go)
             direction = self.orthogonal(grad.lerp(momentum, group["momentum"]))
             size = 0.2 * math.sqrt(max(params[0].shape))  # arXiv:2502.16982, section 2.2
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * go)
