@@ -135,6 +135,8 @@ def find_files(path: str, split: str) -> list[Path]:
         return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
     if not root.exists():
         raise ConfigError(f"--data {path}: no such file or folder")
+    if root.suffix != ".bin":
+        raise ConfigError(f"--data {path}: expected a file of token ids, which ends in .bin")
     return [root] if split == "train" else []
 
 

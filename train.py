@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -348,9 +349,13 @@ def load_checkpoint(run: "Run", path: Path) -> tuple[int, float]:
 
     Raises ConfigError where the file does not belong to this model or data.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state.get("format") != FORMAT:
-        raise ConfigError(f"{path}: format {state.get('format')}; this version reads {FORMAT}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        version = state["format"]
+    except Exception as e:  # zipfile, pickle and torch each have errors of their own
+        raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
+    if version != FORMAT:
+        raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
     mine, theirs = run.train_data.fingerprint(), state["data"]
     if mine != theirs:
         changed = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
@@ -475,7 +480,10 @@ def prepare_directory(out_dir: Path | None, cfg: Config, start: Path | None) -> 
             (out_dir / name).unlink(missing_ok=True)
         for name in ("tensorboard", "checkpoints"):
             shutil.rmtree(out_dir / name, ignore_errors=True)
-    (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    try:
+        (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out_dir {out_dir}: cannot be made: {e.strerror}") from None
     if cfg.resume and start.parent == out_dir / "checkpoints":
         for newer in list_checkpoints(start.parent):
             if start.name != "best.pt" and checkpoint_step(newer) > checkpoint_step(start):
@@ -635,6 +643,10 @@ def command(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
+    except Exception as e:
+        print(f"train.py: failed: {type(e).__name__}: {e}", file=sys.stderr)
+        traceback.print_exc()
+        return 1
     return 0
 
 

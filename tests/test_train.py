@@ -360,6 +360,15 @@ def test_other_ways_to_run(run, tmp_path, flags):
                for name in state["model"])  # fmt: skip
 
 
+def test_auto_resume_starts_what_is_not_there_yet(run, tmp_path):
+    """So a job script can always say --auto-resume; also where a run left no checkpoint."""
+    assert "resume " not in run("--auto-resume", "--out_dir", "r", "--max_steps", 4)
+    for path in (tmp_path / "r" / "checkpoints").iterdir():
+        path.unlink()
+    run("--auto-resume", "--out_dir", "r", bare=True)
+    assert [row["step"] for row in rows(tmp_path / "r") if "train/loss" in row] == [1, 4]
+
+
 def test_run_directories(run, tmp_path):
     run("--max_steps", 2)
     run("--max_steps", 2)
@@ -383,6 +392,9 @@ def test_run_directories(run, tmp_path):
     (["--attention", "cudnn"], "cudnn"),
     (["--out_dir", "afile"], "afile"),
     (["--data", "nowhere"], "nowhere"),
+    (["--data", "afile"], ".bin"),
+    (["--resume", "afile"], "not a checkpoint"),
+    (["--out_dir", "afile/run"], "cannot be made"),
     (["--max_steps", "soon"], "soon"),
     (["--device", "cuda"], "cuda"),
 ])  # fmt: skip
@@ -393,6 +405,17 @@ def test_refusals_leave_nothing_behind(run, tmp_path, flags, word):
     output = run(*flags, expect=2)
     assert word in output and "Traceback" not in output and output.count("\n") == 1
     assert os.listdir(tmp_path) == ["afile"]
+
+
+def test_a_failure_says_why_in_one_line_first(run, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(train.Mixture, "batch", fail)
+    output = run(expect=1).splitlines()
+    told = next(i for i, line in enumerate(output) if "the disk is gone" in line)
+    assert output[told] == "train.py: failed: OSError: the disk is gone"
+    assert output[told + 1].startswith("Traceback")
 
 
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
