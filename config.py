@@ -148,6 +148,7 @@ class Config:
     monitor: Literal["off", "light"] = option(
         "light", "off: loss and throughput; light: phases, memory and gradient norm as well"
     )
+    window_size: int = option(100, "newest steps in the median and the 95th percentile")
     peak_tflops: float | None = option(None, "peak of the device for MFU, where it is not known")
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(None, "where they go (default: out_dir/tensorboard)")
@@ -308,7 +309,7 @@ def resolve(cfg: Config) -> Config:
 
     for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "vocab_size", "seq_len",
                  "max_steps", "batch_size", "micro_batch_size", "eval_steps", "keep_checkpoints",
-                 "prefetch_factor", "tensorboard_flush_secs"):  # fmt: skip
+                 "prefetch_factor", "tensorboard_flush_secs", "window_size"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                  "cache_clear_interval", "warmup_steps", "weight_decay", "min_learning_rate",

@@ -7,6 +7,7 @@ one copy. `monitor.log(name, value_or_tensor)` from anywhere in the loop adds a 
 Another sink is a method beside `write_tensorboard`; another device is a line in PEAK_TFLOPS.
 """
 
+import heapq
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 # Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
@@ -41,7 +43,8 @@ PEAK_TFLOPS = {
 }
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
-PHASES = (*STEP_PHASES, "logging", "evaluation", "checkpoint")
+OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
+PHASES = STEP_PHASES + OUTSIDE_PHASES
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -61,12 +64,14 @@ class Monitor:
     reduce: [n] tensor → its mean over all ranks; called on every rank at each log.
     out_dir: where metrics.jsonl is written; None on ranks that write nothing.
     flops_per_token, peak: FLOPs of training on one token; FLOP/s of all devices together, or None.
+    window_size: steps whose median and 95th percentile are reported.
     """
 
     def __init__(
         self, *, mode: str, log_interval: int, start_step: int, max_steps: int,
         tokens_per_step: int, flops_per_token: int, peak: float | None, device: torch.device,
         reduce, out_dir: Path | None, tensorboard_dir: Path | None, flush_secs: int,
+        window_size: int = 100,
     ):  # fmt: skip
         self.mode, self.log_interval, self.device = mode, log_interval, device
         self.first_step, self.max_steps = start_step + 1, max_steps
@@ -77,18 +82,27 @@ class Monitor:
         self.tensorboard_dir, self.flush_secs = tensorboard_dir, flush_secs
         self.tensorboard = None  # opened at the first row: importing it costs 0.2 s
         self.metrics_file = None
+        self.before = {}  # goodput of the processes that this one continues, in seconds
         if out_dir:
-            self.metrics_file = open_metrics(out_dir / "metrics.jsonl", start_step)
+            self.metrics_file, self.before = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.logged_step = start_step
         self.gathered = {}  # name → [sum, count] since the last log, sums on the device
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
+        self.total_seconds = dict.fromkeys(PHASES, 0.0)  # of this process, up to the last log
+        self.startup_seconds = process_age_seconds()
+        self.window_ms = np.zeros(window_size)  # a ring of step times
+        self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
+        self.outside_seconds = 0.0  # between the last step and this
         self.current, self.since = "other", time.perf_counter()
+        self.step_began = self.since
 
     def phase(self, name: str) -> str:
         """From now on time belongs to phase `name`; returns the phase that this ends."""
         now = time.perf_counter()
         ended = self.current
         self.seconds[ended] += now - self.since
+        if ended in OUTSIDE_PHASES:
+            self.outside_seconds += now - self.since
         self.current, self.since = name, now
         return ended
 
@@ -104,6 +118,11 @@ class Monitor:
 
     def step(self, step: int, learning_rate: float):
         """Step number `step` is done: log if it is due. The first and the last always are."""
+        now = time.perf_counter()
+        ms = (now - self.step_began - self.outside_seconds) * 1e3
+        self.step_began, self.outside_seconds = now, 0.0
+        self.window_ms[step % len(self.window_ms)] = ms
+        heapq.heappushpop(self.slowest, (ms, step))
         due = self.log_interval and step % self.log_interval == 0
         if due or step in (self.first_step, self.max_steps):
             previous = self.phase("logging")
@@ -115,7 +134,7 @@ class Monitor:
         row = self.means()  # waits for the device, so the clock below has seen all of the work
         steps, self.logged_step = step - self.logged_step, step
         ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.settle()
         step_ms = sum(ms[name] for name in STEP_PHASES)
         tokens_per_second = self.tokens_per_step / step_ms * 1e3
         flops = tokens_per_second * self.flops_per_token
@@ -128,12 +147,37 @@ class Monitor:
             row["perf/mfu"] = flops / self.peak
         if self.mode == "off":
             return row
+        window = self.window_ms[self.window_ms > 0]
+        row["perf/step_ms_median"] = float(np.median(window))
+        row["perf/step_ms_p95"] = float(np.percentile(window, 95))
         row["perf/data_fraction"] = ms["data"] / step_ms
+        row |= {f"perf/{name}_ms": ms[name] for name in OUTSIDE_PHASES}
         if self.device.type == "cpu":  # a host clock does not see where a GPU spends its time
             row |= {f"perf/{name}_ms": ms[name] for name in STEP_PHASES}
             compute_ms = ms["forward"] + ms["backward"] + ms["optimizer"]
             row["perf/compute_fraction"] = compute_ms / step_ms
-        return row | memory(self.device)
+        return row | memory(self.device) | self.goodput()
+
+    def settle(self):
+        """Move the seconds since the last log to those of the whole process."""
+        for name in PHASES:
+            self.total_seconds[name] += self.seconds[name]
+            self.seconds[name] = 0.0
+
+    def goodput(self) -> dict[str, float]:
+        """Shares of the wall time since the run began, over all processes that continued it.
+
+        "lost" is the time of steps that were made, but after the checkpoint that was resumed from.
+        """
+        total, before = self.total_seconds, self.before
+        seconds = {name: total[name] for name in OUTSIDE_PHASES} | {"data": total["data"]}
+        seconds["training"] = sum(total[name] for name in STEP_PHASES if name != "data")
+        seconds["startup"] = self.startup_seconds
+        seconds = {name: s + before.get(name, 0.0) for name, s in seconds.items()}
+        seconds["lost"] = before.get("lost", 0.0)
+        wall = sum(seconds.values())
+        shares = {f"goodput/{name}": s / wall for name, s in seconds.items()}
+        return shares | {"goodput/wall_s": wall}
 
     def means(self) -> dict[str, float]:
         """The gathered metrics, over steps and ranks; one copy from the device for all of them."""
@@ -153,13 +197,28 @@ class Monitor:
         self.write(step, row)
 
     def write(self, step: int, row: dict[str, float]):
-        if self.metrics_file:
-            # JSON has no NaN or infinity; they are written as null
-            numbers = {k: v if math.isfinite(v) else None for k, v in row.items()}
-            self.metrics_file.write(json.dumps({"step": step, **numbers}) + "\n")
-            self.metrics_file.flush()
-        if self.tensorboard_dir:
-            self.write_tensorboard(step, row)
+        """To the files. One that cannot be written is given up with a warning; training goes on."""
+        try:
+            if self.metrics_file:
+                self.write_metrics(step, row)
+        except OSError as e:
+            self.give_up("metrics.jsonl", e)
+            self.metrics_file = None
+        try:
+            if self.tensorboard_dir:
+                self.write_tensorboard(step, row)
+        except Exception as e:  # its writer thread passes on whatever it met
+            self.give_up("TensorBoard", e)
+            self.tensorboard_dir = self.tensorboard = None
+
+    def give_up(self, sink: str, error: Exception):
+        print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def write_metrics(self, step: int, row: dict[str, float]):
+        # JSON has no NaN or infinity; they are written as null
+        numbers = {k: v if math.isfinite(v) else None for k, v in row.items()}
+        self.metrics_file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self.metrics_file.flush()
 
     def write_tensorboard(self, step: int, row: dict[str, float]):
         if self.tensorboard is None:
@@ -193,27 +252,62 @@ class Monitor:
         ]
         return " | ".join(part for part in parts if part)
 
+    def summary(self) -> str:
+        """Where the time of this process went."""
+        self.phase(self.current)
+        self.settle()
+        seconds = {"start-up": self.startup_seconds, **self.total_seconds}
+        whole = sum(seconds.values())
+        lines = [f"time    {duration(whole)} in this process"]
+        for name, s in seconds.items():
+            if s >= 0.001 * whole:
+                bar = "█" * round(40 * s / whole)
+                lines.append(f"        {name:10s} {s / whole:6.1%} {duration(s):>7s}  {bar}")
+        slowest = sorted((item for item in self.slowest if item[1]), reverse=True)
+        lines.append("slowest " + ", ".join(f"step {step} ({ms:.0f} ms)" for ms, step in slowest))
+        goodput = self.goodput()
+        lines.append(
+            f"goodput {goodput['goodput/training']:.1%} of {duration(goodput['goodput/wall_s'])} "
+            f"since the run began was training, {goodput['goodput/lost']:.1%} was lost to crashes"
+        )
+        return "\n".join(lines)
+
     def close(self):
-        if self.tensorboard:
-            self.tensorboard.close()
+        try:
+            if self.tensorboard:
+                self.tensorboard.close()
+        except Exception as e:
+            self.give_up("TensorBoard", e)
         if self.metrics_file:
             self.metrics_file.close()
 
 
-def open_metrics(path: Path, start_step: int):
-    """metrics.jsonl to append to, without the rows that come after start_step or are torn."""
-    kept = []
+def open_metrics(path: Path, start_step: int) -> tuple:
+    """(metrics.jsonl to append to, seconds of the run so far by kind, as `goodput` counts them).
+
+    Rows after start_step go, for those steps are made again, and so does a torn last one.
+    """
+    kept, dropped = [], []
     if path.exists():
         for line in path.read_text().splitlines():
             try:
-                if json.loads(line)["step"] <= start_step:
-                    kept.append(line + "\n")
+                row = json.loads(line)
+                (kept if row["step"] <= start_step else dropped).append(row)
             except (ValueError, KeyError):
                 continue  # the last line of a process that was killed
     draft = path.with_suffix(".tmp")
-    draft.write_text("".join(kept))
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
     os.replace(draft, path)
-    return open(path, "a")
+    last, lost = ([r for r in rows if "goodput/wall_s" in r][-1:] for rows in (kept, dropped))
+    seconds = {}
+    if last:
+        wall = last[0]["goodput/wall_s"]
+        names = [n.removeprefix("goodput/") for n in last[0] if n.startswith("goodput/")]
+        seconds = {n: last[0][f"goodput/{n}"] * wall for n in names if n != "wall_s"}
+    if lost:
+        since = last[0]["goodput/wall_s"] if last else 0.0
+        seconds["lost"] = seconds.get("lost", 0.0) + lost[0]["goodput/wall_s"] - since
+    return open(path, "a"), seconds
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -223,6 +317,16 @@ def memory(device: torch.device) -> dict[str, float]:
         gb["memory/reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
         gb["memory/peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
     return gb
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process was started; 0 where the system does not say."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def host_rss_bytes() -> int:
@@ -245,4 +349,4 @@ def si(x: float) -> str:
 def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"

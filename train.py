@@ -33,7 +33,7 @@ import config
 from config import Config, ConfigError
 from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers, stdlib
 from model import Transformer, attention_backend, flops_per_token, generate, set_attention_backend
-from monitor import Monitor, duration, peak_flops, si
+from monitor import Monitor, peak_flops, si
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -595,11 +595,11 @@ def main(argv: list[str]):
         if start:
             print(f"resume  {start} at step {step}", flush=True)
     run.monitor = make_monitor(run, step)
-    began = time.perf_counter()
     train(run, step, best_loss)
     run.monitor.close()
     if rank == 0:
-        print(f"done in {duration(time.perf_counter() - began)}; a sample of what it writes:\n")
+        print(run.monitor.summary())
+        print("sample  of what it writes:\n")
         print(sample(run))
     if world_size > 1:
         dist.destroy_process_group()
@@ -629,6 +629,7 @@ def make_monitor(run: Run, step: int) -> Monitor:
         out_dir=run.out_dir if run.rank == 0 else None,
         tensorboard_dir=Path(cfg.tensorboard_dir or run.out_dir / "tensorboard") if board else None,
         flush_secs=cfg.tensorboard_flush_secs,
+        window_size=cfg.window_size,
     )
 
 

@@ -94,9 +94,75 @@ def test_ranks_other_than_0_write_nothing(tmp_path, capsys):
 def test_a_continued_file_has_no_step_twice_and_no_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 5}\n{"step": 9}\n{"step": 10, "tra')
-    with open_metrics(path, start_step=5) as file:
+    file, before = open_metrics(path, start_step=5)
+    with file:
         file.write('{"step": 6}\n')
-    assert [row["step"] for row in rows(tmp_path)] == [1, 5, 6]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 5, 6] and before == {}
+
+
+def test_goodput_goes_on_over_restarts_and_counts_what_was_lost(tmp_path):
+    def process(start_step, steps, seconds):
+        m = make(tmp_path, start_step=start_step, max_steps=99, log_interval=1)
+        m.startup_seconds = 1.0
+        for step in range(start_step + 1, start_step + steps + 1):
+            m.phase("forward")
+            time.sleep(seconds)
+            m.phase("other")
+            m.step(step, 0.1)
+        m.close()
+        return m.goodput()
+
+    first = process(0, 4, 0.05)  # steps 1 to 4, of which a checkpoint holds the first two
+    second = process(2, 2, 0.05)  # steps 3 and 4 again
+    assert first["goodput/lost"] == 0 and first["goodput/wall_s"] == pytest.approx(1.2, abs=0.1)
+    wall = second["goodput/wall_s"]
+    assert wall == pytest.approx(2.3, abs=0.15)
+    assert second["goodput/startup"] * wall == pytest.approx(2.0, abs=0.01)
+    assert second["goodput/training"] * wall == pytest.approx(0.2, abs=0.05)
+    assert second["goodput/lost"] * wall == pytest.approx(0.1, abs=0.05)
+    shares = [share for name, share in second.items() if name != "goodput/wall_s"]
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_summary_says_where_the_time_went(tmp_path):
+    m = make(tmp_path)
+    m.startup_seconds = 0.0
+    for step in range(1, 9):
+        m.phase("forward")
+        time.sleep(0.05 if step == 5 else 0.005)
+        m.phase("other")
+        m.step(step, 0.1)
+        if step == 8:
+            m.phase("checkpoint")
+            time.sleep(0.1)
+            m.phase("other")
+    lines = m.summary().splitlines()
+    share = {line.split()[0]: float(line.split()[1].rstrip("%")) for line in lines if "█" in line}
+    assert share["checkpoint"] == pytest.approx(100 * 0.1 / 0.185, abs=8)
+    assert share["forward"] == pytest.approx(100 * 0.085 / 0.185, abs=8)
+    assert "slowest step 5 (5" in m.summary()
+    window = rows(tmp_path)[-1]
+    assert 4 < window["perf/step_ms_median"] < 12 < window["perf/step_ms_p95"] < 52
+
+
+def test_a_sink_that_fails_is_given_up_with_one_warning(tmp_path, capsys):
+    m = make(tmp_path, tensorboard_dir=tmp_path / "tb", log_interval=1)
+
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def add_scalar(self, *args):
+            raise OSError(28, "No space left on device")
+
+    m.metrics_file = m.tensorboard = Full()
+    for step in range(1, 5):
+        m.log("train/loss", 1.0)
+        m.step(step, 0.1)
+    m.close()
+    told = capsys.readouterr()
+    assert told.err.count("no more metrics.jsonl") == told.err.count("no more TensorBoard") == 1
+    assert "No space left" in told.err and told.out.count("loss 1.0000") == 4
 
 
 def test_not_a_number_is_still_json(tmp_path):
@@ -144,4 +210,4 @@ def test_numbers_for_people():
         "1.23M",
         "1.5G",
     ]
-    assert duration(59.6) == "1m00s" and duration(3700) == "1h01m" and duration(61) == "1m01s"
+    assert duration(59.6) == "1m00s" and duration(3700) == "1h01m" and duration(5) == "5s"

@@ -43,8 +43,8 @@ def test_commands_run_as_written(clone):
     assert len(printed) == 3
     # 1.96 here; the standard library, and so the figure, differs between versions of Python.
     assert column(clone / "runs/001", "val/bits_per_byte")[1000] < 2.1
-    assert "step 1000/1000" in printed[0] and "a sample of what it writes" in printed[0]
-    assert len(printed[0].split("a sample of what it writes:")[1].strip()) > 100
+    assert "step 1000/1000" in printed[0] and "goodput" in printed[0]
+    assert len(printed[0].split("sample  of what it writes:")[1].strip()) > 100
     assert "nothing to do" in printed[1]
     assert "2 x cpu" in printed[2] or "2 x cuda" in printed[2]
     assert column(clone / "runs/002", "train/loss")[100] < 2.5
