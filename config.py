@@ -63,7 +63,7 @@ def switch(help: str):
 class Config:
     # --- the run ---
     config: str | None = option(None, "YAML file of options; a run's config.yaml can be given")
-    preset: str | None = option(None, f"a group of options: {', '.join(PRESETS)}")
+    preset: Literal[tuple(PRESETS)] | None = option(None, "a group of options, by name")
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)")
     overwrite: bool = option(False, "delete the run that is already in out_dir and start afresh")
     auto_resume: bool = option(
@@ -115,7 +115,7 @@ class Config:
     )
     micro_batch_size: int | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same (default: as large as batch_size allows, up to 65,536 tokens)"
+        "stays the same (default: as large as batch_size allows, up to 16,384 tokens)"
     )  # fmt: skip
     optimizer: Literal["adamw", "muon"] = option(
         "muon", "muon is Muon for the blocks' matrices with AdamW for the rest"
@@ -127,7 +127,7 @@ class Config:
         "wsd", "after the warm-up; wsd is stable, then a linear decay"
     )
     decay_fraction: float = option(0.7, "share of max_steps that wsd spends decaying")
-    weight_decay: float = option(0.1, "decoupled weight decay; none on norms, biases, embeddings")
+    weight_decay: float = option(0.1, "decoupled weight decay of the blocks' matrices alone")
     beta1: float = option(0.9, "AdamW's first moment decay")
     beta2: float = option(0.95, "AdamW's second moment decay")
     grad_clip: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
@@ -139,10 +139,10 @@ class Config:
 
     # --- what is seen and kept; intervals are in optimizer steps, 0 is never ---
     log_interval: int = option(50, "steps between log lines")
-    eval_interval: int = option(200, "steps between evaluations; there is always one at the end")
+    eval_interval: int = option(250, "steps between evaluations, and one at the end")
     eval_steps: int = option(64, "batches of batch_size sequences in one evaluation")
     sample_interval: int = option(0, "steps between samples of generated text")
-    save_interval: int = option(100, "steps between checkpoints; there is always one at the end")
+    save_interval: int = option(100, "steps between checkpoints, and one at the end")
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best one")
     cache_clear_interval: int = option(100, "steps between clearings of CUDA's allocator cache")
     monitor: Literal["off", "light"] = option(
@@ -201,16 +201,13 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     """
     parser = make_parser()
     given = read_flags(parser, argv)
-    flags = yaml_flags(parser, saved) if saved else []
+    named = any(flag.split("=")[0] == "--model" for flag in argv)
+    drop = {"head_dim", *MODELS["default"]} if named else set()  # the shape of a model in a file
+    flags = yaml_flags(parser, saved, drop) if saved else []
     if given.preset:
-        if given.preset not in PRESETS:
-            raise ConfigError(
-                f"--preset {given.preset}: unknown{nearest(given.preset, PRESETS)}; "
-                f"there are {', '.join(PRESETS)}"
-            )
         flags += [f"--{k}={v}" for k, v in PRESETS[given.preset].items()]
     if given.config:
-        flags += yaml_flags(parser, given.config)
+        flags += yaml_flags(parser, given.config, drop)
     return Config(**vars(read_flags(parser, flags + argv)))
 
 
@@ -227,8 +224,10 @@ def nearest(name: str, names) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def yaml_flags(parser, path: str) -> list[str]:
+def yaml_flags(parser, path: str, drop: set[str]) -> list[str]:
     """The options in a YAML file as flags, checked one by one so that an error names its line.
+
+    Those in `drop` are left out: a --model on the command line replaces the shape in the file.
 
     The text of a value is handed on as it was written, so YAML's own idea of a type (`1e-4` is
     text, `no` is False, 010 is 8) never comes into it.
@@ -248,7 +247,9 @@ def yaml_flags(parser, path: str) -> list[str]:
         raise ConfigError(f"{path}: expected lines of the form `name: value`")
     types, flags = {f.name: str(f.type) for f in dataclasses.fields(Config)}, {}
     for key, value in root.value:
-        name, where = key.value, f"{path}:{key.start_mark.line + 1}"
+        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        if name in ("preset", "config"):
+            raise ConfigError(f"{where}: {name} is for the command line, not for a file")
         if name not in types:
             raise ConfigError(f"{where}: unknown option {name}{nearest(name, types)}")
         if name in flags:
@@ -269,7 +270,7 @@ def yaml_flags(parser, path: str) -> list[str]:
             read_flags(parser, flags[name])
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from None
-    return [flag for option_flags in flags.values() for flag in option_flags]
+    return [flag for name in flags if name not in drop for flag in flags[name]]
 
 
 def write_yaml(cfg: Config, path: str, notes: dict[str, str]):
@@ -329,8 +330,9 @@ def resolve(cfg: Config) -> Config:
     need(0 <= cfg.decay_fraction <= 1, "decay_fraction", "between 0 and 1")
     need(cfg.num_workers == "auto" or cfg.num_workers.isdigit(), "num_workers", "a number or auto")
     need(cfg.peak_tflops is None or cfg.peak_tflops > 0, "peak_tflops", "more than 0")
-    if cfg.resume and (cfg.auto_resume or cfg.overwrite):
-        raise ConfigError("--resume names one checkpoint: leave out --auto_resume and --overwrite")
+    need(cfg.seed < 2**63, "seed", "below 2^63")
+    if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
+        raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
     return cfg
 
 
@@ -341,7 +343,7 @@ def micro_batch_size(cfg: Config, world_size: int) -> int:
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
     if cfg.micro_batch_size is None and not rest:
-        limit = max(1, 65536 // cfg.seq_len)
+        limit = max(1, 16384 // cfg.seq_len)
         return max(m for m in range(1, min(per_rank, limit) + 1) if per_rank % m == 0)
     unit = world_size * (cfg.micro_batch_size or 1)
     if cfg.batch_size % unit:

@@ -96,13 +96,16 @@ class TokenFile:
         self.path, self.seq_len = path, seq_len
         size = path.stat().st_size
         sidecar = Path(f"{path}.json")
-        self.meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
+        try:
+            self.meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
+        except ValueError as e:
+            raise ConfigError(f"{sidecar}: not JSON: {e}") from None
         header = np.fromfile(path, np.int32, 3)
         self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
-        if not self.meta and len(header) == 3 and int(header[0]) in SHARD_MAGIC:
+        if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
             self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
             self.offset = SHARD_HEADER_BYTES
-            self.meta = {"tokens": int(header[2])}
+            self.meta["tokens"] = int(header[2])
         self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
@@ -127,17 +130,17 @@ class TokenFile:
         self.map()
 
 
-def find_files(path: str, split: str) -> list[Path]:
-    """The token files of `split` ("train" or "val") in a folder; a file is itself, for train."""
+def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
+    """The token files of `split` ("train" or "val") in a folder, or the one file that path is."""
     root = Path(path).expanduser()
     if root.is_dir():
         single = root / f"{split}.bin"
         return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
     if not root.exists():
-        raise ConfigError(f"--data {path}: no such file or folder")
+        raise ConfigError(f"{option} {path}: no such file or folder")
     if root.suffix != ".bin":
-        raise ConfigError(f"--data {path}: expected a file of token ids, which ends in .bin")
-    return [root] if split == "train" else []
+        raise ConfigError(f"{option} {path}: expected a file of token ids, which ends in .bin")
+    return [root]
 
 
 class Dataset:
@@ -168,6 +171,11 @@ class Dataset:
             mine = file_of_block == i
             out[mine] = self.files[i].blocks[blocks[mine] - self.first_block[i]]
         return out
+
+    def find(self, block: int) -> tuple[Path, int]:
+        """The file that a block is in, and where in it the block begins, in tokens."""
+        i = int(self.first_block.searchsorted(block, "right")) - 1
+        return self.files[i].path, int(block - self.first_block[i]) * self.seq_len
 
 
 class Mixture:
@@ -209,13 +217,10 @@ class Mixture:
     def n_tokens(self) -> int:
         return sum(d.n_tokens for d in self.datasets)
 
-    def fingerprint(self) -> dict[str, list]:
-        """What must be unchanged for a run to continue on the same data."""
-        return {
-            str(file.path): [file.n_tokens, file.meta.get("checksum", "")]
-            for d in self.datasets
-            for file in d.files
-        }
+    def fingerprint(self) -> list[list]:
+        """What must be unchanged for a run to continue on the same data, also if it has moved."""
+        files = [file for d in self.datasets for file in d.files]
+        return [[f.path.name, f.n_tokens, f.meta.get("checksum", "")] for f in files]
 
     def order(self, start: int, stop: int) -> np.ndarray:
         """[2, stop - start]: the dataset and the block of it at each global position."""
@@ -261,10 +266,10 @@ class Mixture:
                 out[mine] = self.datasets[k].read(block[mine])
         if out.max() >= self.vocab_size:
             row, column = np.argwhere(out >= self.vocab_size)[0]
+            path, first = self.datasets[source[row]].find(block[row])
             raise ConfigError(
-                f"{self.datasets[source[row]].name}: token id {out[row, column]} at offset "
-                f"{column} of block {block[row]}; expected ids below --vocab_size "
-                f"{self.vocab_size}"
+                f"{path}: token id {out[row, column]} at token {first + column:,}; expected ids "
+                f"below --vocab_size {self.vocab_size}"
             )
         return torch.from_numpy(out)
 
@@ -273,19 +278,26 @@ class Mixture:
 
 
 def load_mixture(
-    paths: list[str], split: str, seq_len: int, seed: int, vocab_size: int | None = None
-) -> Mixture | None:
-    """The mixture of PATH[:WEIGHT] sources; None where none of them has files of `split`."""
+    paths: list[str], split: str, seq_len: int, seed: int, vocab_size: int | None = None,
+    option: str = "--data",
+) -> Mixture | None:  # fmt: skip
+    """The mixture of the PATH[:WEIGHT] sources that `option` names.
+
+    The validation data beside --data may be missing: then this is None.
+    """
     datasets, sources = [], [split_weight(spec) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
-        raise ConfigError(f"--data {' '.join(paths)}: give every source a weight, or none")
+        raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     for path, weight in sources:
-        files = find_files(stdlib() if path == "stdlib" else path, split)
+        files = find_files(stdlib() if path == "stdlib" else path, split, option)
+        optional = split == "val" and option == "--data"
+        if optional and Path(path).is_file():
+            continue  # a file to train on has nothing beside it
         if files:
             name = "stdlib" if path == "stdlib" else Path(path).stem
             datasets.append(Dataset(name, files, seq_len, weight))
-        elif split == "train":
-            raise ConfigError(f"--data {path}: no train.bin and no *_train*.bin in this folder")
+        elif not optional:
+            raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
     return Mixture(datasets, seed, vocab_size) if datasets else None
 
 
@@ -316,10 +328,9 @@ def pick_workers(num_workers: str, device: torch.device, local_world_size: int) 
     0.6 ms to get from another process, which also takes a core from the model. With CUDA it is
     up to 2, so that a page that must come from the disk does not hold up the launch of kernels.
     """
-    share = min(16, usable_cores() // local_world_size)
-    if num_workers == "auto":
-        return min(2, share) if device.type == "cuda" else 0
-    return min(int(num_workers), share)
+    if num_workers != "auto":
+        return int(num_workers)
+    return min(2, usable_cores() // local_world_size) if device.type == "cuda" else 0
 
 
 def leave_signals_to_parent(worker: int):
@@ -392,7 +403,7 @@ def split_targets(batch: torch.Tensor, device: torch.device) -> tuple[torch.Tens
     if device.type == "cuda":  # a quarter of the bytes cross the bus; the GPU widens them
         batch = batch.to(device, non_blocking=True)  # asynchronous where the batch is pinned
     batch = batch.long().to(device)
-    return batch[:, :-1], batch[:, 1:]
+    return batch[:, :-1], batch[:, 1:].contiguous()
 
 
 # --- text ------------------------------------------------------------------------------------

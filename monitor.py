@@ -98,6 +98,8 @@ class Monitor:
 
     def phase(self, name: str) -> str:
         """From now on time belongs to phase `name`; returns the phase that this ends."""
+        if name in OUTSIDE_PHASES and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what is still queued belongs to the steps
         now = time.perf_counter()
         ended = self.current
         self.seconds[ended] += now - self.since
@@ -123,15 +125,17 @@ class Monitor:
         self.step_began, self.outside_seconds = now, 0.0
         self.window_ms[step % len(self.window_ms)] = ms
         heapq.heappushpop(self.slowest, (ms, step))
-        due = self.log_interval and step % self.log_interval == 0
-        if due or step in (self.first_step, self.max_steps):
+        if not self.log_interval:
+            return
+        if step % self.log_interval == 0 or step in (self.first_step, self.max_steps):
+            means = self.means()  # waits for the device and for other ranks: part of the step
             previous = self.phase("logging")
-            self.write_row(step, self.row(step, learning_rate))
+            self.write_row(step, means | self.row(step, learning_rate))
             self.phase(previous)
 
     def row(self, step: int, learning_rate: float) -> dict[str, float]:
-        """Everything known about the steps since the last log, mean over ranks; starts anew."""
-        row = self.means()  # waits for the device, so the clock below has seen all of the work
+        """What the clocks say about the steps since the last log; starts anew."""
+        row = {}
         steps, self.logged_step = step - self.logged_step, step
         ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
         self.settle()
@@ -147,12 +151,12 @@ class Monitor:
             row["perf/mfu"] = flops / self.peak
         if self.mode == "off":
             return row
-        window = self.window_ms[self.window_ms > 0]
-        row["perf/step_ms_median"] = float(np.median(window))
-        row["perf/step_ms_p95"] = float(np.percentile(window, 95))
         row["perf/data_fraction"] = ms["data"] / step_ms
         row |= {f"perf/{name}_ms": ms[name] for name in OUTSIDE_PHASES}
         if self.device.type == "cpu":  # a host clock does not see where a GPU spends its time
+            window = self.window_ms[self.window_ms > 0]
+            row["perf/step_ms_median"] = float(np.median(window))
+            row["perf/step_ms_p95"] = float(np.percentile(window, 95))
             row |= {f"perf/{name}_ms": ms[name] for name in STEP_PHASES}
             compute_ms = ms["forward"] + ms["backward"] + ms["optimizer"]
             row["perf/compute_fraction"] = compute_ms / step_ms
@@ -263,8 +267,10 @@ class Monitor:
             if s >= 0.001 * whole:
                 bar = "█" * round(40 * s / whole)
                 lines.append(f"        {name:10s} {s / whole:6.1%} {duration(s):>7s}  {bar}")
-        slowest = sorted((item for item in self.slowest if item[1]), reverse=True)
-        lines.append("slowest " + ", ".join(f"step {step} ({ms:.0f} ms)" for ms, step in slowest))
+        if self.device.type == "cpu":
+            slowest = sorted((item for item in self.slowest if item[1]), reverse=True)
+            named = (f"step {step} ({ms:.0f} ms)" for ms, step in slowest)
+            lines.append("slowest " + ", ".join(named))
         goodput = self.goodput()
         lines.append(
             f"goodput {goodput['goodput/training']:.1%} of {duration(goodput['goodput/wall_s'])} "

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import config
 from config import Config, ConfigError
-from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers, stdlib
+from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers
 from model import Transformer, attention_backend, flops_per_token, generate, set_attention_backend
 from monitor import Monitor, peak_flops, si
 
@@ -48,7 +48,7 @@ def train(run: "Run", step: int, best_loss: float):
     accumulation = cfg.batch_size // (run.micro_batch * run.world_size)
     # The gradient of the mean over all tokens of the step; DDP divides by world_size by itself.
     loss_scale = run.world_size / (cfg.batch_size * cfg.seq_len)
-    saved_step = step
+    saved_step, first_step = step, step + 1
     gc.disable()  # it would stop one rank at a time, at moments of its own
 
     while step < cfg.max_steps:
@@ -73,12 +73,12 @@ def train(run: "Run", step: int, best_loss: float):
         if cfg.monitor != "off":
             monitor.log("train/grad_norm", grad_norm)
         monitor.step(step, lr)  # reads the device, but only every log_interval
-        if run.val_data and (due(step, cfg.eval_interval) or step == cfg.max_steps):
+        if run.val_data and due(step, cfg.eval_interval, last=cfg.max_steps):
             val_loss = evaluate(run, step)
             if val_loss < best_loss:
                 best_loss, saved_step = val_loss, step
                 save_checkpoint(run, step, best_loss, is_best=True)
-        if saved_step != step and (due(step, cfg.save_interval) or step == cfg.max_steps):
+        if saved_step != step and due(step, cfg.save_interval, last=cfg.max_steps):
             saved_step = step
             save_checkpoint(run, step, best_loss)
         if due(step, cfg.sample_interval) and run.rank == 0:
@@ -86,16 +86,19 @@ def train(run: "Run", step: int, best_loss: float):
         if device.type == "cuda" and due(step, cfg.cache_clear_interval):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        if due(step, GC_INTERVAL) or step == 1:
+        if step == first_step:
             gc.collect()
-            gc.freeze()  # what is alive now stays; the next collection need not look at it
+            gc.freeze()  # what is alive now stays: no later collection need look at it
+        elif due(step, GC_INTERVAL):
+            gc.collect()
 
 
 GC_INTERVAL = 1000  # steps between garbage collections, the same on all ranks
 
 
-def due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def due(step: int, every: int, last: int | None = None) -> bool:
+    """Whether something is due that is done every so many steps, and at the last; 0 is never."""
+    return every > 0 and (step % every == 0 or step == last)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -141,21 +144,23 @@ def update(optimizers, parameters: list[Tensor], scaler, max_norm: float) -> Ten
     """One optimizer step, clipped to the global norm max_norm; returns the norm before clipping.
 
     Where that is not finite nothing changes. Neither is asked for on the host: the optimizers
-    read a factor and a flag on the device, under the names that torch's fused kernels know.
+    read a factor and a flag on the device, under the names that torch's fused kernels know. An
+    optimizer that does not know them costs one synchronization a step.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)  # does nothing but in fp16
-    grads = [p.grad for p in parameters]
+    grads = [p.grad for p in parameters if p.grad is not None]
     grad_norm = torch.nn.utils.get_total_norm(grads)
     not_finite = (~grad_norm.isfinite()).float()
     divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(grad_norm)
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, not_finite
-        else:  # an optimizer that knows nothing of these: clip here, and no gradient if not finite
-            for g in (p.grad for group in optimizer.param_groups for p in group["params"]):
-                g.div_(divisor).nan_to_num_(0.0, 0.0, 0.0).mul_(1 - not_finite)
-        optimizer.step()
+            optimizer.step()
+        elif not not_finite:
+            held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            torch._foreach_div_([g for g in held if g is not None], divisor)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     return grad_norm
@@ -166,9 +171,10 @@ def update(optimizers, parameters: list[Tensor], scaler, max_norm: float) -> Ten
 
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device) -> list:
     """The optimizers of a run; together they hold every parameter exactly once."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    ids = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in ids]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_blocks = {id(p) for p in model.blocks.parameters()}
+    matrices = [p for p in trained if p.ndim == 2 and id(p) in in_blocks]
+    others = [p for p in trained if p.ndim != 2 or id(p) not in in_blocks]
     decayed = dict(weight_decay=cfg.weight_decay)
     groups = [dict(params=others, weight_decay=0.0)]
     optimizers = []
@@ -177,11 +183,9 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device) -> list
         optimizers.append(Muon(matrices, lr=cfg.learning_rate, ns_dtype=ns_dtype, **decayed))
     else:
         groups.append(dict(params=matrices, **decayed))
-    optimizers.append(
-        torch.optim.AdamW(
-            groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True
-        )
-    )  # fmt: skip
+    betas = cfg.beta1, cfg.beta2
+    fused = device.type != "mps"  # whose kernel ignores the clipping of `update` in torch 2.11
+    optimizers.append(torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=fused))
     return optimizers
 
 
@@ -358,7 +362,7 @@ def load_checkpoint(run: "Run", path: Path) -> tuple[int, float]:
         raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
     mine, theirs = run.train_data.fingerprint(), state["data"]
     if mine != theirs:
-        changed = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
+        changed = [f"{f[0]} ({f[1]:,} tokens)" for f in mine if f not in theirs] or ["its order"]
         raise ConfigError(f"{path}: the data has changed since: {', '.join(changed)}")
     try:
         run.model.load_state_dict(state["model"])
@@ -371,8 +375,11 @@ def load_checkpoint(run: "Run", path: Path) -> tuple[int, float]:
         ours = [here[id(p)] for group in optimizer.param_groups for p in group["params"]]
         if ours != names:
             raise ConfigError(f"{path}: its optimizer holds other parameters, or in another order")
-        optimizer.load_state_dict(saved)
-    run.scaler.load_state_dict(state["scaler"])
+        # Rates, decay and betas are those of this run's flags, not of the saved one's.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(saved | {"param_groups": groups})
+    if state["scaler"] and run.scaler.is_enabled():
+        run.scaler.load_state_dict(state["scaler"])
     return state["step"], state["best_loss"]
 
 
@@ -408,6 +415,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
         name = next(kind for kind, there in available.items() if there)
     if not available[name]:
         raise ConfigError(f"--device {name}: torch {torch.__version__} finds none on this machine")
+    if name == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
     return torch.device(name, local_rank if name == "cuda" else None)
 
 
@@ -463,7 +472,8 @@ def find_run(cfg: Config) -> tuple[Path | None, Path | None]:
         out_dir = Path(cfg.out_dir)
         if out_dir.exists() and not out_dir.is_dir():
             raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
-        if (out_dir / "config.yaml").exists() and not cfg.overwrite:
+        held = (out_dir / "config.yaml").exists() or list_checkpoints(out_dir / "checkpoints")
+        if held and not cfg.overwrite:
             raise ConfigError(
                 f"--out_dir {out_dir}: holds a run already. Continue it with --auto-resume, start "
                 f"from one of its checkpoints with --resume, or delete it with --overwrite"
@@ -471,8 +481,11 @@ def find_run(cfg: Config) -> tuple[Path | None, Path | None]:
     return Path(cfg.out_dir) if cfg.out_dir else None, None
 
 
-def prepare_directory(out_dir: Path | None, cfg: Config, start: Path | None) -> Path:
-    """Make the run directory, the next runs/NNN where none is named; set aside what is stale."""
+def prepare_directory(out_dir: Path | None, cfg: Config, step: int) -> Path:
+    """Make the run directory, the next runs/NNN where none is named.
+
+    Checkpoints of later steps than the one that the run goes on from are set aside.
+    """
     if out_dir is None:
         out_dir = Path("runs") / f"{max(map(int, run_numbers()), default=0) + 1:03d}"
     if cfg.overwrite and out_dir.exists():
@@ -484,10 +497,9 @@ def prepare_directory(out_dir: Path | None, cfg: Config, start: Path | None) -> 
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"--out_dir {out_dir}: cannot be made: {e.strerror}") from None
-    if cfg.resume and start.parent == out_dir / "checkpoints":
-        for newer in list_checkpoints(start.parent):
-            if start.name != "best.pt" and checkpoint_step(newer) > checkpoint_step(start):
-                newer.rename(newer.with_suffix(".pt.set-aside"))
+    for newer in list_checkpoints(out_dir / "checkpoints"):
+        if checkpoint_step(newer) > step:
+            newer.rename(newer.with_suffix(".pt.set-aside"))
     return out_dir
 
 
@@ -548,7 +560,8 @@ def main(argv: list[str]):
     rank, local_rank, world_size, local_world_size = rank_and_world()
     cfg = config.parse(argv)
     out_dir, start = find_run(cfg)
-    old_run = start.parent.parent if start else out_dir
+    inside = start and start.parent.name == "checkpoints"
+    old_run = start.parent.parent if inside else out_dir
     if (cfg.resume or cfg.auto_resume) and old_run and (old_run / "config.yaml").exists():
         cfg = config.parse(argv, saved=str(old_run / "config.yaml"))  # flags need no repeating
     cfg = config.resolve(cfg)
@@ -561,14 +574,13 @@ def main(argv: list[str]):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        if rank == 0:
-            stdlib()  # is made once, while the others wait
-        dist.barrier()
+        cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     train_data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
     cfg.vocab_size = train_data.vocab_size
-    val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size)
+    option = "--val_data" if cfg.val_data else "--data"
+    val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option)
 
     torch.manual_seed(cfg.seed)
     model = Transformer(cfg).to(device)
@@ -589,14 +601,17 @@ def main(argv: list[str]):
         return
 
     if rank == 0:
-        run.out_dir = prepare_directory(out_dir, cfg, start)
-        config.write_yaml(cfg, run.out_dir / "config.yaml", provenance())
+        run.out_dir = prepare_directory(out_dir, cfg, step)
+        with replacing(run.out_dir / "config.yaml") as draft:
+            config.write_yaml(cfg, draft, provenance())
         print(describe(run, attention, compiled), flush=True)
         if start:
             print(f"resume  {start} at step {step}", flush=True)
     run.monitor = make_monitor(run, step)
-    train(run, step, best_loss)
-    run.monitor.close()
+    try:
+        train(run, step, best_loss)
+    finally:
+        run.monitor.close()
     if rank == 0:
         print(run.monitor.summary())
         print("sample  of what it writes:\n")
@@ -638,7 +653,7 @@ def command(argv: list[str]) -> int:
     try:
         main(argv)
     except ConfigError as e:
-        if rank_and_world()[0] == 0:
+        if rank_and_world()[0] == 0 or dist.is_initialized():  # one rank's own trouble is shown
             print(f"train.py: error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -76,6 +76,8 @@ def test_every_preset_and_size_is_valid(preset):
     (["--batch_size", "2", "--micro_batch_size", "4"], ["batch_size 2", "nearest is 4"]),
     (["--num_workers", "-1"], ["num_workers"]),
     (["--resume", "x.pt", "--auto_resume"], ["--resume"]),
+    (["--auto_resume", "--overwrite"], ["--overwrite"]),
+    (["--seed", "99999999999999999999"], ["seed", "below"]),
 ])  # fmt: skip
 def test_refused_with_what_was_given_and_what_was_expected(flags, words):
     message = refused(*flags)
@@ -91,6 +93,8 @@ def test_refused_with_what_was_given_and_what_was_expected(flags, words):
     ("just text", ["name: value"]),
     ("data: {a: 1}", [":1", "data"]),
     ("compile: maybe", [":1", "compile"]),
+    ("preset: debug", [":1", "preset", "command line"]),
+    ("[1, 2]: 3", [":1"]),
 ])  # fmt: skip
 def test_yaml_is_refused_with_key_and_line(tmp_path, text, words):
     file = tmp_path / "c.yaml"
@@ -109,6 +113,13 @@ def test_yaml_values_are_read_as_written(tmp_path):
     )  # fmt: skip
     assert cfg.monitor == "off"  # the word, which YAML itself would read as False
     assert cfg.data == ["a:0.5", "b:0.5"] and cfg.micro_batch_size is None
+
+
+def test_a_model_by_name_replaces_the_shape_in_a_file(tmp_path):
+    config.write_yaml(parsed("--seed", "5"), tmp_path / "c.yaml", {})
+    cfg = parsed("--config", str(tmp_path / "c.yaml"), "--model", "gpt2-124m", "--n_layer", "3")
+    expected = config.MODELS["gpt2-124m"] | dict(n_layer=3, seed=5, head_dim=64)
+    assert {name: getattr(cfg, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

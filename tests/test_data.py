@@ -194,12 +194,24 @@ def test_bad_files_are_refused(tmp_path, content, words):
     assert all(word in str(error.value) for word in ["train.bin", *words]), error.value
 
 
+def test_validation_data_of_its_own(tmp_path):
+    folder = token_folder(tmp_path)
+    file = str(folder / "val.bin")
+    assert load_mixture([file], "val", 10, 0, option="--val_data").n_blocks == 99
+    assert load_mixture([str(folder / "train.bin")], "val", 10, 0) is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="--val_data .*: no val.bin"):
+        load_mixture([str(tmp_path / "empty")], "val", 10, 0, option="--val_data")
+    assert load_mixture([str(folder)], "val", 10, 0).n_blocks == 99
+
+
 def test_a_cut_shard_and_a_missing_path_are_refused(tmp_path):
     write_shard(tmp_path / "x_train_1.bin", range(100))
     os.truncate(tmp_path / "x_train_1.bin", 1024 + 60)
     with pytest.raises(ConfigError, match="x_train_1.bin: 1,084 bytes; expected 100 tokens"):
         load_mixture([str(tmp_path)], "train", 10, seed=1)
-    for path, words in [(tmp_path / "none", "no such file"), (tmp_path.parent, "no train.bin")]:
+    (tmp_path / "empty").mkdir()
+    for path, words in [(tmp_path / "none", "no such file"), (tmp_path / "empty", "no train.bin")]:
         with pytest.raises(ConfigError, match=words):
             load_mixture([str(path)], "train", 10, seed=1)
 
@@ -210,7 +222,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     tokens[43] = 100
     tokens.tofile(folder / "train.bin")
     mixture = load_mixture([str(folder)], "train", 10, seed=1, vocab_size=100)
-    with pytest.raises(ConfigError, match="d: token id 100 at offset 3 of block 4"):
+    with pytest.raises(ConfigError, match="d/train.bin: token id 100 at token 43;"):
         mixture.batch(0, 10)
 
 

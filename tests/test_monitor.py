@@ -73,6 +73,14 @@ def test_ranks_are_averaged_in_one_exchange(tmp_path):
     assert (rows(tmp_path)[0]["a"], rows(tmp_path)[0]["b"]) == (6, 2)
 
 
+def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path):
+    m = make(tmp_path, reduce=lambda values: time.sleep(0.2) or values)
+    m.log("train/loss", 1.0)
+    m.step(1, 0.1)
+    row = rows(tmp_path)[0]
+    assert row["perf/step_ms"] > 200 and row["perf/logging_ms"] < 100
+
+
 def test_off_is_loss_and_throughput_alone(tmp_path):
     m = make(tmp_path, mode="off")
     m.log("train/loss", 1.0)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_a_run_learns_and_leaves_what_is_promised(run, tmp_path):
                  "step  1/60", "step 60/60", "ms |", "tok/s |", "lr ", "grad ", "left 0s",
                  "forward", "goodput", "sample  of"):  # fmt: skip
         assert word in output, word
-    assert "0" in output.split("sample  of")[1]  # it writes arithmetic
+    assert len(re.findall(r"\d+ \+ \d+ = \d+", output)) > 10  # it writes arithmetic
 
 
 def test_kill_and_auto_resume_is_the_undisturbed_run_bit_for_bit(run, tmp_path, corpus):
@@ -117,6 +118,36 @@ def test_resume_from_a_named_checkpoint(run, tmp_path, flags):
     assert (tmp_path / "again/checkpoints/step_00000010.pt.set-aside").exists()
     run(*flags, "--resume", path, "--out_dir", "fork")  # or somewhere else
     assert_same_run(tmp_path / "whole", tmp_path / "fork", step=12)
+
+
+def test_resume_from_the_best_sets_the_rest_aside(run, tmp_path):
+    run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 6)
+    folder = tmp_path / "r" / "checkpoints"
+    best = load(folder / "best.pt")["step"]
+    (folder / "step_00000099.pt").write_bytes((folder / "step_00000012.pt").read_bytes())
+    run("--resume", folder / "best.pt", "--max_steps", 20, "--save_interval", 7, bare=True)
+    assert (folder / "step_00000099.pt.set-aside").exists() and best == 12
+    assert {p.name for p in train.list_checkpoints(folder)} == {
+        f"step_{step:08d}.pt" for step in (14, 18, 20)
+    }
+
+
+def test_flags_of_the_optimizer_can_change_on_resume(run, tmp_path):
+    run("--out_dir", "r", "--optimizer", "adamw")
+    run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--weight_decay", 0.7, "--beta2",
+        0.99, bare=True)  # fmt: skip
+    state = load(tmp_path / "r/checkpoints/step_00000016.pt")["optimizers"][0]
+    assert {g["weight_decay"] for g in state["param_groups"]} == {0.0, 0.7}
+    assert all(g["betas"] == (0.9, 0.99) for g in state["param_groups"])
+    assert state["state"][0]["step"].item() == 16  # and the moments went on
+
+
+def test_a_run_can_change_its_precision_on_resume(run, tmp_path):
+    run("--out_dir", "r", "--precision", "fp16")
+    for steps, precision in ((14, "fp32"), (16, "fp16")):
+        run("--auto-resume", "--out_dir", "r", "--max_steps", steps, "--precision", precision,
+            bare=True)  # fmt: skip
+    assert list(column(tmp_path / "r", "train/loss"))[-1] == 16
 
 
 SPY = """
@@ -268,28 +299,38 @@ def test_update_clips_and_skips_what_is_not_finite(optimizer):
     assert small_norm == pytest.approx(0.5)
     for a, b in zip(clipped, small, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(tensors(clipped_state), tensors(small_state), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-9)  # the first step has no scale
     assert any(not torch.equal(a, b) for a, b in zip(clipped, start, strict=True))
     for bad in (math.nan, math.inf):
         weights, state, norm = step(bad, clip=1.0)
         assert not norm.isfinite()
         for a, b in zip(weights, start, strict=True):
             assert torch.equal(a, b)
-        assert all(not t.any() for s in state for per in s.values() for t in per.values())
+        assert not any(t.any() for t in tensors(state))
+
+
+def tensors(states):
+    return [t for state in states for per in state.values() for t in per.values()]
 
 
 def test_an_optimizer_that_knows_nothing_of_skipping_is_safe_too():
-    cfg = tiny_config()
-    model = train.Transformer(cfg)
-    parameters = list(model.parameters())
+    """With momentum and decay, which would go on without a gradient; one weight is frozen."""
+    parameters = [torch.nn.Parameter(torch.ones(5, 5)) for _ in range(3)]
+    frozen = parameters[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     before = [p.detach().clone() for p in parameters]
-    for value, changed in ((math.nan, False), (1.0, True)):
-        for p in parameters:
+    for value, moves in ((1.0, 1.0), (math.nan, 0.0), (math.inf, 0.0)):
+        for p in parameters[:2]:
             p.grad = torch.full_like(p, value)
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        now = [p.detach().clone() for p in parameters]
         train.update([optimizer], parameters, scaler, 1.0)
-        moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)])
-        assert moved.norm().item() == pytest.approx(1.0 if changed else 0.0, rel=1e-3)
+        moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, now, strict=True)])
+        assert (moved.norm().item() > 0) == bool(moves)
+    step = (parameters[0] - before[0] + 0.1).norm()  # the gradient's share, without the decay
+    assert step.item() == pytest.approx(1 / math.sqrt(2), rel=1e-4)
+    assert torch.equal(frozen, before[2])
 
 
 def test_muon_is_torchs_muon():
@@ -310,7 +351,7 @@ def test_muon_is_torchs_muon():
         muon.step()
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01)  # a Newton-Schulz step less is 0.04
 
 
 def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():
@@ -321,7 +362,8 @@ def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():
                   for g in o.param_groups]  # fmt: skip
         held = [id(p) for g in groups for p in g["params"]]
         assert sorted(held) == sorted(id(p) for p in model.parameters())
-        assert all(p.ndim == 2 for g in groups if g["weight_decay"] for p in g["params"])
+        decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
+        assert decayed == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
         assert all(g["fused"] for g in groups if "fused" in g)
 
 
