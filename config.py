@@ -139,7 +139,7 @@ class Config:
 
     # --- what is seen and kept; intervals are in optimizer steps, 0 is never ---
     log_interval: int = option(50, "steps between log lines")
-    eval_interval: int = option(250, "steps between evaluations, and one at the end")
+    eval_interval: int = option(500, "steps between evaluations, and one at the end")
     eval_steps: int = option(64, "batches of batch_size sequences in one evaluation")
     sample_interval: int = option(0, "steps between samples of generated text")
     save_interval: int = option(100, "steps between checkpoints, and one at the end")
