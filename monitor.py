@@ -228,6 +228,7 @@ class Monitor:
         if self.tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            put_event_files_in_order(Path(self.tensorboard_dir))
             # With the default queue of 10 a slow disk blocks training. purge_step hides what an
             # interrupted run wrote after the checkpoint that this one started from.
             self.tensorboard = SummaryWriter(
@@ -286,6 +287,18 @@ class Monitor:
             self.give_up("TensorBoard", e)
         if self.metrics_file:
             self.metrics_file.close()
+
+
+def put_event_files_in_order(folder: Path):
+    """Let a file that is made now be the last: they are read by the second in their names.
+
+    That second can be the same after a quick restart, or earlier where the clock was set back.
+    """
+    now = int(time.time())
+    for old in folder.glob("events.out.tfevents.*"):
+        second, rest = old.name.split(".", 4)[3:]
+        if int(second) >= now:
+            old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
 def open_metrics(path: Path, start_step: int) -> tuple:

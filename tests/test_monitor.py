@@ -197,6 +197,24 @@ def test_tensorboard_has_every_scalar(tmp_path):
             assert value == pytest.approx(row[name], rel=1e-5)
 
 
+def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, monkeypatch):
+    """Three processes, the second in the same second as the first, the third an hour before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    clock = time.time
+    for start, hours in ((0, 0), (4, 0), (8, -1)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: clock() // 60 * 60 + 3600 * hours)
+        m = make(tmp_path, tensorboard_dir=tmp_path / "tb", start_step=start, log_interval=1)
+        for step in range(start + 1, start + 7):  # two more than the next one goes on from
+            m.log("train/loss", float(step))
+            m.step(step, 0.1)
+        m.close()
+        monkeypatch.undo()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 15))
+
+
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
     cuda = torch.device("cuda", 0)
     for name, dtype, expected in [
