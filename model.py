@@ -123,7 +123,7 @@ class Transformer(nn.Module):
     def init_weights(self):
         """Normal with GPT-2's 0.02; zero where a block writes to the residual stream.
 
-        With zeros every block starts as the identity, which measured better than 0.02 / sqrt(2 L).
+        With zeros every block starts as the identity, as in modded-nanogpt.
         """
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
