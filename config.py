@@ -159,7 +159,7 @@ class Config:
 
 
 def hf_argument_parser():
-    """transformers.HfArgumentParser from its file: importing the whole package takes 0.8 s."""
+    """transformers.HfArgumentParser from its file: importing the whole package takes a second."""
     folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location("hf_argparser", f"{folder}/hf_argparser.py")
     module = importlib.util.module_from_spec(spec)
@@ -186,7 +186,10 @@ def make_parser():
         if f.metadata.get("nargs") == "?":  # a switch: its --no_ form is not made for it
             forms = f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"
             parser.add_argument(*dict.fromkeys(forms), action="store_false", dest=f.name,
-                                default=None, help=f"not --{f.name}")  # fmt: skip
+                                default=None)  # fmt: skip
+    for action in parser._actions:
+        if action.const is False:  # a --no_ form, which HfArgumentParser gives the help of its pair
+            action.help = f"not --{action.dest}"
     return parser
 
 

@@ -288,10 +288,10 @@ def load_mixture(
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     for path, weight in sources:
-        files = find_files(stdlib() if path == "stdlib" else path, split, option)
         optional = split == "val" and option == "--data"
         if optional and Path(path).is_file():
             continue  # a file to train on has nothing beside it
+        files = find_files(stdlib() if path == "stdlib" else path, split, option)
         if files:
             name = "stdlib" if path == "stdlib" else Path(path).stem
             datasets.append(Dataset(name, files, seq_len, weight))

@@ -285,8 +285,11 @@ class Monitor:
                 self.tensorboard.close()
         except Exception as e:
             self.give_up("TensorBoard", e)
-        if self.metrics_file:
-            self.metrics_file.close()
+        try:
+            if self.metrics_file:
+                self.metrics_file.close()
+        except OSError as e:
+            self.give_up("metrics.jsonl", e)
 
 
 def put_event_files_in_order(folder: Path):
