@@ -673,4 +673,11 @@ def command(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:]))
+    code = command(sys.argv[1:])
+    if rank_and_world()[1] > 1:
+        # A thread of gloo or NCCL that wakes while the interpreter is being taken down aborts the
+        # process ("terminate called without an active exception"): leave without taking it down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

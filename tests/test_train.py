@@ -151,7 +151,7 @@ def test_a_run_can_change_its_precision_on_resume(run, tmp_path):
 
 
 SPY = """
-import sys, train, data
+import runpy, train, data
 plain = data.Mixture.batch
 def batch(self, start, stop):
     found = plain(self, start, stop)
@@ -160,7 +160,7 @@ def batch(self, start, stop):
             print(self.seed, g, hash(tuple(row)), file=file)
     return found
 data.Mixture.batch = batch
-train.main(sys.argv[1:])
+runpy.run_path(train.__file__, run_name="__main__")
 """
 
 
