@@ -145,14 +145,24 @@ class Config:
     save_interval: int = option(100, "steps between checkpoints, and one at the end")
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best one")
     cache_clear_interval: int = option(100, "steps between clearings of CUDA's allocator cache")
-    monitor: Literal["off", "light"] = option(
-        "light", "off: loss and throughput; light: phases, memory and gradient norm as well"
+    monitor: Literal["off", "light", "full"] = option(
+        "light", "off: loss and throughput; light: phases, memory, gradient norm, anomalies as "
+        "well; full: norms and updates of each layer, entropy of the output as well"
+    )  # fmt: skip
+    health_interval: int | None = option(
+        None, "steps between what only full measures (default: log_interval)"
     )
-    window_size: int = option(100, "newest steps in the median and the 95th percentile")
+    memory_interval: int | None = option(None, "steps between memory rows (default: log_interval)")
+    window_size: int = option(
+        100, "newest steps, at most, in the median, the 95th percentile and what a spike is "
+        "compared with"
+    )  # fmt: skip
+    verbose: bool = option(False, "show every phase in the log line")
     peak_tflops: float | None = option(None, "peak of the device for MFU, where it is not known")
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(None, "where they go (default: out_dir/tensorboard)")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file")
+    wandb: bool = option(False, "mirror TensorBoard to Weights & Biases, where it is installed")
 
 
 # --- filling it ------------------------------------------------------------------------------
@@ -317,8 +327,8 @@ def resolve(cfg: Config) -> Config:
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                  "cache_clear_interval", "warmup_steps", "weight_decay", "min_learning_rate",
-                 "seed"):  # fmt: skip
-        need(getattr(cfg, name) >= 0, name, "at least 0")
+                 "seed", "health_interval", "memory_interval"):  # fmt: skip
+        need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, name, "at least 0")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, name, "at least 0 and below 1")
     for name in ("learning_rate", "norm_eps", "rope_theta"):
@@ -334,6 +344,9 @@ def resolve(cfg: Config) -> Config:
     need(cfg.num_workers == "auto" or cfg.num_workers.isdigit(), "num_workers", "a number or auto")
     need(cfg.peak_tflops is None or cfg.peak_tflops > 0, "peak_tflops", "more than 0")
     need(cfg.seed < 2**63, "seed", "below 2^63")
+    if cfg.wandb and not importlib.util.find_spec("wandb"):
+        raise ConfigError("--wandb: not installed; pip install wandb")
+    need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
     if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
         raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
     return cfg

@@ -9,6 +9,7 @@ Another data source replaces `Mixture`: give it `batch(start, stop) -> tensor [s
 + 1]` that answers the same for the same positions, and everything said above stays true.
 """
 
+import argparse
 import hashlib
 import json
 import math
@@ -16,6 +17,7 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import sysconfig
 import tempfile
 from fractions import Fraction
@@ -26,7 +28,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import DataLoader
 
-from config import Config, ConfigError
+from config import Config, ConfigError, parse
 
 # --- the order -------------------------------------------------------------------------------
 
@@ -463,3 +465,39 @@ def stdlib() -> str:
     except OSError:
         shutil.rmtree(building)
     return str(folder)
+
+
+# --- python data.py --------------------------------------------------------------------------
+
+
+def show(run_dir: str, step: int):
+    """Print the samples of update number `step` of a run, in the order of their positions."""
+    cfg = parse([], saved=f"{run_dir}/config.yaml")
+    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
+    first = (step - 1) * cfg.batch_size
+    source, block = data.order(first, first + cfg.batch_size)
+    tokens = data.batch(first, first + cfg.batch_size)
+    for i in range(cfg.batch_size):
+        dataset = data.datasets[source[i]]
+        path, token = dataset.find(block[i])
+        print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
+        print(decode(data.tokenizer, tokens[i].tolist()))
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("data.py", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    shown = commands.add_parser("show", help="print the samples that a run had in one step")
+    shown.add_argument("run_dir")
+    shown.add_argument("step", type=int, help="number of the update, from 1 on")
+    args = parser.parse_args(argv)
+    try:
+        show(args.run_dir, max(1, args.step))
+    except ConfigError as e:
+        print(f"data.py: error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -164,6 +164,20 @@ class Transformer(nn.Module):
         return loss_sum, (targets != IGNORE).sum()
 
 
+@torch.no_grad()
+def output_health(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
+    """Entropy in nats and mass of the likeliest token, means over about 1,024 positions.
+
+    A model that collapses shows here first. tokens [B, T].
+    """
+    model.eval()
+    hidden = model.hidden(tokens[: max(1, 1024 // tokens.shape[1])])
+    model.train()
+    logp = model.logits(hidden).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1).mean()
+    return {"health/output_entropy": entropy, "health/output_top1": logp.amax(-1).exp().mean()}
+
+
 # --- size and speed --------------------------------------------------------------------------
 
 

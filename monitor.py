@@ -7,16 +7,27 @@ one copy. `monitor.log(name, value_or_tensor)` from anywhere in the loop adds a 
 Another sink is a method beside `write_tensorboard`; another device is a line in PEAK_TFLOPS.
 """
 
+import argparse
+import contextlib
+import dataclasses
+import gc
 import heapq
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import re
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from config import Config
 
 # Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
 # would take an "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; the
@@ -42,9 +53,25 @@ PEAK_TFLOPS = {
     "Tesla T4": (65, 8.1),
 }
 
-STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
+STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # for other ranks
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
 PHASES = STEP_PHASES + OUTSIDE_PHASES
+COUNTERS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase")
+
+LINE = {  # what the log line shows besides step, loss and rate; "+": only with --verbose
+    "train/grad_norm": "grad {:.2f}",
+    "perf/step_ms": "{:.1f} ms",
+    "perf/tokens_per_second": "{si} tok/s",
+    "perf/mfu": "mfu {:.1%}",
+    "perf/data_fraction": "data {:.1%}",
+    "memory/peak_gb": "mem {:.1f} GB",
+    "memory/host_rss_gb": "rss {:.2f} GB",
+    "health/update_ratio": "update {:.1e}",
+    "health/output_entropy": "entropy {:.2f}",
+    **{f"perf/{name}_ms": f"+{name} {{:.1f}}" for name in PHASES},
+    "health/param_norm": "+weights {:.1f}",
+}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -58,43 +85,54 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class Monitor:
-    """Times phases, gathers metrics, writes them every `log_interval` steps.
+    """Times phases, gathers metrics, writes them every `cfg.log_interval` steps.
 
-    mode: "off" logs loss and throughput alone, "light" phases, memory and gradient norm as well.
-    reduce: [n] tensor → its mean over all ranks; called on every rank at each log.
-    out_dir: where metrics.jsonl is written; None on ranks that write nothing.
     flops_per_token, peak: FLOPs of training on one token; FLOP/s of all devices together, or None.
-    window_size: steps whose median and 95th percentile are reported.
+    out_dir, tensorboard_dir: where rows are written; None on ranks that write nothing.
+    gather: [n] tensor → [ranks, n], the same on every rank; called on all of them at each log.
+    autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer.
     """
 
     def __init__(
-        self, *, mode: str, log_interval: int, start_step: int, max_steps: int,
-        tokens_per_step: int, flops_per_token: int, peak: float | None, device: torch.device,
-        reduce, out_dir: Path | None, tensorboard_dir: Path | None, flush_secs: int,
-        window_size: int = 100,
+        self, cfg: Config, *, start_step: int, flops_per_token: int, peak: float | None,
+        device: torch.device, out_dir: Path | None, tensorboard_dir: Path | None = None,
+        gather=lambda values: values[None], autopsy=lambda step, rank: {},
     ):  # fmt: skip
-        self.mode, self.log_interval, self.device = mode, log_interval, device
-        self.first_step, self.max_steps = start_step + 1, max_steps
-        self.tokens_per_step, self.flops_per_token, self.peak = (
-            tokens_per_step, flops_per_token, peak,
-        )  # fmt: skip
-        self.reduce, self.out_dir = reduce, out_dir
-        self.tensorboard_dir, self.flush_secs = tensorboard_dir, flush_secs
+        self.cfg, self.device, self.gather, self.autopsy = cfg, device, gather, autopsy
+        self.flops_per_token, self.peak = flops_per_token, peak
+        self.out_dir, self.tensorboard_dir = out_dir, tensorboard_dir
+        self.first_step = start_step + 1
         self.tensorboard = None  # opened at the first row: importing it costs 0.2 s
         self.metrics_file = None
         self.before = {}  # goodput of the processes that this one continues, in seconds
+        self.watch = Watch()
         if out_dir:
-            self.metrics_file, self.before = open_metrics(out_dir / "metrics.jsonl", start_step)
-        self.logged_step = start_step
+            self.metrics_file, rows = open_metrics(out_dir / "metrics.jsonl", start_step)
+            self.before = seconds_of_run(*rows)
+            for row in rows[0]:
+                self.watch.add(row)
+        self.tokens = start_step * cfg.batch_size * cfg.seq_len
+        self.logged_step, self.logged_tokens, self.real_tokens = start_step, self.tokens, 0
         self.gathered = {}  # name → [sum, count] since the last log, sums on the device
+        self.losses, self.grad_norms = [], []  # of every step since the last log, on the device
+        self.recent = {
+            "loss": deque(maxlen=cfg.window_size),
+            "gradient": deque(maxlen=cfg.window_size),
+        }
+        self.not_finite_since, self.not_finite_steps = None, 0
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.total_seconds = dict.fromkeys(PHASES, 0.0)  # of this process, up to the last log
         self.startup_seconds = process_age_seconds()
-        self.window_ms = np.zeros(window_size)  # a ring of step times
+        self.window_ms = np.zeros(cfg.window_size)  # a ring of step times
         self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.outside_seconds = 0.0  # between the last step and this
+        self.events = DeviceTimes() if device.type == "cuda" and cfg.monitor != "off" else None
+        self.gc_seconds, self.gc_began, self.queued_seconds = 0.0, 0.0, cpu_queue_seconds()
+        gc.callbacks.append(self.gc_ran)
         self.current, self.since = "other", time.perf_counter()
         self.step_began = self.since
+
+    # --- what the loop calls ---
 
     def phase(self, name: str) -> str:
         """From now on time belongs to phase `name`; returns the phase that this ends."""
@@ -106,10 +144,18 @@ class Monitor:
         if ended in OUTSIDE_PHASES:
             self.outside_seconds += now - self.since
         self.current, self.since = name, now
+        if self.events:
+            self.events.mark(name)
         return ended
+
+    def wait_for_ranks(self):
+        """In the backward pass, when this rank's own gradients are ready."""
+        self.phase("waiting")
 
     def log(self, name: str, value):
         """Add to the mean of `name` over this log interval. A tensor is not waited for."""
+        if not self.cfg.log_interval:
+            return
         if isinstance(value, torch.Tensor):
             value = value.detach()
         if name in self.gathered:
@@ -118,49 +164,224 @@ class Monitor:
         else:
             self.gathered[name] = [value, 1]
 
-    def step(self, step: int, learning_rate: float):
-        """Step number `step` is done: log if it is due. The first and the last always are."""
+    def log_all(self, values: dict):
+        for name, value in values.items():
+            self.log(name, value)
+
+    def due(self, step: int, every: int | None = None) -> bool:
+        """Whether something measured every so many steps (None: at each log) is, in this step."""
+        every = self.cfg.log_interval if every is None else every
+        return every > 0 and (step % every == 0 or step in (self.first_step, self.cfg.max_steps))
+
+    @contextlib.contextmanager
+    def health(self, step: int, named_parameters: list[tuple[str, torch.Tensor]]):
+        """Around an optimizer step: norms and the size of the update, where they are due.
+
+        The weights before the update are kept only until it is done.
+        """
+        if self.cfg.monitor != "full" or not self.due(step, self.cfg.health_interval):
+            yield
+            return
+        names = [name for name, p in named_parameters if p.grad is not None]
+        weights = [p.detach() for _, p in named_parameters if p.grad is not None]
+        grads = [p.grad for _, p in named_parameters if p.grad is not None]
+        for group, norm in group_norms(names, grads).items():
+            self.log(f"health/grad_norm{group}", norm)
+        before = [w.clone() for w in weights]
+        sizes = group_norms(names, before)
+        yield
+        updates = group_norms(names, torch._foreach_sub(before, weights))
+        for group, size in sizes.items():
+            self.log(f"health/param_norm{group}", size)
+            self.log(f"health/update_ratio{group}", updates[group] / size.clamp(min=1e-12))
+
+    def step(self, step: int, learning_rate: float, loss, grad_norm=None, *, tokens: int,
+             real_tokens: int | None = None):  # fmt: skip
+        """Step number `step` is done: log if it is due. The first and the last always are.
+
+        loss: of this rank's samples, grad_norm: of all ranks'; tensors, or numbers.
+        tokens: in the batch of all ranks; real_tokens: without the padding.
+        """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
         self.step_began, self.outside_seconds = now, 0.0
         self.window_ms[step % len(self.window_ms)] = ms
         heapq.heappushpop(self.slowest, (ms, step))
-        if not self.log_interval:
+        self.tokens += tokens
+        self.real_tokens += tokens if real_tokens is None else real_tokens
+        if not self.cfg.log_interval:
             return
-        if step % self.log_interval == 0 or step in (self.first_step, self.max_steps):
-            means = self.means()  # waits for the device and for other ranks: part of the step
+        self.losses.append(loss)
+        if grad_norm is not None:
+            self.grad_norms.append(grad_norm)
+        if self.events:
+            self.events.end()
+        if self.due(step):
+            row = self.gather_values(step)  # waits for the device and for other ranks
+            row |= self.clocks(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
-            self.write_row(step, means | self.row(step, learning_rate))
+            self.write_row(step, row)
             self.phase(previous)
+        if self.events and step % max(1, self.cfg.log_interval // 8) == 0:
+            self.events.begin(self.current)
 
-    def row(self, step: int, learning_rate: float) -> dict[str, float]:
+    # --- what becomes of it ---
+
+    def gather_values(self, step: int) -> dict[str, float]:
+        """What was logged, over steps and ranks: one copy from the device for all of it."""
+        names = sorted(self.gathered)  # in the same order on every rank
+        means = [total / count for total, count in (self.gathered[name] for name in names)]
+        n, own = len(self.losses), self.own_ms(step)
+        values = [*means, *self.losses, *self.grad_norms, *own]
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32).detach().to(self.device)
+                              .reshape(()) for v in values])  # fmt: skip
+        previous = self.phase("waiting") if dist.is_initialized() else None
+        table = np.array(self.gather(values).tolist())  # [ranks, values]
+        if previous:
+            self.phase(previous)
+        means, losses, norms, own = np.split(
+            table, np.cumsum([len(names), n, len(self.grad_norms)]), axis=1
+        )
+        self.gathered, self.losses, self.grad_norms = {}, [], []
+        row = dict(zip(names, means.mean(0).tolist(), strict=True))
+        row["train/loss"] = float(losses.mean())
+        if norms.size:
+            row["train/grad_norm"] = float(norms[0].mean())
+        if self.cfg.monitor != "off":
+            bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
+            row["health/nonfinite_steps"] = int(bad.sum())
+            self.look_for_anomalies(step, losses, norms[0], bad)
+        if len(table) > 1:
+            busy = own.sum(1)
+            slow = int(busy.argmax())
+            typical = np.median(np.delete(own, slow, 0), axis=0)
+            row["perf/slowest_rank"] = slow
+            row["perf/slowest_rank_ratio"] = busy[slow] / max(1e-9, typical.sum())
+            row["perf/slowest_rank_phase"] = int((own[slow] - typical).argmax())
+        return row
+
+    def own_ms(self, step: int) -> list[float]:
+        """ms a step of this rank's own work by phase, which waiting for other ranks is not."""
+        self.phase(self.current)
+        if self.events:
+            mean = self.events.means()
+            return [mean.get(name, 0.0) for name in OWN_PHASES]
+        return [self.seconds[name] / (step - self.logged_step) * 1e3 for name in OWN_PHASES]
+
+    def clocks(self, step: int, learning_rate: float) -> dict[str, float]:
         """What the clocks say about the steps since the last log; starts anew."""
-        row = {}
-        steps, self.logged_step = step - self.logged_step, step
+        self.phase(self.current)
+        steps = step - self.logged_step
+        tokens = (self.tokens - self.logged_tokens) / steps
         ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
-        self.settle()
         step_ms = sum(ms[name] for name in STEP_PHASES)
-        tokens_per_second = self.tokens_per_step / step_ms * 1e3
-        flops = tokens_per_second * self.flops_per_token
-        row["train/learning_rate"] = learning_rate
-        row["train/tokens"] = step * self.tokens_per_step
-        row["perf/step_ms"] = step_ms
-        row["perf/tokens_per_second"] = tokens_per_second
-        row["perf/tflops"] = flops / 1e12
+        flops = tokens * self.flops_per_token / step_ms * 1e3
+        row = {
+            "train/learning_rate": learning_rate,
+            "train/tokens": self.tokens,
+            "perf/step_ms": step_ms,
+            "perf/tokens_per_second": tokens / step_ms * 1e3,
+            "perf/tflops": flops / 1e12,
+        }
         if self.peak:
             row["perf/mfu"] = flops / self.peak
-        if self.mode == "off":
+        if self.logged_step == self.first_step - 1:
+            # the first step of a process compiles, allocates and fills caches
+            row["perf/startup_s"] = self.startup_seconds = self.startup_seconds + step_ms / 1e3
+            self.seconds |= dict.fromkeys(STEP_PHASES, 0.0)
+        window = self.window_ms[np.arange(max(step - len(self.window_ms), self.logged_step) + 1,
+                                          step + 1) % len(self.window_ms)]  # fmt: skip
+        self.settle()
+        self.logged_step, self.logged_tokens = step, self.tokens
+        if self.real_tokens != tokens * steps:
+            row["perf/real_tokens_per_second"] = self.real_tokens / steps / step_ms * 1e3
+        self.real_tokens = 0
+        if self.cfg.monitor == "off":
             return row
-        row["perf/data_fraction"] = ms["data"] / step_ms
         row |= {f"perf/{name}_ms": ms[name] for name in OUTSIDE_PHASES}
-        if self.device.type == "cpu":  # a host clock does not see where a GPU spends its time
-            window = self.window_ms[self.window_ms > 0]
+        if self.events:  # a host clock does not see where a GPU spends its time
+            ms |= dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
+            window = np.array(self.events.take_steps())
+        if len(window):
             row["perf/step_ms_median"] = float(np.median(window))
             row["perf/step_ms_p95"] = float(np.percentile(window, 95))
-            row |= {f"perf/{name}_ms": ms[name] for name in STEP_PHASES}
-            compute_ms = ms["forward"] + ms["backward"] + ms["optimizer"]
-            row["perf/compute_fraction"] = compute_ms / step_ms
-        return row | memory(self.device) | self.goodput()
+        whole = sum(ms[name] for name in STEP_PHASES) or 1.0
+        row |= {f"perf/{name}_ms": ms[name] for name in STEP_PHASES
+                if name != "waiting" or dist.is_initialized()}  # fmt: skip
+        compute = ms["forward"] + ms["backward"] + ms["optimizer"]
+        row["perf/compute_fraction"] = compute / whole
+        row["perf/data_fraction"] = ms["data"] / whole
+        queued = cpu_queue_seconds()
+        row["perf/cpu_queue_ms"] = (queued - self.queued_seconds) / steps * 1e3
+        row["perf/gc_ms"] = self.gc_seconds / steps * 1e3
+        self.queued_seconds, self.gc_seconds = queued, 0.0
+        if "torch._dynamo.utils" in sys.modules:
+            graphs = sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"]
+            row["perf/compilations"] = graphs
+        if self.due(step, self.cfg.memory_interval):
+            row |= memory(self.device)
+        return row | self.goodput()
+
+    def look_for_anomalies(self, step: int, losses, norms, bad):
+        """Rows and warnings for spikes and for what is not finite.
+
+        losses: [ranks, steps] since the last log; norms, bad: [steps] or, without norms, [0].
+        """
+        steps = np.arange(step - losses.shape[1] + 1, step + 1)
+        worst = np.nan_to_num(losses, nan=np.inf, neginf=np.inf)
+        ranks = worst.argmax(0)
+        found = {}  # kind → [(value, normal, step, rank)]
+        for i in np.flatnonzero(bad):
+            value = losses[ranks[i], i] if np.isinf(worst[ranks[i], i]) else norms[i]
+            found.setdefault("not finite", []).append((float(value), 0.0, steps[i], ranks[i]))
+        for kind, values, times in (("loss", worst.max(0), 1.2), ("gradient", norms, 3.0)):
+            if not len(values):
+                continue
+            recent = self.recent[kind]
+            if len(recent) >= 20:
+                median = float(np.median(recent))
+                spread = 1.4826 * float(np.median(np.abs(np.array(recent) - median)))
+                high = ~bad & (values > max(times * median, median + 10 * spread))
+                for i in np.flatnonzero(high):
+                    item = (float(values[i]), median, steps[i], ranks[i])
+                    found.setdefault(f"{kind} spike", []).append(item)
+            recent.extend(values[~bad])
+        if "not finite" in found:
+            self.not_finite_steps += len(found["not finite"])
+        elif self.not_finite_since is not None:
+            self.say(step, f"finite again; {self.not_finite_steps} steps from step "
+                           f"{self.not_finite_since} on were not, and were skipped")  # fmt: skip
+            self.not_finite_since, self.not_finite_steps = None, 0
+        if not self.out_dir:
+            return
+        for kind, items in found.items():
+            value, median, at, rank = items[0] if kind == "not finite" else max(items)
+            at, rank = int(at), int(rank)
+            row = dict(anomaly=kind, value=value, median=median, steps=len(items), rank=rank)
+            row |= self.autopsy(at, rank)
+            self.write(at, row)
+            if kind == "not finite":
+                text = "not finite: loss or gradient, the update was skipped"
+                if self.not_finite_since is not None:
+                    continue  # said already
+                self.not_finite_since = at
+            else:
+                text = f"{kind}: {value:.4g}, the median is {median:.4g}"
+            if "positions" in row:
+                text += f"; rank {rank}, samples {row['positions'][0]} to {row['positions'][1] - 1}"
+            if row.get("first_bad_layer"):
+                text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
+            self.say(at, f"{text}; see python data.py show {self.out_dir} {at}")
+
+    def say(self, step: int, text: str):
+        if self.out_dir:
+            print(f"warning: step {step}: {text}", flush=True)
+
+    def gc_ran(self, when: str, info: dict):
+        if when == "start":
+            self.gc_began = time.perf_counter()
+        else:
+            self.gc_seconds += time.perf_counter() - self.gc_began
 
     def settle(self):
         """Move the seconds since the last log to those of the whole process."""
@@ -183,24 +404,16 @@ class Monitor:
         shares = {f"goodput/{name}": s / wall for name, s in seconds.items()}
         return shares | {"goodput/wall_s": wall}
 
-    def means(self) -> dict[str, float]:
-        """The gathered metrics, over steps and ranks; one copy from the device for all of them."""
-        names = sorted(self.gathered)  # in the same order on every rank
-        if not names:
-            return {}
-        means = [total / count for total, count in (self.gathered[name] for name in names)]
-        self.gathered = {}
-        stacked = torch.stack([torch.as_tensor(m, dtype=torch.float32).to(self.device).reshape(())
-                               for m in means])  # fmt: skip
-        return dict(zip(names, self.reduce(stacked).tolist(), strict=True))
-
     def write_row(self, step: int, row: dict[str, float]):
-        """To the screen and, like everything measured between logs, to the files."""
+        """To the screen, with a warning where steps have become slower, and to the files."""
         if self.out_dir:
             print(self.line(step, row), flush=True)
         self.write(step, row)
+        for event in self.watch.add({"step": step, **row}) if self.out_dir else ():
+            self.say(step, describe_event(event))
+            self.write_text("slow-downs", describe_event(event), step)
 
-    def write(self, step: int, row: dict[str, float]):
+    def write(self, step: int, row: dict):
         """To the files. One that cannot be written is given up with a warning; training goes on."""
         try:
             if self.metrics_file:
@@ -208,9 +421,15 @@ class Monitor:
         except OSError as e:
             self.give_up("metrics.jsonl", e)
             self.metrics_file = None
+        self.to_tensorboard(self.write_tensorboard, step, row)
+
+    def write_text(self, tag: str, text: str, step: int):
+        self.to_tensorboard(lambda: self.tensorboard and self.tensorboard.add_text(tag, text, step))
+
+    def to_tensorboard(self, write, *args):
         try:
             if self.tensorboard_dir:
-                self.write_tensorboard(step, row)
+                write(*args)
         except Exception as e:  # its writer thread passes on whatever it met
             self.give_up("TensorBoard", e)
             self.tensorboard_dir = self.tensorboard = None
@@ -218,78 +437,552 @@ class Monitor:
     def give_up(self, sink: str, error: Exception):
         print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
 
-    def write_metrics(self, step: int, row: dict[str, float]):
+    def write_metrics(self, step: int, row: dict):
         # JSON has no NaN or infinity; they are written as null
-        numbers = {k: v if math.isfinite(v) else None for k, v in row.items()}
-        self.metrics_file.write(json.dumps({"step": step, **numbers}) + "\n")
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+               for k, v in row.items()}  # fmt: skip
+        self.metrics_file.write(json.dumps({"step": step, **row}) + "\n")
         self.metrics_file.flush()
 
-    def write_tensorboard(self, step: int, row: dict[str, float]):
+    def write_tensorboard(self, step: int, row: dict):
         if self.tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = open_tensorboard(self.tensorboard_dir, self.first_step, self.cfg)
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-            put_event_files_in_order(Path(self.tensorboard_dir))
-            # With the default queue of 10 a slow disk blocks training. purge_step hides what an
-            # interrupted run wrote after the checkpoint that this one started from.
-            self.tensorboard = SummaryWriter(
-                self.tensorboard_dir, purge_step=self.first_step, max_queue=10_000,
-                flush_secs=self.flush_secs,
-            )  # fmt: skip
-        for name, value in row.items():
-            self.tensorboard.add_scalar(name, value, step)
+        # all of them in one event: add_scalar takes 20 times as long, on this thread
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        self.tensorboard.file_writer.add_summary(Summary(value=values), step)
 
     def line(self, step: int, row: dict[str, float]) -> str:
-        left = (self.max_steps - step) * row["perf/step_ms"] / 1e3
+        left = (self.cfg.max_steps - step) * row["perf/step_ms"] / 1e3
         parts = [
-            f"step {step:{len(str(self.max_steps))}d}/{self.max_steps}",
-            f"loss {row.get('train/loss', math.nan):.4f}",
+            f"step {step:{len(str(self.cfg.max_steps))}d}/{self.cfg.max_steps}",
+            f"loss {row['train/loss']:.4f}",
             f"lr {row['train/learning_rate']:.2e}",
-            f"grad {row['train/grad_norm']:.2f}" if "train/grad_norm" in row else "",
-            f"{row['perf/step_ms']:.1f} ms",
-            f"{si(row['perf/tokens_per_second'])} tok/s",
-            f"mfu {row['perf/mfu']:.1%}" if "perf/mfu" in row else "",
-            f"data {row['perf/data_fraction']:.1%}" if "perf/data_fraction" in row else "",
-            f"mem {row['memory/peak_gb']:.1f} GB" if "memory/peak_gb" in row else "",
-            f"rss {row['memory/host_rss_gb']:.2f} GB"
-            if "memory/host_rss_gb" in row and "memory/peak_gb" not in row
-            else "",
-            f"left {duration(left)}",
         ]
-        return " | ".join(part for part in parts if part)
+        for name, form in LINE.items():
+            if name in row and (self.cfg.verbose or form[0] != "+"):
+                value = si(row[name]) if "{si}" in form else row[name]
+                parts.append(form.lstrip("+").replace("{si}", "{}").format(value))
+        return " | ".join([*parts, f"left {duration(left)}"])
 
-    def summary(self) -> str:
-        """Where the time of this process went."""
+    def close(self) -> str:
+        """Write what is left; returns the report of the run, which TensorBoard shows as well."""
+        gc.callbacks.remove(self.gc_ran)
         self.phase(self.current)
         self.settle()
-        seconds = {"start-up": self.startup_seconds, **self.total_seconds}
-        whole = sum(seconds.values())
-        lines = [f"time    {duration(whole)} in this process"]
-        for name, s in seconds.items():
-            if s >= 0.001 * whole:
-                bar = "█" * round(40 * s / whole)
-                lines.append(f"        {name:10s} {s / whole:6.1%} {duration(s):>7s}  {bar}")
-        if self.device.type == "cpu":
-            slowest = sorted((item for item in self.slowest if item[1]), reverse=True)
-            named = (f"step {step} ({ms:.0f} ms)" for ms, step in slowest)
-            lines.append("slowest " + ", ".join(named))
-        goodput = self.goodput()
-        lines.append(
-            f"goodput {goodput['goodput/training']:.1%} of {duration(goodput['goodput/wall_s'])} "
-            f"since the run began was training, {goodput['goodput/lost']:.1%} was lost to crashes"
-        )
-        return "\n".join(lines)
-
-    def close(self):
-        try:
-            if self.tensorboard:
-                self.tensorboard.close()
-        except Exception as e:
-            self.give_up("TensorBoard", e)
+        text = ""
+        if self.out_dir:
+            slowest = [[step, round(ms, 3)] for ms, step in sorted(self.slowest)[::-1] if step]
+            slowest = {} if self.device.type == "cuda" else {"slowest": slowest}
+            if self.cfg.monitor != "off":  # what came after the last log is in no other row
+                self.write(self.logged_step, {"end": self.goodput(), **slowest})
+            text = report_text(report(self.out_dir))
+            self.write_text("diagnosis", f"```\n{text}\n```", self.logged_step)
+        self.to_tensorboard(lambda: self.tensorboard and self.tensorboard.close())
+        if self.cfg.wandb and "wandb" in sys.modules:
+            sys.modules["wandb"].finish()
         try:
             if self.metrics_file:
                 self.metrics_file.close()
         except OSError as e:
             self.give_up("metrics.jsonl", e)
+        return text
+
+
+class DeviceTimes:
+    """Time by phase on a GPU: events in its own queue, on sampled steps, read when they are done.
+
+    Nothing waits for them. The pool is made once; a step that finds it in use is not sampled.
+    """
+
+    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 2048):
+        self.make_event, self.size, self.free, self.made = make_event, size, [], 0
+        self.open = None  # [(phase, event at its begin)] of the step that is sampled now
+        self.done = deque()  # such lists, closed by a last event
+        self.steps = []  # {phase: ms} of the steps that were read, until they are taken
+
+    def event(self):
+        if not self.free and self.made < self.size:
+            self.free, self.made = [self.make_event() for _ in range(64)], self.made + 64
+        if not self.free:
+            return None
+        event = self.free.pop()
+        event.record()
+        return event
+
+    def begin(self, phase: str):
+        event = self.event()
+        self.open = [(phase, event)] if event else None
+
+    def mark(self, phase: str):
+        if self.open is None:
+            return
+        event = self.event()
+        if phase in OUTSIDE_PHASES or event is None:  # not a plain step: do not sample it
+            self.free += [e for _, e in self.open] + [event] * (event is not None)
+            self.open = None
+        else:
+            self.open.append((phase, event))
+
+    def end(self):
+        if self.open:
+            self.mark("end")
+        if self.open:
+            self.done.append(self.open)
+        self.open = None
+
+    def means(self) -> dict[str, float]:
+        """Mean ms by phase of the sampled steps since they were last taken."""
+        while self.done and self.done[0][-1][1].query():
+            marks, ms = self.done.popleft(), {}
+            for (phase, event), (_, following) in itertools.pairwise(marks):
+                ms[phase] = ms.get(phase, 0.0) + event.elapsed_time(following)
+            self.free += [event for _, event in marks]
+            self.steps.append(ms)
+        names = {name for ms in self.steps for name in ms}
+        return {name: sum(ms.get(name, 0.0) for ms in self.steps) / len(self.steps)
+                for name in names}  # fmt: skip
+
+    def take_steps(self) -> list[float]:
+        taken, self.steps = self.steps, []
+        return [sum(ms.values()) for ms in taken]
+
+
+def group_norms(names: list[str], tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Norms over all tensors ("") and over those of each layer ("/blocks.0"), on the device."""
+    groups = {}
+    for i, name in enumerate(names):
+        layer = re.match(r"(.*?\.\d+)\.|[^.]*", name)
+        groups.setdefault("/" + (layer[1] or layer[0]), []).append(i)
+    norms = torch.stack(torch._foreach_norm(tensors)).float()
+    return {"": norms.norm()} | {group: norms[i].norm() for group, i in groups.items()}
+
+
+# --- slow-downs ------------------------------------------------------------------------------
+
+
+class Level:
+    """Finds when the values of log intervals rise above what they were: a one-sided CUSUM.
+
+    Page 1954, with a reference of 2.5 % (half the smallest rise to find) or one standard deviation,
+    whichever is more, and a bound on what one value can add, so that it takes six to be believed.
+    Values that are in control teach what is normal, up to 50 of them; after a rise the new level is
+    learned in the same way, and the old one is kept to see the rise end.
+    """
+
+    def __init__(self, least: int = 10):
+        self.least = least  # values that are needed to know what is normal
+        self.normal, self.rising = [], []  # [(value, row)]
+        self.sum, self.since, self.last = 0.0, 0, deque(maxlen=5)
+        self.lower = []  # (normal, event) of the levels below this one
+        self.mean = 0.0
+
+    def learn(self, unit: float | None):
+        values = np.array([value for value, _ in self.normal])
+        # from differences, which a creep does not widen; 0.954 = 0.6745 sqrt(2)
+        sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
+        self.mean = float(np.minimum(values, np.median(values) + 5 * sigma).mean())
+        self.unit = unit or self.mean
+        self.slack = max(0.025, sigma / self.unit)
+        self.limit = max(0.1, 8 * sigma / self.unit)
+
+    def add(self, step: int, value: float, row: dict, unit: float | None = None):
+        """("begins", before, after) where a rise is found, ("ends", event), or None."""
+        self.last.append(value)
+        if self.lower and len(self.last) == 5:
+            normal, event = self.lower[-1]
+            if np.median(self.last) < 0.7 * event["before"] + 0.3 * event["after"]:
+                self.lower.pop()
+                self.normal, self.rising, self.sum = normal, [], 0.0
+                self.learn(unit)
+                return "ends", event
+        if len(self.normal) < self.least:
+            self.normal.append((value, row))
+            self.since = step
+            if len(self.normal) == self.least:
+                self.learn(unit)
+            return None
+        over = (value - self.mean) / self.unit - self.slack
+        self.sum += min(over, self.limit / 6)
+        if self.sum <= 0:
+            if len(self.normal) < 50:  # with those that rose and fell again: else it would be low
+                self.normal += [*self.rising, (value, row)]
+                self.learn(unit)
+            self.sum, self.since, self.rising = 0.0, step, []
+            return None
+        self.rising = [*self.rising[-99:], (value, row)]
+        if self.sum < self.limit:
+            return None
+        return "begins", self.normal, self.rising
+
+    def risen(self, event: dict):
+        self.lower.append((self.normal, event))
+        self.normal, self.rising, self.sum = [], [], 0.0
+
+
+class Watch:
+    """Finds from the rows of metrics.jsonl since when steps are slower, by how much, and why."""
+
+    MIN_STEPS = 20  # rows of fewer steps are put together: one of a few steps is mostly noise
+
+    def __init__(self):
+        self.levels = {name: Level() for name in ("median", "work", *OUTSIDE_PHASES)}
+        self.levels["mean"] = Level(20)  # steps that take long now and then make it uneven
+        self.block, self.step, self.seen = [], 0, {}
+        self.tflop = None  # TFLOP a step when the run began
+        self.active, self.told_by = {}, {}  # kind → event; series → its newest event
+
+    def add(self, row: dict) -> list[dict]:
+        """The events that begin or end with this row."""
+        if row.get("perf/step_ms") is None or "perf/step_ms_median" not in row:
+            return []
+        if "perf/startup_s" in row:  # the first step of a process
+            self.block, self.step = [], row["step"]
+            return []
+        tflop = row["perf/tflops"] * row["perf/step_ms"]
+        self.tflop = self.tflop or tflop
+        self.block.append(row | {"work": tflop / self.tflop})
+        steps = row["step"] - self.step
+        if steps < self.MIN_STEPS:
+            return []
+        row = mean_row(self.block)
+        self.block, self.step = [], row["step"]
+        values = {"work": (row["work"], None)}
+        for name, key in (("median", "perf/step_ms_median"), ("mean", "perf/step_ms")):
+            values[name] = (row[key] / row["work"], None)
+        unit = self.levels["mean"].mean or row["perf/step_ms"]
+        for name in OUTSIDE_PHASES:
+            total = row[f"perf/{name}_ms"] * steps
+            if total > 0:  # its cost a step, since it was last done
+                values[name] = (total / (self.step - self.seen.get(name, self.step - steps)), unit)
+                self.seen[name] = self.step
+        found = []
+        for name, (value, unit) in values.items():
+            kind = "step" if name in ("median", "mean") else name
+            told = self.levels[name].add(self.step, value, row, unit)
+            if told and told[0] == "ends" and self.active.get(kind) is told[1]:
+                found.append(dict(self.active.pop(kind), ended=self.step))
+            elif told and told[0] == "begins":
+                event = make_event(kind, self.levels[name], *told[1:])
+                self.levels[name].risen(event)
+                if kind not in self.active or self.active[kind] is self.told_by.get(name):
+                    self.active[kind] = self.told_by[name] = event
+                    found.append(event)
+        return found
+
+
+def mean_row(rows: list[dict]) -> dict[str, float]:
+    """Means of what is measured; the newest of what only grows and of sizes in memory."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    newest, out = rows[-1], {}
+    for name in newest:
+        values = [row[name] for row in rows if isinstance(row.get(name), (int, float))]
+        measured = name == "work" or name.startswith("perf/") and name not in COUNTERS
+        out[name] = sum(values) / len(values) if measured and values else newest[name]
+    return out
+
+
+def make_event(kind: str, level: Level, normal: list, rising: list) -> dict:
+    """A rise: since when, from what to what, whether suddenly, and what accounts for it."""
+    values = [value for value, _ in rising]
+    now = float(np.median(values[-10:]))
+    # of a jump most values are near the last ones, of a creep few
+    near = np.array(values) > 0.3 * level.mean + 0.7 * np.median(values[-3:])
+    before, after = ([row for _, row in rows] for rows in (normal[-20:], rising))
+    event = dict(
+        kind=kind, since=level.since + 1, found=rising[-1][1]["step"], before=level.mean, after=now,
+        percent=100 * (now - level.mean) / level.unit, creeps=bool(near.mean() < 0.6),
+    )  # fmt: skip
+    return event | explain(event, before, after)
+
+
+def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
+    """Which phases became longer, by how many ms a step, and what the signals beside them say."""
+    old, new = mean_row(before), mean_row(after)
+
+    def added(name: str) -> float:
+        return (new.get(name) or 0.0) - (old.get(name) or 0.0)
+
+    if event["kind"] == "work":
+        return dict(phases=[], causes=["longer sequences or a larger batch: more work, not slower"])
+    if event["kind"] in OUTSIDE_PHASES:
+        cause, creeping = OUTSIDE_CAUSES[event["kind"]]
+        phases = [(event["kind"], round(event["after"] - event["before"], 3))]
+        return dict(phases=phases, causes=[creeping if event["creeps"] else cause])
+    # what more work costs is not what is asked here
+    phases = {name: new.get(f"perf/{name}_ms", 0.0) / new["work"] - old.get(f"perf/{name}_ms", 0.0)
+              / old["work"] for name in STEP_PHASES}  # fmt: skip
+    longer = {name: ms for name, ms in phases.items() if ms > 0}
+    total = sum(longer.values()) or 1e-9
+    shares = []  # (ms, cause)
+    gc_ms = added("perf/gc_ms")
+    if gc_ms > 0.05 * total:
+        shares.append((gc_ms, "Python's garbage collector: call gc.freeze() after start-up, or "
+                              "make fewer objects that refer to one another"))  # fmt: skip
+        longer = {name: ms * max(0.0, 1 - gc_ms / total) for name, ms in longer.items()}
+    compute = sum(ms for name, ms in longer.items() if name not in ("data", "waiting"))
+    slow, ratio = new.get("perf/slowest_rank"), new.get("perf/slowest_rank_ratio", 1.0)
+    if slow is not None and ratio > 1.1 and ratio > 1.05 * old.get("perf/slowest_rank_ratio", 1.0):
+        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in after]
+        slow, phase = max(set(votes), key=votes.count)
+        shares.append((sum(longer.values()), f"rank {int(slow)} is slow, the others wait for it: "
+                       f"its own work takes {ratio:.2f} times theirs, most of it in "
+                       f"{OWN_PHASES[int(phase)]}"))  # fmt: skip
+        longer, compute = {}, 0.0
+    if longer.get("data", 0.0) > 0.05 * total:
+        grown = after[-1].get("memory/workers_rss_gb", 0.0) / max(
+            1e-3, before[-1].get("memory/workers_rss_gb", 0.0)
+        )
+        shares.append((longer["data"], "a loader whose memory grows: what does it keep?"
+                       if grown > 1.2 else "the loop waits for data: more --num_workers, a faster "
+                       "disk, or less work for each sample"))  # fmt: skip
+    signal = None
+    if last(after, "perf/compilations") > last(before, "perf/compilations"):
+        signal = "recompilation: shapes or flags that change; look at TORCH_LOGS=recompiles"
+    elif last(after, "memory/alloc_retries") > last(before, "memory/alloc_retries"):
+        signal = ("the CUDA allocator is out of memory and tries again: a smaller "
+                  "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True")  # fmt: skip
+    elif 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
+        signal = "lower clocks of the GPU: its temperature, its power limit"
+    elif added("perf/cpu_queue_ms") > 0.1 * total:
+        signal = "CPU contention: other processes run on these cores"
+    elif longer.get("other", 0.0) > 0.5 * total and event["creeps"]:
+        signal = "something in the loop that grows, as a list that is gone through each time"
+    if signal and compute > 0.05 * total:
+        shares.append((compute, signal))
+    unexplained = total - sum(ms for ms, _ in shares)
+    causes = [f"{cause} ({min(1, ms / total):.0%})" for ms, cause in sorted(shares)[::-1]]
+    if unexplained > 0.05 * total:
+        causes.append(f"unexplained ({unexplained / total:.0%})")
+    ranked = sorted(((n, round(ms, 3)) for n, ms in phases.items()), key=lambda item: -item[1])
+    return dict(phases=[item for item in ranked if item[1] > 0.05 * total], causes=causes)
+
+
+def last(rows: list[dict], name: str) -> float:
+    return next((row[name] for row in reversed(rows) if row.get(name) is not None), 0.0)
+
+
+OUTSIDE_CAUSES = {  # suddenly, and growing
+    "checkpoint": ("checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
+                   "what is written with each checkpoint grows, as a list that is rewritten"),
+    "evaluation": ("evaluation: longer or more frequent; see --eval_steps and --eval_interval",
+                   "evaluation takes longer each time"),
+    "logging": ("a sink that blocks: metrics.jsonl or TensorBoard on a slow disk; try another "
+                "--tensorboard_dir or a larger --log_interval", "logging takes longer each time"),
+}  # fmt: skip
+
+
+def describe_event(event: dict) -> str:
+    at, what = event["since"], event["kind"]
+    if event.get("ended"):
+        return f"{what} time is back to normal; it was slower from step {at} on"
+    if what == "work":
+        return f"a step has {event['percent']:+.0f}% work since step {at}: more work, not slower"
+    how = "creeping up" if event["creeps"] else "slower"
+    phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in event["phases"])
+    return (
+        f"{what} {how} since about step {at}: {event['before']:.3g} -> {event['after']:.3g} ms "
+        f"a step ({event['percent']:+.0f}%{'' if what == 'step' else ' of a step'}), {phases}. "
+        f"Cause: {'; '.join(event['causes'])}"
+    )
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def read_rows(run_dir: Path) -> list[dict]:
+    rows = []
+    with open(run_dir / "metrics.jsonl") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # the torn last line of a process that was killed
+                rows.append(json.loads(line))
+    return rows
+
+
+FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
+           "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")  # fmt: skip
+
+
+def report(run_dir: Path) -> dict:
+    """What there is to say about a run: seconds by phase, slow-downs, anomalies, figures.
+
+    Raises OSError where there is no metrics.jsonl.
+    """
+    rows, watch = read_rows(run_dir), Watch()
+    out = dict(run=str(run_dir), step=0, slowdowns=[], slowest=[], figures={})
+    ms, medians, seconds = dict.fromkeys(STEP_PHASES, 0.0), [], {}
+    for row in rows:
+        for event in watch.add(row):
+            if "ended" in event:
+                next(e for e in out["slowdowns"] if e["since"] == event["since"]
+                     and e["kind"] == event["kind"])["ended"] = event["ended"]  # fmt: skip
+            else:
+                out["slowdowns"].append(dict(event))
+        if row.get("perf/step_ms") and "perf/startup_s" not in row:
+            for name in STEP_PHASES:
+                ms[name] += (row["step"] - out["step"]) * (row.get(f"perf/{name}_ms") or 0.0)
+            medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
+        if "goodput/wall_s" in (shares := row.get("end", row)):
+            seconds = {name[len("goodput/"):]: share * shares["goodput/wall_s"]
+                       for name, share in shares.items() if "goodput/" in name}  # fmt: skip
+            out["wall_s"] = shares["goodput/wall_s"]
+        out["step"], out["slowest"] = row["step"], row.get("slowest", out["slowest"])
+        out["figures"] |= {name: row[name] for name in FIGURES if row.get(name) is not None}
+    out["anomalies"] = [row for row in rows if "anomaly" in row]
+    training = seconds.get("training", 0.0) / (sum(ms.values()) - ms["data"] or 1.0)
+    out["seconds"] = {"start-up": seconds.get("startup", 0.0), "data": seconds.get("data", 0.0)}
+    out["seconds"] |= {name: ms[name] * training for name in STEP_PHASES[1:]}
+    out["seconds"] |= {name: seconds.get(name, 0.0) for name in (*OUTSIDE_PHASES, "lost")}
+    if medians:
+        tenth = max(1, len(medians) // 10)
+        out["figures"]["step_ms_median"] = float(np.median(medians))
+        out["figures"]["first_tenth_ms"] = float(np.median(medians[:tenth]))
+        out["figures"]["last_tenth_ms"] = float(np.median(medians[-tenth:]))
+    out["verdict"] = verdict(out)
+    return out
+
+
+ADVICE = {  # phase → (share of the time from which on it is worth a line, what to try)
+    "data": (0.1, "more --num_workers, a faster disk, or less work for each sample"),
+    "waiting": (0.15, "the network, or a rank that is slower than the others"),
+    "other": (0.1, "what the loop does on the host besides training"),
+    "logging": (0.02, "a larger --log_interval, or a faster disk"),
+    "evaluation": (0.15, "a larger --eval_interval or fewer --eval_steps"),
+    "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
+    "lost": (0.05, "a smaller --save_interval"),
+}
+
+
+def verdict(out: dict) -> list[str]:
+    """Lines: whether it slowed down, and what takes more of the time than it should."""
+    lines = [describe_event({**e, "ended": None}) + (f" It ended at step {e['ended']}."
+             if "ended" in e else "") for e in out["slowdowns"]]  # fmt: skip
+    slower = any(e["kind"] != "work" for e in out["slowdowns"])
+    whole = sum(out["seconds"].values()) or 1.0
+    for name, (share, advice) in ADVICE.items():
+        if out["seconds"][name] > share * whole:
+            lines.append(f"{name} takes {out['seconds'][name] / whole:.0%} of the time: {advice}")
+    return lines if slower else ["steady: no slow-down found", *lines]
+
+
+def report_text(out: dict) -> str:
+    seconds, figures = out["seconds"], out["figures"]
+    whole = sum(seconds.values()) or 1.0
+    lines = [f"time    {duration(out.get('wall_s', 0.0))} since the run began"]
+    for name, s in seconds.items():
+        if s >= 0.001 * whole:
+            bar = "█" * round(40 * s / whole)
+            lines.append(f"        {name:10s} {s / whole:6.1%} {duration(s):>7s}  {bar}".rstrip())
+    if "step_ms_median" in figures:
+        lines.append(f"steps   {figures['step_ms_median']:.4g} ms (median), first tenth "
+                     f"{figures['first_tenth_ms']:.4g} ms, last tenth "
+                     f"{figures['last_tenth_ms']:.4g} ms")  # fmt: skip
+    if out["slowest"]:
+        lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
+    good = sum(seconds[name] for name in ("forward", "backward", "waiting", "optimizer", "other"))
+    lines.append(f"goodput {good / whole:.1%} of the time was training, "
+                 f"{seconds['lost'] / whole:.1%} was lost to crashes")  # fmt: skip
+    kinds = [row["anomaly"] for row in out["anomalies"]]
+    for kind in sorted(set(kinds)):
+        steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
+        lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
+    lines += [f"{'verdict' if i == 0 else '':7s} {line}" for i, line in enumerate(out["verdict"])]
+    return "\n".join(lines)
+
+
+def side_by_side(reports: list[dict]) -> str:
+    """A table with a column for each run, and how the others compare with the first."""
+    rows = {f"{name} s": [r["seconds"][name] for r in reports] for name in reports[0]["seconds"]}
+    names = dict.fromkeys(name for r in reports for name in r["figures"])
+    rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
+    lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
+    for name, values in rows.items():
+        cells = [f"{values[0]:22.4g}"]
+        for value in values[1:]:
+            ratio = f" ({value / values[0]:.2f}x)" if values[0] else ""
+            cells.append(f"{f'{value:.4g}{ratio}':>22s}")
+        lines.append(f"{name:24s}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def regression_percent(reports: list[dict]) -> float:
+    """How much longer a token takes: in later runs than in the first, or at the end of one run."""
+    if len(reports) > 1:
+        rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
+        return 100 * max(rates[0] / rate - 1 for rate in rates[1:])
+    standing = [e["percent"] for e in reports[0]["slowdowns"]
+                if e["kind"] != "work" and "ended" not in e]  # fmt: skip
+    return max(standing, default=0.0)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0; 2 where a run cannot be read; 3 for a regression of more than was allowed."""
+    parser = argparse.ArgumentParser("monitor.py", description="Say where the time of a run went, "
+                                     "whether it slowed down, since when and why.")  # fmt: skip
+    parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--fail_on_regression", "--fail-on-regression", type=float,
+                        metavar="PERCENT", help="exit with 3 where a run is slower than the first "
+                        "by more than this, or one run has slowed down by more")  # fmt: skip
+    args = parser.parse_args(argv)
+    try:
+        reports = [report(Path(path)) for path in args.run_dir]
+    except (OSError, KeyError) as e:
+        print(f"monitor.py: error: not a run directory with a metrics.jsonl: {e}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(reports, indent=1))
+    else:
+        for r in reports:
+            print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
+        if len(reports) > 1:
+            print(side_by_side(reports))
+    limit = args.fail_on_regression
+    return 3 if limit is not None and regression_percent(reports) > limit else 0
+
+
+# --- files and the system --------------------------------------------------------------------
+
+
+def open_tensorboard(folder: Path, first_step: int, cfg: Config):
+    """A SummaryWriter that goes on from an earlier process, with charts and the configuration."""
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    if cfg.wandb:
+        import wandb
+
+        wandb.init(project="steady", dir=str(folder.parent), config=dataclasses.asdict(cfg),
+                   sync_tensorboard=True)  # fmt: skip
+    put_event_files_in_order(folder)
+    # With the default queue of 10 a slow disk blocks training. purge_step hides what an
+    # interrupted run wrote after the checkpoint that this one started from.
+    writer = SummaryWriter(folder, purge_step=first_step, max_queue=10_000,
+                           flush_secs=cfg.tensorboard_flush_secs)  # fmt: skip
+    by_dataset = {"loss by dataset": ["Multiline", ["train/loss/.*", "val/loss/.*"]]}
+    writer.add_custom_scalars({"steady": {
+        "loss": ["Multiline", ["train/loss$", "val/loss$"]],
+        **(by_dataset if len(cfg.data) > 1 else {}),
+        "phases, stacked (ms a step)": ["Multiline", ["stacked/.*"]],
+        "throughput": ["Multiline", ["perf/tokens_per_second"]],
+        "step time (ms)": ["Multiline", ["perf/step_ms.*"]],
+    }})  # fmt: skip
+    settings = dataclasses.asdict(cfg)
+    writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+    simple = {k: v for k, v in settings.items() if isinstance(v, (bool, int, float, str))}
+    for summary in hparams(simple, {"train/loss": 0, "val/loss": 0, "perf/tokens_per_second": 0}):
+        writer.file_writer.add_summary(summary)
+    return writer
+
+
+def stacked(row: dict) -> dict[str, float]:
+    """Phases on top of one another, as TensorBoard itself cannot draw them."""
+    names = [n for n in (*STEP_PHASES, *OUTSIDE_PHASES) if f"perf/{n}_ms" in row]
+    sums = itertools.accumulate(row[f"perf/{n}_ms"] for n in names)
+    return {f"stacked/{i}_{n}": s for i, (n, s) in enumerate(zip(names, sums, strict=True), 1)}
 
 
 def put_event_files_in_order(folder: Path):
@@ -305,7 +998,7 @@ def put_event_files_in_order(folder: Path):
 
 
 def open_metrics(path: Path, start_step: int) -> tuple:
-    """(metrics.jsonl to append to, seconds of the run so far by kind, as `goodput` counts them).
+    """(metrics.jsonl to append to, (its rows, those that were dropped)).
 
     Rows after start_step go, for those steps are made again, and so does a torn last one.
     """
@@ -320,7 +1013,15 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     draft = path.with_suffix(".tmp")
     draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
     os.replace(draft, path)
-    last, lost = ([r for r in rows if "goodput/wall_s" in r][-1:] for rows in (kept, dropped))
+    return open(path, "a"), (kept, dropped)
+
+
+def seconds_of_run(kept: list[dict], dropped: list[dict]) -> dict[str, float]:
+    """Seconds of a run so far by kind, as `goodput` counts them."""
+    last, lost = (
+        [r for r in (row.get("end", row) for row in rows) if "goodput/wall_s" in r][-1:]
+        for rows in (kept, dropped)
+    )
     seconds = {}
     if last:
         wall = last[0]["goodput/wall_s"]
@@ -329,16 +1030,54 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     if lost:
         since = last[0]["goodput/wall_s"] if last else 0.0
         seconds["lost"] = seconds.get("lost", 0.0) + lost[0]["goodput/wall_s"] - since
-    return open(path, "a"), seconds
+    return seconds
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    gb = {"memory/host_rss_gb": host_rss_bytes() / 1e9}
+    workers = multiprocessing.active_children()
+    out = {
+        "memory/host_rss_gb": rss_bytes() / 1e9,
+        "memory/workers_rss_gb": sum(rss_bytes(worker.pid) for worker in workers) / 1e9,
+        "memory/open_files": count_files(),
+    }
     if device.type == "cuda":
-        gb["memory/allocated_gb"] = torch.cuda.memory_allocated(device) / 1e9
-        gb["memory/reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
-        gb["memory/peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-    return gb
+        stats = torch.cuda.memory_stats(device)
+        out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
+        out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
+        out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
+        out["memory/alloc_retries"] = stats["num_alloc_retries"]
+        with contextlib.suppress(Exception):  # needs nvidia-ml-py
+            out["perf/clock_mhz"] = torch.cuda.clock_rate(device)
+    return out
+
+
+def rss_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process; 0 where it has ended or the system does not say."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        if pid != "self":
+            return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS: the peak
+
+
+def count_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+def cpu_queue_seconds() -> float:
+    """How long the main thread was ready to run but another had its core; 0 if not known."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def process_age_seconds() -> float:
@@ -349,15 +1088,6 @@ def process_age_seconds() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError):
         return 0.0
-
-
-def host_rss_bytes() -> int:
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS: the peak
 
 
 def si(x: float) -> str:
@@ -372,3 +1102,7 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -31,8 +31,23 @@ from torch import Tensor, nn
 
 import config
 from config import Config, ConfigError
-from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers
-from model import Transformer, attention_backend, flops_per_token, generate, set_attention_backend
+from data import (
+    Mixture,
+    decode,
+    eval_batches,
+    load_mixture,
+    loader,
+    pick_workers,
+    split_targets,
+)
+from model import (
+    Transformer,
+    attention_backend,
+    flops_per_token,
+    generate,
+    output_health,
+    set_attention_backend,
+)
 from monitor import Monitor, peak_flops, si
 
 # --- the loop --------------------------------------------------------------------------------
@@ -41,7 +56,7 @@ from monitor import Monitor, peak_flops, si
 def train(run: "Run", step: int, best_loss: float):
     """Make updates number step + 1 … max_steps. `step` counts the updates that have been made."""
     cfg, model, monitor, device = run.cfg, run.model, run.monitor, run.device
-    parameters = list(model.parameters())
+    parameters = list(model.named_parameters())
     batches = loader(
         run.train_data, cfg, step, run.micro_batch, run.rank, run.world_size, device, run.workers
     )
@@ -65,14 +80,15 @@ def train(run: "Run", step: int, best_loss: float):
             run.scaler.scale(loss).backward()
             step_loss += loss.detach()
         monitor.phase("optimizer")
-        grad_norm = update(run.optimizers, parameters, run.scaler, cfg.grad_clip)
         step += 1
+        grad_norm = update(run, parameters, step)
         monitor.phase("other")
 
-        monitor.log("train/loss", step_loss)
-        if cfg.monitor != "off":
-            monitor.log("train/grad_norm", grad_norm)
-        monitor.step(step, lr)  # reads the device, but only every log_interval
+        if cfg.monitor == "full" and monitor.due(step, cfg.health_interval):
+            with run.autocast:
+                monitor.log_all(output_health(model, tokens))
+        # reads the device, but only every log_interval
+        monitor.step(step, lr, step_loss, grad_norm, tokens=cfg.batch_size * cfg.seq_len)
         if run.val_data and due(step, cfg.eval_interval, last=cfg.max_steps):
             val_loss = evaluate(run, step)
             if val_loss < best_loss:
@@ -140,30 +156,31 @@ def gradient_sync(model: nn.Module, last: bool):
 
 
 @torch.no_grad()
-def update(optimizers, parameters: list[Tensor], scaler, max_norm: float) -> Tensor:
-    """One optimizer step, clipped to the global norm max_norm; returns the norm before clipping.
+def update(run: "Run", parameters: list[tuple[str, nn.Parameter]], step: int) -> Tensor | None:
+    """Update number `step`, clipped to the global norm cfg.grad_clip; returns the norm before.
 
     Where that is not finite nothing changes. Neither is asked for on the host: the optimizers
     read a factor and a flag on the device, under the names that torch's fused kernels know. An
     optimizer that does not know them costs one synchronization a step.
     """
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)  # does nothing but in fp16
-    grads = [p.grad for p in parameters if p.grad is not None]
-    grad_norm = torch.nn.utils.get_total_norm(grads)
+    max_norm = run.cfg.grad_clip
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)  # does nothing but in fp16
+    grad_norm = torch.nn.utils.get_total_norm([p.grad for _, p in parameters if p.grad is not None])
     not_finite = (~grad_norm.isfinite()).float()
     divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(grad_norm)
-    for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = divisor, not_finite
-            optimizer.step()
-        elif not not_finite:
-            held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            torch._foreach_div_([g for g in held if g is not None], divisor)
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
-    return grad_norm
+    with run.monitor.health(step, parameters):
+        for optimizer in run.optimizers:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale, optimizer.found_inf = divisor, not_finite
+                optimizer.step()
+            elif not not_finite:
+                held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+                torch._foreach_div_([g for g in held if g is not None], divisor)
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    run.scaler.update()
+    return grad_norm if run.cfg.monitor != "off" else None
 
 
 # --- optimizers ------------------------------------------------------------------------------
@@ -273,6 +290,8 @@ def evaluate(run: "Run", step: int) -> float:
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text that the model writes, from the beginning of a document."""
+    if not all(p.isfinite().all() for p in run.model.parameters()):
+        return "(none: the weights are not finite)"
     first = run.train_data.end_of_text
     if first is None:
         first = int((run.val_data or run.train_data).batch(0, 1)[0, 0])
@@ -617,9 +636,9 @@ def main(argv: list[str]):
     try:
         train(run, step, best_loss)
     finally:
-        run.monitor.close()
+        report = run.monitor.close()
     if rank == 0:
-        print(run.monitor.summary())
+        print(report)
         print("sample  of what it writes:\n")
         print(sample(run))
     if world_size > 1:
@@ -630,27 +649,62 @@ def make_monitor(run: Run, step: int) -> Monitor:
     """The monitor of a run that has made `step` steps; only rank 0 writes."""
     cfg = run.cfg
 
-    def mean_over_ranks(values: Tensor) -> Tensor:
-        if run.world_size > 1:
-            dist.all_reduce(values)
-        return values / run.world_size
+    def gather(values: Tensor) -> Tensor:
+        if run.world_size == 1:
+            return values[None]
+        table = values.new_empty(run.world_size, len(values))
+        dist.all_gather(list(table), values)
+        return table
 
+    if run.world_size > 1:
+        # The gradient of the first parameter is the last to be ready: what the backward pass
+        # takes from then on is time that it waits for the gradients of the other ranks.
+        first = next(p for p in run.model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(lambda _: run.monitor.wait_for_ranks())
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(run.device, run.dtype)
     board = cfg.tensorboard and run.rank == 0
     return Monitor(
-        mode=cfg.monitor,
-        log_interval=cfg.log_interval,
+        cfg,
         start_step=step,
-        max_steps=cfg.max_steps,
-        tokens_per_step=cfg.batch_size * cfg.seq_len,
         flops_per_token=flops_per_token(run.model, cfg),
         peak=peak * run.world_size if peak else None,
         device=run.device,
-        reduce=mean_over_ranks,
         out_dir=run.out_dir if run.rank == 0 else None,
         tensorboard_dir=Path(cfg.tensorboard_dir or run.out_dir / "tensorboard") if board else None,
-        flush_secs=cfg.tensorboard_flush_secs,
-        window_size=cfg.window_size,
+        gather=gather,
+        autopsy=lambda step, rank: autopsy(run, step, rank),
+    )
+
+
+@torch.no_grad()
+def autopsy(run: Run, step: int, rank: int) -> dict:
+    """The samples that `rank` had in update number `step`, and the first layer they break.
+
+    That layer is looked for with the weights of now: the samples of a past step are known, its
+    weights are not.
+    """
+    per_rank = run.cfg.batch_size // run.world_size
+    first = (step - 1) * run.cfg.batch_size + rank * per_rank
+    sources = np.unique(run.train_data.order(first, first + per_rank)[0])
+    bad, names = [], {module: name for name, module in run.model.named_modules() if name}
+
+    def look(module: nn.Module, inputs, output):
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            bad.append(names[module])
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    run.model.eval()
+    for start in range(first, first + per_rank, run.micro_batch):
+        batch = run.train_data.batch(start, start + run.micro_batch)
+        with run.autocast:
+            run.model.forward(*split_targets(batch, run.device))
+    run.model.train()
+    for hook in hooks:
+        hook.remove()
+    return dict(
+        positions=[first, first + per_rank],
+        datasets=[run.train_data.datasets[k].name for k in sources],
+        first_bad_layer=bad[0] if bad else None,
     )
 
 

@@ -81,6 +81,7 @@ def test_options_and_files_it_names_exist():
     fields = {f.name for f in config.dataclasses.fields(config.Config)}
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z_-]*[a-z])", README)}
     known = fields | {"nproc_per_node", "help"}
+    known |= set(re.findall(r"\"--(\w+)\"", (ROOT / "monitor.py").read_text()))
     assert flags - known == set()
     for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`|\]\((\w+\.md)\)", README):
         assert (ROOT / "".join(name)).exists(), name

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TINY, TRAIN, column, environment, rows, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import data
 import train
 
 
@@ -60,7 +62,7 @@ def test_a_run_learns_and_leaves_what_is_promised(run, tmp_path):
     assert load(tmp_path / "r/checkpoints/best.pt")["best_loss"] == min(val.values())
     for word in ("device  1 x cpu", "flash attention", "compile off", "parameters", "run     r",
                  "step  1/60", "step 60/60", "ms |", "tok/s |", "lr ", "grad ", "left 0s",
-                 "forward", "goodput", "sample  of"):  # fmt: skip
+                 "start-up", "goodput", "sample  of"):  # fmt: skip
         assert word in output, word
     assert len(re.findall(r"\d+ \+ \d+ = \d+", output)) > 10  # it writes arithmetic
 
@@ -230,8 +232,8 @@ def counting_syncs(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, counted)
     plain_step = train.Monitor.step
 
-    def step(self, *args):
-        plain_step(self, *args)
+    def step(self, *args, **how):
+        plain_step(self, *args, **how)
         per_step.append(dict(mode.count))
         mode.count.clear()
 
@@ -257,20 +259,30 @@ def test_an_ordinary_step_waits_for_nothing(monkeypatch, tmp_path, corpus, flags
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_ordinary_step_waits_for_nothing_on_a_gpu(monkeypatch, tmp_path, corpus):
     monkeypatch.chdir(tmp_path)
-    plain_step, plain_row = train.Monitor.step, train.Monitor.row
+    plain_step, plain_gather = train.Monitor.step, train.Monitor.gather_values
 
-    def step(self, number, *args):
-        plain_step(self, number, *args)
+    def step(self, number, *args, **how):
+        plain_step(self, number, *args, **how)
         torch.cuda.set_sync_debug_mode("error" if 3 <= number < 11 else "default")
 
-    def row(self, *args):
+    def gather(self, *args):
         torch.cuda.set_sync_debug_mode("default")
-        return plain_row(self, *args)
+        return plain_gather(self, *args)
 
     monkeypatch.setattr(train.Monitor, "step", step)
-    monkeypatch.setattr(train.Monitor, "row", row)
+    monkeypatch.setattr(train.Monitor, "gather_values", gather)
     train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--device", "cuda",
                 "--log_interval", "6"])  # fmt: skip
+
+
+def update(optimizers, parameters, scaler, clip):
+    class Quiet:
+        def health(self, step, parameters):
+            return contextlib.nullcontext()
+
+    run = SimpleNamespace(cfg=tiny_config(grad_clip=clip), optimizers=optimizers, scaler=scaler,
+                          monitor=Quiet())  # fmt: skip
+    return train.update(run, [(str(i), p) for i, p in enumerate(parameters)], 1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -288,7 +300,7 @@ def test_update_clips_and_skips_what_is_not_finite(optimizer):
             for i, p in enumerate(parameters):
                 generator = torch.Generator().manual_seed(i)
                 p.grad = torch.randn(p.shape, generator=generator) * gradient_scale
-            norm = train.update(optimizers, parameters, scaler, clip)
+            norm = update(optimizers, parameters, scaler, clip)
         state = [o.state_dict()["state"] for o in optimizers]
         return [p.detach() for p in parameters], state, norm
 
@@ -325,7 +337,7 @@ def test_an_optimizer_that_knows_nothing_of_skipping_is_safe_too():
         for p in parameters[:2]:
             p.grad = torch.full_like(p, value)
         now = [p.detach().clone() for p in parameters]
-        train.update([optimizer], parameters, scaler, 1.0)
+        update([optimizer], parameters, scaler, 1.0)
         moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, now, strict=True)])
         assert (moved.norm().item() > 0) == bool(moves)
     step = (parameters[0] - before[0] + 0.1).norm()  # the gradient's share, without the decay
@@ -466,3 +478,125 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
     assert "not a checkpoint of this model" in run(
         "--resume", path, "--out_dir", "other", "--n_layer", 3, "--max_steps", 20, expect=2
     )
+
+
+# --- what the monitor sees of a run ---
+
+
+def test_full_measures_the_health_of_each_layer(run, tmp_path):
+    run("--out_dir", "r", "--monitor", "full", "--optimizer", "adamw", "--health_interval", 6,
+        "--memory_interval", 8, "--weight_decay", 0, "--warmup_steps", 0)  # fmt: skip
+    found = {row["step"]: row for row in rows(tmp_path / "r") if "perf/step_ms" in row}
+    row = found[8]  # its health is that of step 6, the newest that was due
+    groups = {"embedding", "blocks.0", "blocks.1", "norm", "head"}
+    for name in ("grad_norm", "param_norm", "update_ratio"):
+        parts = {k.rsplit("/", 1)[1]: v for k, v in row.items() if k.startswith(f"health/{name}/")}
+        assert parts.keys() == groups
+        if name != "update_ratio":
+            whole = math.sqrt(sum(v * v for v in parts.values()))
+            assert row[f"health/{name}"] == pytest.approx(whole, rel=1e-4)
+    # the first update of Adam moves each weight that has a gradient by the learning rate
+    moved = found[1]["health/update_ratio/head"] * found[1]["health/param_norm/head"]
+    assert moved == pytest.approx(1.5e-2 * math.sqrt(257 * 32), rel=0.02)
+    assert 0 < row["health/output_entropy"] <= math.log(257)
+    assert 0 < row["health/output_top1"] < 1 and "health/param_norm" not in found[4]
+    assert [step for step, row in found.items() if "memory/open_files" in row] == [1, 8, 12]
+    plain = tmp_path / "plain"
+    run("--out_dir", plain, "--optimizer", "adamw", "--weight_decay", 0, "--warmup_steps", 0)
+    assert column(plain, "train/loss") == column(tmp_path / "r", "train/loss")  # only looked at
+
+
+POISON = """
+import os, runpy, torch, train
+plain = train.Transformer.forward
+calls = iter(range(10**9))
+def forward(self, tokens, targets):
+    loss, count = plain(self, tokens, targets)
+    if self.training and next(calls) in (5, 6) and os.environ.get("RANK", "0") == "1":
+        loss = loss * float("nan")
+    return loss, count
+train.Transformer.forward = forward
+runpy.run_path(train.__file__, run_name="__main__")
+"""
+
+
+def test_what_is_not_finite_on_one_rank_is_skipped_counted_and_told(run, tmp_path):
+    (tmp_path / "poison.py").write_text(POISON)
+    told = run("--out_dir", "r", "--log_interval", 4, "--micro_batch_size", 4, ranks=2,
+               script=tmp_path / "poison.py")  # fmt: skip
+    (row,) = [row for row in rows(tmp_path / "r") if "anomaly" in row]
+    assert row["step"] == 6 and row["anomaly"] == "not finite" and row["rank"] == 1
+    assert row["steps"] == 2 and row["value"] is None
+    assert row["positions"] == [5 * 8 + 4, 6 * 8] and row["datasets"] == ["corpus0"]
+    assert row["first_bad_layer"] is None  # its samples and the weights are sound
+    assert column(tmp_path / "r", "health/nonfinite_steps") == {1: 0, 4: 0, 8: 2, 12: 0}
+    assert "warning: step 6: not finite" in told and "finite again; 2 steps from step 6" in told
+    assert column(tmp_path / "r", "val/loss")[12] < 6
+
+
+def test_the_first_bad_layer_is_named(run, tmp_path, monkeypatch):
+    def poison(seed, step, rank):
+        if step == 5:
+            with torch.no_grad():
+                running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
+        plain(seed, step, rank)
+
+    running, plain, make = [], train.seed_everything, train.make_monitor
+    monkeypatch.setattr(train, "seed_everything", poison)
+    monkeypatch.setattr(
+        train, "make_monitor", lambda run, step: running.append(run) or make(run, step)
+    )
+    told = run("--out_dir", "r", "--eval_interval", 0, "--save_interval", 0)
+    assert "first layer whose output is not finite: blocks.1.mlp.down" in told
+
+
+def test_spikes_are_told_with_their_samples(run, tmp_path, monkeypatch, capsys):
+    plain = data.Mixture.batch
+
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        return torch.randint_like(found.int(), 257) if start == 8 * 60 else found
+
+    monkeypatch.setattr(data.Mixture, "batch", batch)
+    told = run("--max_steps", 80, "--log_interval", 20, "--out_dir", "r", "--optimizer", "adamw",
+               "--learning_rate", 3e-3, "--window_size", 30)  # fmt: skip
+    spikes = [row for row in rows(tmp_path / "r") if "anomaly" in row]
+    assert {row["anomaly"] for row in spikes} >= {"loss spike"}
+    assert all(row["step"] == 61 and row["positions"] == [480, 488] for row in spikes)
+    assert "warning: step 61: loss spike" in told and "data.py show r 61" in told
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert data.main(["show", "r", "61"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("--- sample") == 8 and "--- sample 480: corpus0" in shown and "+" in shown
+    assert data.main(["show", "nowhere", "61"]) == 2
+
+
+def test_a_full_disk_stops_no_training(run, tmp_path):
+    """A file may not grow beyond 8 kB: metrics.jsonl and the event file soon want to."""
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import resource, runpy, signal, train\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "plain = train.train\n"
+        "def limited(*args):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "    plain(*args)\n"
+        "train.train = limited\n"
+        "train.command(__import__('sys').argv[1:])\n"
+    )
+    told = run("--out_dir", "r", "--max_steps", 60, "--log_interval", 1, "--save_interval", 0,
+               "--eval_interval", 0, "--tensorboard_flush_secs", 1, script=script)  # fmt: skip
+    assert told.count("no more metrics.jsonl") == 1 and "step 60/60" in told
+    assert "sample  of what it writes" in told
+
+
+def test_wandb_mirrors_the_event_files(run, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    script = tmp_path / "offline.py"
+    script.write_text("import runpy, train\nrunpy.run_path(train.__file__, run_name='__main__')\n")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run("--out_dir", "r", "--wandb", script=script)
+    (kept,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in kept.read_bytes()

@@ -7,10 +7,12 @@ train.py picks here. Prints the median of each, and the ratio of compiled to eag
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -44,14 +46,17 @@ def main():
         model = Transformer(cfg).to(device)
         if compiled:
             model.compile()
-        parameters, optimizers = list(model.parameters()), train.make_optimizers(model, cfg, device)
+        quiet = SimpleNamespace(health=lambda step, parameters: contextlib.nullcontext())
+        run = SimpleNamespace(cfg=cfg, scaler=scaler, monitor=quiet,
+                              optimizers=train.make_optimizers(model, cfg, device))  # fmt: skip
+        parameters = list(model.named_parameters())
 
         def step():
             began = time.perf_counter()
             with autocast:
                 loss = model(tokens, tokens)[0] / tokens.numel()
             loss.backward()
-            train.update(optimizers, parameters, scaler, 1.0)
+            train.update(run, parameters, 1)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             return time.perf_counter() - began

@@ -1,0 +1,253 @@
+"""What the monitor costs: per cent of a step's time, by two methods, in one process.
+
+    python tests/bench/monitor_cost.py
+    python tests/bench/monitor_cost.py --model gpt2-124m
+
+"paired" is the difference between blocks of steps with the monitor and without, side by side and
+in alternating order: it sees everything, and the noise of the machine. "inside" is the time spent
+within the monitor's calls in those same steps, and "empty loop" that of the same calls with no
+training between them: both see little noise, but not what the monitor's files cost other threads.
+Random tokens; real metrics.jsonl and TensorBoard files in a temporary directory.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import config  # noqa: E402
+import train  # noqa: E402
+from model import Transformer, output_health  # noqa: E402
+
+SETTINGS = {"light, every 50": ("light", 50), "light, every 1": ("light", 1),
+            "full, every 50": ("full", 50)}  # fmt: skip
+
+
+class Off:
+    """In the place of a monitor: does nothing."""
+
+    seconds = 0.0
+
+    def phase(self, name):
+        pass
+
+    def due(self, step, every=None):
+        return False
+
+    def health(self, step, named_parameters):
+        return contextlib.nullcontext()
+
+    def step(self, *args, **kwargs):
+        pass
+
+
+class Timed:
+    """A monitor, and the seconds that its calls took in the current step."""
+
+    def __init__(self, monitor):
+        self.monitor, self.seconds = monitor, 0.0
+        for name in ("phase", "due", "log", "log_all", "step"):
+            setattr(self, name, self.timed(getattr(monitor, name)))
+
+    def timed(self, call):
+        def wrapped(*args, **kwargs):
+            began = time.perf_counter()
+            out = call(*args, **kwargs)
+            self.seconds += time.perf_counter() - began
+            return out
+
+        return wrapped
+
+    @contextlib.contextmanager
+    def health(self, step, named_parameters):
+        enter, leave = (self.timed(f) for f in self.context(step, named_parameters))
+        enter()
+        yield
+        leave()
+
+    def context(self, step, named_parameters):
+        context = self.monitor.health(step, named_parameters)
+        return context.__enter__, lambda: context.__exit__(None, None, None)
+
+
+def make_run(folder: Path, flags: list[str]):
+    """What `train.update` and `train.make_monitor` need of a train.Run, and its parameters."""
+    device = train.pick_device("auto", 0)
+    dtype = train.pick_dtype("auto", device)
+    flags = [*flags, "--max_steps", str(10**9), "--warmup_steps", "0"]
+    cfg = config.resolve(config.parse(flags))
+    model = Transformer(cfg).to(device)
+    return SimpleNamespace(
+        cfg=cfg, out_dir=folder, rank=0, world_size=1, device=device, dtype=dtype, model=model,
+        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(),
+        named=list(model.named_parameters()),
+        scaler=torch.amp.GradScaler(device.type, enabled=False),
+        autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
+    )  # fmt: skip
+
+
+def make_monitor(run, mode: str, log_interval: int, folder: Path):
+    """A real Monitor, past its first row, whose files are in `folder`."""
+    folder.mkdir(parents=True)
+    changes = dict(monitor=mode, log_interval=log_interval)
+    cfg = config.dataclasses.replace(run.cfg, **changes)
+    monitor = train.make_monitor(SimpleNamespace(**vars(run) | dict(cfg=cfg, out_dir=folder)), 0)
+    monitor.autopsy = lambda step, rank: {}
+    monitor.step(1, 0.0, torch.zeros(()), torch.zeros(()), tokens=1)  # opens TensorBoard
+    return monitor
+
+
+def random_batch(run):
+    """Tokens and targets that nothing can be learned from, so that gradients stay as they are."""
+    shape = 2, run.cfg.batch_size, run.cfg.seq_len
+    return torch.randint(run.cfg.vocab_size, shape, device=run.device)
+
+
+def step_of(run, monitor, step: int, work: bool):
+    """Step number `step` as train.train makes it; without `work`, only what the monitor does."""
+    if work:
+        train.seed_everything(run.cfg.seed, step, 0)
+        lr = train.set_learning_rate(run.optimizers, train.learning_rate(step, run.cfg))
+    else:
+        lr, loss, grad_norm, tokens = 0.0, run.one, run.one, run.batch[0]
+    monitor.phase("data")
+    if work:
+        tokens, targets = random_batch(run)
+    monitor.phase("forward")
+    if work:
+        with run.autocast:
+            loss = run.model(tokens, targets)[0] / tokens.numel()
+    monitor.phase("backward")
+    if work:
+        loss.backward()
+        loss = loss.detach()
+    monitor.phase("optimizer")
+    if work:
+        run.monitor = monitor
+        grad_norm = train.update(run, run.named, step)
+    else:
+        with monitor.health(step, run.named):
+            pass
+    monitor.phase("other")
+    if isinstance(monitor, Timed) and monitor.monitor.cfg.monitor == "full" and monitor.due(step):
+        with run.autocast:
+            monitor.log_all(monitor.timed(output_health)(run.model, tokens))
+    monitor.step(step, lr, loss, grad_norm, tokens=tokens.numel())
+
+
+def block(run, monitor, first: int, steps: int, work: bool) -> tuple[float, list]:
+    """(mean seconds a step, [(whether it logs, seconds inside the monitor) of each step])."""
+    inside = []
+    if isinstance(monitor, Timed):  # time passed since its last block: that was not training
+        monitor.monitor.since = monitor.monitor.step_began = time.perf_counter()
+    began = time.perf_counter()
+    for step in range(first, first + steps):
+        monitor.seconds = 0.0
+        step_of(run, monitor, step, work)
+        inside.append((monitor.due(step), monitor.seconds))
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps, inside
+
+
+def cost_a_step(inside: list, interval: int) -> float:
+    """Seconds a step in a run that logs every `interval` steps, from the two medians."""
+    logs, others = ([s for due, s in inside if due is kind] for kind in (True, False))
+    share = 1 / interval
+    return share * np.median(logs) + (1 - share) * (np.median(others) if others else 0.0)
+
+
+def bootstrap(values: list[float]) -> tuple[float, float, float]:
+    """Median, and a 95 % interval of it."""
+    draws = np.random.default_rng(0).choice(values, (10_000, len(values)))
+    return np.median(values), *np.percentile(np.median(draws, axis=1), (2.5, 97.5))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--optimizer", default="muon")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step of a larger model")
+    parser.add_argument("--seq_len", type=int, default=512, help="of a larger model")
+    parser.add_argument("--steps", type=int, help="in a block (default: 50; 2 of a larger model)")
+    parser.add_argument("--blocks", type=int, help="pairs of blocks a setting (default: 12; 3)")
+    parser.add_argument("--empty", type=int, default=2000, help="steps of the empty loop")
+    parser.add_argument("--quick", action="store_true", help="few blocks: to see that it works")
+    args = parser.parse_args()
+    small = args.model == "default"
+    steps = args.steps or (5 if args.quick and small else 50 if small else 2)
+    blocks = args.blocks or (2 if args.quick else 12 if small else 3)
+    args.empty = 500 if args.quick else args.empty
+    flags = ["--model", args.model, "--vocab_size", "257" if small else "50257"]
+    flags += ["--optimizer", args.optimizer]
+    flags += [] if small else ["--batch_size", str(args.batch), "--seq_len", str(args.seq_len)]
+
+    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
+        folder = Path(name)
+        run = make_run(folder, flags)
+        run.batch, run.one = random_batch(run), torch.ones((), device=run.device)
+        off, stride = Off(), -(-steps // 50) * 50  # a block ends with a log
+        pairs, inside, empty = ({name: [] for name in SETTINGS} for _ in range(3))
+        off_seconds = []
+        with contextlib.redirect_stdout(null):
+            monitors = {name: Timed(make_monitor(run, *setting, folder / str(i)))
+                        for i, (name, setting) in enumerate(SETTINGS.items())}  # fmt: skip
+            block(run, off, 1, 3 if small else 1, True)
+            gc.collect()
+            gc.freeze()
+            gc.disable()  # as train.train does
+            for i in range(blocks):
+                for name, monitor in monitors.items():
+                    seconds = {}
+                    for kind in (off, monitor) if i % 2 else (monitor, off):
+                        first = stride * (i + 2) - steps + 1
+                        seconds[kind], found = block(run, kind, first, steps, True)
+                        inside[name] += found if kind is monitor else []
+                    pairs[name].append(100 * (seconds[monitor] / seconds[off] - 1))
+                    off_seconds.append(seconds[off])
+                gc.collect()
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p)
+            for name, monitor in monitors.items():
+                chunks = args.empty // 50 if small or SETTINGS[name][0] == "light" else 3
+                for i in range(chunks):
+                    first = stride * (blocks + 2) + 50 * i + 1
+                    empty[name] += block(run, monitor, first, 50, False)[1]
+                monitor.monitor.close()
+
+    step_ms = np.median(off_seconds) * 1e3
+    print(f"{args.model}, {run.cfg.batch_size} x {run.cfg.seq_len} tokens, {run.device.type}, "
+          f"{torch.get_num_threads()} threads: {step_ms:.4g} ms a step with no monitor "
+          f"({min(off_seconds) * 1e3:.4g} to {max(off_seconds) * 1e3:.4g})")  # fmt: skip
+    print(f"{blocks} pairs of blocks of {steps} steps for each setting\n")
+    print(f"{'':16s} {'paired, % (95 % interval)':27s} {'inside, us and %':>20s} "
+          f"{'empty loop, us and %':>22s}   one log, ms")  # fmt: skip
+    for name, (_, interval) in SETTINGS.items():
+        middle, low, high = bootstrap(pairs[name])
+        cells = []
+        for found in (inside[name], empty[name]):
+            us = cost_a_step(found, interval) * 1e6
+            cells.append(f"{us:9.1f} {us / step_ms / 10:7.3f} %")
+        log_ms = np.median([s for due, s in empty[name] if due]) * 1e3
+        print(f"{name:16s} {f'{middle:+.2f} ({low:+.2f} to {high:+.2f})':27s} {cells[0]:>20s} "
+              f"{cells[1]:>22s}   {log_ms:.3g}")  # fmt: skip
+    print("\npaired: the whole difference, with the noise of the machine. inside, empty loop: "
+          "time within the monitor's calls,\nin training steps and with none between them, over "
+          "the median step.")  # fmt: skip
+    if steps < 50:
+        print(f"A block of {steps} steps ends with a log: paired has 50 / {steps} times as many "
+              "as it should; inside is scaled\nto one in 50, but that of fewer steps than a real "
+              "one.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Slow-down detection on simulated runs whose answer is known.
+
+    python tests/bench/slowdowns.py [--traces 1000] [--quiet_steps 20000000]
+
+A step takes 100 ms with log-normal noise of 1 to 5 %, and one in twenty, at random, 1.5 to 10
+times as long. A third of the traces jumps by 5 to 50 % at a random moment, a third creeps by 0.01
+to 0.05 % a step, a third does neither. In time: within 10 logs of the moment at which the step has
+become 5 % slower. Precision: alarms in slow traces after they began among all alarms; recall: slow
+traces that were found in time; phase: of those, where the phase that grew is named first; shape:
+where jump and creep are told apart.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from monitor import Watch  # noqa: E402
+
+SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
+
+
+def trace(rng, logs: int, kind: str, log_interval: int = 50):
+    """(rows, step at which it is 5 % slower or None, phase that grows, whether it creeps)."""
+    steps = np.arange(1, logs * log_interval + 1)
+    noise = np.exp(rng.normal(0, rng.uniform(0.01, 0.05), len(steps)))
+    spikes = np.where(rng.random(len(steps)) < 0.05, rng.uniform(1.5, 10, len(steps)), 1.0)
+    start = rng.integers(20 * log_interval, 60 * log_interval)
+    extra, slow_at = np.zeros(len(steps)), None
+    if kind == "jump":
+        extra = rng.uniform(0.05, 0.5) * (steps > start)
+        slow_at = start
+    elif kind == "creep":
+        rate = rng.uniform(1e-4, 5e-4)
+        extra = rate * np.maximum(0, steps - start)
+        slow_at = start + int(0.05 / rate)
+    phase = rng.choice(list(SHARES))
+    ms = (100 * (1 + extra) * noise * spikes).reshape(logs, log_interval)
+    grown = (100 * extra).reshape(logs, log_interval).mean(1)
+    mean, median = ms.mean(1), np.median(ms, 1)
+    rows = []
+    for i in range(logs):
+        row = {f"perf/{name}_ms": share * (mean[i] - grown[i]) for name, share in SHARES.items()}
+        row[f"perf/{phase}_ms"] += grown[i]
+        row |= dict.fromkeys(("perf/logging_ms", "perf/evaluation_ms", "perf/checkpoint_ms"), 0.0)
+        row |= {"step": int(steps[(i + 1) * log_interval - 1]), "perf/step_ms": mean[i],
+                "perf/step_ms_median": median[i], "perf/tflops": 1 / mean[i]}  # fmt: skip
+        rows.append(row)
+    return rows, slow_at, phase, kind == "creep"
+
+
+def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50) -> dict:
+    rng = np.random.default_rng(seed)
+    found = alarms = false = phases = shapes = slow = 0
+    late = []
+    for i in range(traces):
+        kind = ("none", "jump", "creep")[i % 3]
+        rows, slow_at, phase, creeps = trace(rng, logs, kind, log_interval)
+        watch = Watch()
+        events = [e for row in rows for e in watch.add(row) if "ended" not in e]
+        slow += slow_at is not None
+        early = [e for e in events if slow_at is None or e["found"] < min(slow_at, e["since"])]
+        if kind == "jump":
+            early = [e for e in events if e["found"] <= slow_at]
+        false, alarms = false + len(early), alarms + len(events)
+        true = [e for e in events if e not in early]
+        if slow_at is None:
+            continue
+        if true and true[0]["found"] <= slow_at + 10 * log_interval:
+            found += 1
+            phases += bool(true[0]["phases"]) and true[0]["phases"][0][0] == phase
+            shapes += true[0]["creeps"] == creeps
+        else:
+            late.append(kind)
+    return dict(
+        traces=traces, slow=slow, precision=1 - false / max(1, alarms), recall=found / slow,
+        phase=phases / max(1, found), shape=shapes / max(1, found), false=false,
+        late_jumps=late.count("jump"), late_creeps=late.count("creep"),
+    )  # fmt: skip
+
+
+def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
+    """Alarms in `steps` steps of noise, in runs of a million steps each."""
+    rng = np.random.default_rng(seed)
+    logs = min(steps, 10**6) // log_interval
+    count = 0
+    for _ in range(max(1, steps // 10**6)):
+        watch = Watch()
+        rows = trace(rng, logs, "none", log_interval)[0]
+        count += sum("ended" not in e for row in rows for e in watch.add(row))
+    return count
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=int, default=1000)
+    parser.add_argument("--quiet_steps", type=int, default=20_000_000)
+    args = parser.parse_args()
+    for name, value in simulate(args.traces).items():
+        print(f"{name:12s} {value:.4g}")
+    for log_interval in (50, 10, 1):
+        steps = args.quiet_steps * log_interval // 50
+        n = false_alarms(steps, log_interval=log_interval)
+        print(f"false alarms in {steps:,} quiet steps logged every {log_interval}: {n}")
