@@ -472,6 +472,8 @@ def stdlib() -> str:
 
 def show(run_dir: str, step: int):
     """Print the samples of update number `step` of a run, in the order of their positions."""
+    if step < 1:
+        raise ConfigError(f"step {step}: expected 1 or more, the number of an update")
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
     first = (step - 1) * cfg.batch_size
@@ -492,7 +494,7 @@ def main(argv: list[str]) -> int:
     shown.add_argument("step", type=int, help="number of the update, from 1 on")
     args = parser.parse_args(argv)
     try:
-        show(args.run_dir, max(1, args.step))
+        show(args.run_dir, args.step)
     except ConfigError as e:
         print(f"data.py: error: {e}", file=sys.stderr)
         return 2
@@ -500,4 +502,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     sys.exit(main(sys.argv[1:]))

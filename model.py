@@ -166,12 +166,12 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def output_health(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    """Entropy in nats and mass of the likeliest token, means over about 1,024 positions.
+    """Entropy in nats and mass of the likeliest token, means over at least 256 positions.
 
     A model that collapses shows here first. tokens [B, T].
     """
     model.eval()
-    hidden = model.hidden(tokens[: max(1, 1024 // tokens.shape[1])])
+    hidden = model.hidden(tokens[: max(1, 256 // tokens.shape[1])])
     model.train()
     logp = model.logits(hidden).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1).mean()

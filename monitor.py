@@ -108,7 +108,7 @@ class Monitor:
         self.watch = Watch()
         if out_dir:
             self.metrics_file, rows = open_metrics(out_dir / "metrics.jsonl", start_step)
-            self.before = seconds_of_run(*rows)
+            self.before = seconds_before(*rows)
             for row in rows[0]:
                 self.watch.add(row)
         self.tokens = start_step * cfg.batch_size * cfg.seq_len
@@ -123,7 +123,7 @@ class Monitor:
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.total_seconds = dict.fromkeys(PHASES, 0.0)  # of this process, up to the last log
         self.startup_seconds = process_age_seconds()
-        self.window_ms = np.zeros(cfg.window_size)  # a ring of step times
+        self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
         self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.outside_seconds = 0.0  # between the last step and this
         self.events = DeviceTimes() if device.type == "cuda" and cfg.monitor != "off" else None
@@ -148,21 +148,22 @@ class Monitor:
             self.events.mark(name)
         return ended
 
-    def wait_for_ranks(self):
-        """In the backward pass, when this rank's own gradients are ready."""
-        self.phase("waiting")
-
     def log(self, name: str, value):
         """Add to the mean of `name` over this log interval. A tensor is not waited for."""
         if not self.cfg.log_interval:
             return
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
+        value = self.scalar(value)
         if name in self.gathered:
             total = self.gathered[name]
             total[0], total[1] = total[0] + value, total[1] + 1
         else:
             self.gathered[name] = [value, 1]
+
+    def scalar(self, value) -> torch.Tensor:
+        """A number or a tensor of one element, on the device, in fp32."""
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(value, dtype=torch.float32, device=self.device)
+        return value.detach().to(self.device, torch.float32, non_blocking=True).reshape(())
 
     def log_all(self, values: dict):
         for name, value in values.items():
@@ -205,15 +206,15 @@ class Monitor:
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
         self.step_began, self.outside_seconds = now, 0.0
-        self.window_ms[step % len(self.window_ms)] = ms
+        self.window_ms.append(ms)
         heapq.heappushpop(self.slowest, (ms, step))
         self.tokens += tokens
         self.real_tokens += tokens if real_tokens is None else real_tokens
         if not self.cfg.log_interval:
             return
-        self.losses.append(loss)
+        self.losses.append(self.scalar(loss))
         if grad_norm is not None:
-            self.grad_norms.append(grad_norm)
+            self.grad_norms.append(self.scalar(grad_norm))
         if self.events:
             self.events.end()
         if self.due(step):
@@ -231,10 +232,9 @@ class Monitor:
         """What was logged, over steps and ranks: one copy from the device for all of it."""
         names = sorted(self.gathered)  # in the same order on every rank
         means = [total / count for total, count in (self.gathered[name] for name in names)]
-        n, own = len(self.losses), self.own_ms(step)
-        values = [*means, *self.losses, *self.grad_norms, *own]
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float32).detach().to(self.device)
-                              .reshape(()) for v in values])  # fmt: skip
+        n = len(self.losses)
+        values = torch.stack([*means, *self.losses, *self.grad_norms])
+        values = torch.cat([values, values.new_tensor(self.own_ms(step))])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
@@ -289,8 +289,8 @@ class Monitor:
             # the first step of a process compiles, allocates and fills caches
             row["perf/startup_s"] = self.startup_seconds = self.startup_seconds + step_ms / 1e3
             self.seconds |= dict.fromkeys(STEP_PHASES, 0.0)
-        window = self.window_ms[np.arange(max(step - len(self.window_ms), self.logged_step) + 1,
-                                          step + 1) % len(self.window_ms)]  # fmt: skip
+        window = list(self.window_ms)
+        self.window_ms.clear()
         self.settle()
         self.logged_step, self.logged_tokens = step, self.tokens
         if self.real_tokens != tokens * steps:
@@ -301,10 +301,10 @@ class Monitor:
         row |= {f"perf/{name}_ms": ms[name] for name in OUTSIDE_PHASES}
         if self.events:  # a host clock does not see where a GPU spends its time
             ms |= dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
-            window = np.array(self.events.take_steps())
-        if len(window):
-            row["perf/step_ms_median"] = float(np.median(window))
-            row["perf/step_ms_p95"] = float(np.percentile(window, 95))
+            window = self.events.take_steps()
+        if window:
+            row["perf/step_ms_median"] = quantile(window, 0.5)
+            row["perf/step_ms_p95"] = quantile(window, 0.95)
         whole = sum(ms[name] for name in STEP_PHASES) or 1.0
         row |= {f"perf/{name}_ms": ms[name] for name in STEP_PHASES
                 if name != "waiting" or dist.is_initialized()}  # fmt: skip
@@ -339,13 +339,13 @@ class Monitor:
                 continue
             recent = self.recent[kind]
             if len(recent) >= 20:
-                median = float(np.median(recent))
-                spread = 1.4826 * float(np.median(np.abs(np.array(recent) - median)))
+                median = quantile(recent, 0.5)
+                spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
                 high = ~bad & (values > max(times * median, median + 10 * spread))
                 for i in np.flatnonzero(high):
                     item = (float(values[i]), median, steps[i], ranks[i])
                     found.setdefault(f"{kind} spike", []).append(item)
-            recent.extend(values[~bad])
+            recent.extend(values[~bad].tolist())
         if "not finite" in found:
             self.not_finite_steps += len(found["not finite"])
         elif self.not_finite_since is not None:
@@ -449,7 +449,7 @@ class Monitor:
             self.tensorboard = open_tensorboard(self.tensorboard_dir, self.first_step, self.cfg)
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # all of them in one event: add_scalar takes 20 times as long, on this thread
+        # all of them in one event: add_scalar for each takes three times as long on this thread
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
         values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
         self.tensorboard.file_writer.add_summary(Summary(value=values), step)
@@ -476,8 +476,8 @@ class Monitor:
         if self.out_dir:
             slowest = [[step, round(ms, 3)] for ms, step in sorted(self.slowest)[::-1] if step]
             slowest = {} if self.device.type == "cuda" else {"slowest": slowest}
-            if self.cfg.monitor != "off":  # what came after the last log is in no other row
-                self.write(self.logged_step, {"end": self.goodput(), **slowest})
+            # what came after the last log is in no other row
+            self.write(self.logged_step, {"end": self.goodput(), **slowest})
             text = report_text(report(self.out_dir))
             self.write_text("diagnosis", f"```\n{text}\n```", self.logged_step)
         self.to_tensorboard(lambda: self.tensorboard and self.tensorboard.close())
@@ -576,7 +576,7 @@ class Level:
         self.least = least  # values that are needed to know what is normal
         self.normal, self.rising = [], []  # [(value, row)]
         self.sum, self.since, self.last = 0.0, 0, deque(maxlen=5)
-        self.lower = []  # (normal, event) of the levels below this one
+        self.lower = deque(maxlen=10)  # (normal, event) of the levels below this one
         self.mean = 0.0
 
     def learn(self, unit: float | None):
@@ -632,7 +632,7 @@ class Watch:
         self.levels["mean"] = Level(20)  # steps that take long now and then make it uneven
         self.block, self.step, self.seen = [], 0, {}
         self.tflop = None  # TFLOP a step when the run began
-        self.active, self.told_by = {}, {}  # kind → event; series → its newest event
+        self.active = {}  # kind → the newest event that has not ended
 
     def add(self, row: dict) -> list[dict]:
         """The events that begin or end with this row."""
@@ -661,15 +661,18 @@ class Watch:
         found = []
         for name, (value, unit) in values.items():
             kind = "step" if name in ("median", "mean") else name
-            told = self.levels[name].add(self.step, value, row, unit)
-            if told and told[0] == "ends" and self.active.get(kind) is told[1]:
-                found.append(dict(self.active.pop(kind), ended=self.step))
-            elif told and told[0] == "begins":
-                event = make_event(kind, self.levels[name], *told[1:])
-                self.levels[name].risen(event)
-                if kind not in self.active or self.active[kind] is self.told_by.get(name):
-                    self.active[kind] = self.told_by[name] = event
+            level = self.levels[name]
+            told = level.add(self.step, value, row, unit)
+            if told and told[0] == "begins":
+                event = make_event(kind, level, *told[1:]) | {"series": name}
+                level.risen(event)
+                if self.active.get(kind, event)["series"] == name:  # else the other one has told
+                    self.active[kind] = event
                     found.append(event)
+            elif told and self.active.get(kind) is told[1]:
+                found.append(dict(self.active.pop(kind), ended=self.step))
+                if level.lower:  # it is back where an earlier rise had left it
+                    self.active[kind] = level.lower[-1][1]
         return found
 
 
@@ -733,9 +736,8 @@ def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
                        f"{OWN_PHASES[int(phase)]}"))  # fmt: skip
         longer, compute = {}, 0.0
     if longer.get("data", 0.0) > 0.05 * total:
-        grown = after[-1].get("memory/workers_rss_gb", 0.0) / max(
-            1e-3, before[-1].get("memory/workers_rss_gb", 0.0)
-        )
+        rss = "memory/workers_rss_gb"
+        grown = last(after, rss) / max(1e-3, last(before, rss))
         shares.append((longer["data"], "a loader whose memory grows: what does it keep?"
                        if grown > 1.2 else "the loop waits for data: more --num_workers, a faster "
                        "disk, or less work for each sample"))  # fmt: skip
@@ -777,6 +779,8 @@ OUTSIDE_CAUSES = {  # suddenly, and growing
 
 def describe_event(event: dict) -> str:
     at, what = event["since"], event["kind"]
+    if event.get("ended") and what == "work":
+        return f"a step has as much work again as before step {at}"
     if event.get("ended"):
         return f"{what} time is back to normal; it was slower from step {at} on"
     if what == "work":
@@ -793,15 +797,6 @@ def describe_event(event: dict) -> str:
 # --- the report ------------------------------------------------------------------------------
 
 
-def read_rows(run_dir: Path) -> list[dict]:
-    rows = []
-    with open(run_dir / "metrics.jsonl") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):  # the torn last line of a process that was killed
-                rows.append(json.loads(line))
-    return rows
-
-
 FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
            "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")  # fmt: skip
 
@@ -811,9 +806,9 @@ def report(run_dir: Path) -> dict:
 
     Raises OSError where there is no metrics.jsonl.
     """
-    rows, watch = read_rows(run_dir), Watch()
+    rows, watch = read_rows(run_dir / "metrics.jsonl"), Watch()
     out = dict(run=str(run_dir), step=0, slowdowns=[], slowest=[], figures={})
-    ms, medians, seconds = dict.fromkeys(STEP_PHASES, 0.0), [], {}
+    ms, medians, seconds = dict.fromkeys(STEP_PHASES, 0.0), [], seconds_so_far(rows)
     for row in rows:
         for event in watch.add(row):
             if "ended" in event:
@@ -825,16 +820,14 @@ def report(run_dir: Path) -> dict:
             for name in STEP_PHASES:
                 ms[name] += (row["step"] - out["step"]) * (row.get(f"perf/{name}_ms") or 0.0)
             medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
-        if "goodput/wall_s" in (shares := row.get("end", row)):
-            seconds = {name[len("goodput/"):]: share * shares["goodput/wall_s"]
-                       for name, share in shares.items() if "goodput/" in name}  # fmt: skip
-            out["wall_s"] = shares["goodput/wall_s"]
         out["step"], out["slowest"] = row["step"], row.get("slowest", out["slowest"])
         out["figures"] |= {name: row[name] for name in FIGURES if row.get(name) is not None}
     out["anomalies"] = [row for row in rows if "anomaly" in row]
-    training = seconds.get("training", 0.0) / (sum(ms.values()) - ms["data"] or 1.0)
+    out["wall_s"] = sum(seconds.values())
+    training, measured = seconds.get("training", 0.0), sum(ms.values()) - ms["data"]
     out["seconds"] = {"start-up": seconds.get("startup", 0.0), "data": seconds.get("data", 0.0)}
-    out["seconds"] |= {name: ms[name] * training for name in STEP_PHASES[1:]}
+    out["seconds"] |= {name: ms[name] * training / (measured or 1.0) for name in STEP_PHASES[1:]}
+    out["seconds"]["training"] = 0.0 if measured else training  # --monitor off: not by phase
     out["seconds"] |= {name: seconds.get(name, 0.0) for name in (*OUTSIDE_PHASES, "lost")}
     if medians:
         tenth = max(1, len(medians) // 10)
@@ -871,7 +864,7 @@ def verdict(out: dict) -> list[str]:
 def report_text(out: dict) -> str:
     seconds, figures = out["seconds"], out["figures"]
     whole = sum(seconds.values()) or 1.0
-    lines = [f"time    {duration(out.get('wall_s', 0.0))} since the run began"]
+    lines = [f"time    {duration(out['wall_s'])} since the run began"]
     for name, s in seconds.items():
         if s >= 0.001 * whole:
             bar = "█" * round(40 * s / whole)
@@ -882,7 +875,7 @@ def report_text(out: dict) -> str:
                      f"{figures['last_tenth_ms']:.4g} ms")  # fmt: skip
     if out["slowest"]:
         lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
-    good = sum(seconds[name] for name in ("forward", "backward", "waiting", "optimizer", "other"))
+    good = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))
     lines.append(f"goodput {good / whole:.1%} of the time was training, "
                  f"{seconds['lost'] / whole:.1%} was lost to crashes")  # fmt: skip
     kinds = [row["anomaly"] for row in out["anomalies"]]
@@ -997,39 +990,47 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, without the torn last one of a process that was killed."""
+    rows = []
+    with open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if "step" in row]
+
+
 def open_metrics(path: Path, start_step: int) -> tuple:
     """(metrics.jsonl to append to, (its rows, those that were dropped)).
 
     Rows after start_step go, for those steps are made again, and so does a torn last one.
     """
     kept, dropped = [], []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-                (kept if row["step"] <= start_step else dropped).append(row)
-            except (ValueError, KeyError):
-                continue  # the last line of a process that was killed
+    for row in read_rows(path) if path.exists() else ():
+        (kept if row["step"] <= start_step else dropped).append(row)
     draft = path.with_suffix(".tmp")
     draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
     os.replace(draft, path)
     return open(path, "a"), (kept, dropped)
 
 
-def seconds_of_run(kept: list[dict], dropped: list[dict]) -> dict[str, float]:
-    """Seconds of a run so far by kind, as `goodput` counts them."""
-    last, lost = (
-        [r for r in (row.get("end", row) for row in rows) if "goodput/wall_s" in r][-1:]
-        for rows in (kept, dropped)
-    )
-    seconds = {}
-    if last:
-        wall = last[0]["goodput/wall_s"]
-        names = [n.removeprefix("goodput/") for n in last[0] if n.startswith("goodput/")]
-        seconds = {n: last[0][f"goodput/{n}"] * wall for n in names if n != "wall_s"}
-    if lost:
-        since = last[0]["goodput/wall_s"] if last else 0.0
-        seconds["lost"] = seconds.get("lost", 0.0) + lost[0]["goodput/wall_s"] - since
+def seconds_so_far(rows: list[dict]) -> dict[str, float]:
+    """Wall time of the run at the newest of these rows that tells it, by kind as in `goodput`."""
+    for row in reversed(rows):
+        row = row.get("end", row)
+        if "goodput/wall_s" in row:
+            wall = row["goodput/wall_s"]
+            shares = {n.removeprefix("goodput/"): v for n, v in row.items() if "goodput/" in n}
+            return {n: v * wall for n, v in shares.items() if n != "wall_s"}
+    return {}
+
+
+def seconds_before(kept: list[dict], dropped: list[dict]) -> dict[str, float]:
+    """Seconds of a run that goes on after the rows `kept`: what came after them is lost."""
+    seconds, with_lost = seconds_so_far(kept), seconds_so_far(dropped)
+    if with_lost:
+        more = sum(with_lost.values()) - sum(seconds.values())
+        seconds["lost"] = seconds.get("lost", 0.0) + more
     return seconds
 
 
@@ -1088,6 +1089,11 @@ def process_age_seconds() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError):
         return 0.0
+
+
+def quantile(values, share: float) -> float:
+    """The value below which this share of them lies; for a few, 10 times as fast as NumPy's."""
+    return sorted(values)[int(share * len(values))]
 
 
 def si(x: float) -> str:

@@ -31,15 +31,7 @@ from torch import Tensor, nn
 
 import config
 from config import Config, ConfigError
-from data import (
-    Mixture,
-    decode,
-    eval_batches,
-    load_mixture,
-    loader,
-    pick_workers,
-    split_targets,
-)
+from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers, split_targets
 from model import (
     Transformer,
     attention_backend,
@@ -289,13 +281,14 @@ def evaluate(run: "Run", step: int) -> float:
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
-    """Text that the model writes, from the beginning of a document."""
+    """Text that the model writes, from the beginning of a document; the same dice every time."""
     if not all(p.isfinite().all() for p in run.model.parameters()):
         return "(none: the weights are not finite)"
     first = run.train_data.end_of_text
     if first is None:
         first = int((run.val_data or run.train_data).batch(0, 1)[0, 0])
     prompt = torch.tensor([[first]], device=run.device)
+    torch.manual_seed(0)
     with run.autocast:
         tokens = generate(run.model, prompt, max_new_tokens, temperature=0.8, top_k=50)
     return decode(run.train_data.tokenizer, tokens[0, 1:].tolist())
@@ -659,8 +652,11 @@ def make_monitor(run: Run, step: int) -> Monitor:
     if run.world_size > 1:
         # The gradient of the first parameter is the last to be ready: what the backward pass
         # takes from then on is time that it waits for the gradients of the other ranks.
+        def wait(gradient):
+            run.monitor.phase("waiting")
+
         first = next(p for p in run.model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda _: run.monitor.wait_for_ranks())
+        first.register_post_accumulate_grad_hook(wait)
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(run.device, run.dtype)
     board = cfg.tensorboard and run.rank == 0
     return Monitor(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 
 import monitor
 from config import Config
-from monitor import PHASES, STEP_PHASES, DeviceTimes, Monitor, duration, open_metrics, si
+from monitor import (
+    PHASES,
+    STEP_PHASES,
+    DeviceTimes,
+    Monitor,
+    duration,
+    open_metrics,
+    report,
+    si,
+)
 
 CPU = torch.device("cpu")
 
@@ -264,6 +274,21 @@ def test_tensorboard_has_a_layout_the_configuration_and_the_diagnosis(tmp_path):
     parts = [row[f"perf/{n}_ms"] for n in PHASES if n != "waiting"]
     whole = events.Scalars(f"stacked/{len(parts)}_checkpoint")[-1].value
     assert whole == pytest.approx(sum(parts), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode, named", [("off", "training"), ("light", "forward")])
+def test_the_report_of_a_run_without_phases_knows_its_time_too(tmp_path, mode, named):
+    m = make(tmp_path, monitor=mode)
+    m.startup_seconds = 0.0
+    for n in range(1, 9):
+        m.phase("forward")
+        time.sleep(0.02)
+        step(m, n)
+    told = m.close()
+    for share in (rf"^ +{named} +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):  # 7 steps of 8, or so
+        assert float(re.search(share, told, re.MULTILINE)[1]) > 65, told
+    seconds = report(tmp_path)["seconds"]
+    assert sum(seconds.values()) == pytest.approx(0.16, abs=0.05)
 
 
 class FakeEvent:

@@ -259,6 +259,20 @@ def test_simulated_runs():
     assert slowdowns.false_alarms(1_000_000, seed=6) == 0
 
 
+def test_two_rises_that_end_are_both_told_to_have_ended():
+    """10 ms, then 20, then 40, then 10 again: as where one cause came on top of another."""
+    watch, told = monitor.Watch(), []
+    outside = {f"perf/{name}_ms": 0.0 for name in OUTSIDE_PHASES}
+    for i, ms in enumerate([10.0] * 30 + [20.0] * 40 + [40.0] * 40 + [10.0] * 40, start=1):
+        told += watch.add(
+            {"step": 50 * i, "perf/step_ms": ms, "perf/step_ms_median": ms, "perf/tflops": 1 / ms,
+             "perf/forward_ms": ms, **outside}
+        )  # fmt: skip
+    began = [e["since"] for e in told if "ended" not in e]
+    assert began == [1501, 3501] and not watch.active
+    assert sorted(e["since"] for e in told if "ended" in e) == began
+
+
 def test_more_than_six_values_are_needed_and_one_wild_value_is_not_believed():
     level = monitor.Level()
     for step in range(100):

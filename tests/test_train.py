@@ -571,6 +571,7 @@ def test_spikes_are_told_with_their_samples(run, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.count("--- sample") == 8 and "--- sample 480: corpus0" in shown and "+" in shown
     assert data.main(["show", "nowhere", "61"]) == 2
+    assert data.main(["show", "r", "0"]) == 2 and "expected 1 or more" in capsys.readouterr().err
 
 
 def test_a_full_disk_stops_no_training(run, tmp_path):
