@@ -152,18 +152,13 @@ class Monitor:
         """Add to the mean of `name` over this log interval. A tensor is not waited for."""
         if not self.cfg.log_interval:
             return
-        value = self.scalar(value)
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
         if name in self.gathered:
             total = self.gathered[name]
             total[0], total[1] = total[0] + value, total[1] + 1
         else:
             self.gathered[name] = [value, 1]
-
-    def scalar(self, value) -> torch.Tensor:
-        """A number or a tensor of one element, on the device, in fp32."""
-        if not isinstance(value, torch.Tensor):
-            return torch.tensor(value, dtype=torch.float32, device=self.device)
-        return value.detach().to(self.device, torch.float32, non_blocking=True).reshape(())
 
     def log_all(self, values: dict):
         for name, value in values.items():
@@ -212,9 +207,9 @@ class Monitor:
         self.real_tokens += tokens if real_tokens is None else real_tokens
         if not self.cfg.log_interval:
             return
-        self.losses.append(self.scalar(loss))
+        self.losses.append(loss)
         if grad_norm is not None:
-            self.grad_norms.append(self.scalar(grad_norm))
+            self.grad_norms.append(grad_norm)
         if self.events:
             self.events.end()
         if self.due(step):
@@ -233,8 +228,8 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         means = [total / count for total, count in (self.gathered[name] for name in names)]
         n = len(self.losses)
-        values = torch.stack([*means, *self.losses, *self.grad_norms])
-        values = torch.cat([values, values.new_tensor(self.own_ms(step))])
+        parts = [*([v] for v in means), self.losses, self.grad_norms, self.own_ms(step)]
+        values = torch.cat([self.on_device(part) for part in parts if part])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
@@ -259,6 +254,13 @@ class Monitor:
             row["perf/slowest_rank_ratio"] = busy[slow] / max(1e-9, typical.sum())
             row["perf/slowest_rank_phase"] = int((own[slow] - typical).argmax())
         return row
+
+    def on_device(self, values: list) -> torch.Tensor:
+        """A list of numbers, or one of tensors of a single element, as [n] in fp32."""
+        if isinstance(values[0], torch.Tensor):
+            values = torch.stack(values).detach().reshape(-1)
+            return values.to(self.device, torch.float32, non_blocking=True)
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def own_ms(self, step: int) -> list[float]:
         """ms a step of this rank's own work by phase, which waiting for other ranks is not."""
