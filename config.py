@@ -9,7 +9,11 @@ one wins. To add an option, add a field here and read `cfg.name` where it is use
 
 import dataclasses
 import difflib
+import errno
 import importlib.util
+import random
+import sys
+import time
 from argparse import ArgumentDefaultsHelpFormatter
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +35,10 @@ MODELS = {
                tie_embeddings=False, seq_len=2048, batch_size=1024, learning_rate=1.2e-4),
 }  # fmt: skip
 SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0)
+# What a checkpoint and the run that goes on from it must agree on.
+TRAJECTORY = ("seed", "batch_size", "seq_len", "n_layer", "n_head", "n_kv_head", "head_dim",
+              "d_model", "d_ff", "vocab_size", "tie_embeddings", "qkv_bias", "qk_norm",
+              "rope_theta", "norm_eps")  # fmt: skip
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),
@@ -44,6 +52,33 @@ PRESETS = {
 
 class ConfigError(ValueError):
     """What was given cannot be run. The message is one line for the user; the exit code is 2."""
+
+
+TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
+             errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)  # fmt: skip
+
+
+def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 0.5):
+    """`call()`, tried again after errors that may pass: 0.5, 1, 2, 4 s later, and up to half more.
+
+    Of an OSError only the TRANSIENT numbers; of other kinds, which the caller names, every one.
+    """
+    for attempt in range(attempts):
+        try:
+            return call()
+        except kind as e:
+            number = getattr(e, "errno", None)
+            lasting = isinstance(e, (FileNotFoundError, PermissionError))
+            passing = number in TRANSIENT if number else kind is not OSError and not lasting
+            if not passing or attempt == attempts - 1:
+                raise
+            retry.count += 1
+            print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
+            # not of `random` itself: dropout in a fork may use that, and is to stay as it is
+            time.sleep(first_seconds * 2**attempt * (1 + random.SystemRandom().random() / 2))
+
+
+retry.count = 0  # of this process
 
 
 def option(default, help: str, **argparse_kwargs):
@@ -69,7 +104,12 @@ class Config:
     auto_resume: bool = option(
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none"
     )
-    resume: str | None = option(None, "continue from this checkpoint file")
+    resume: str | None = option(
+        None, "continue from this checkpoint file, or from a backup: a URL that fsspec knows"
+    )
+    allow_change: list[str] = option(
+        [], "what may differ from the checkpoint that is continued: seed, batch_size, data, ..."
+    )
     seed: int = option(1337, "seed of the weights, the data order and dropout")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to train")
 
@@ -113,9 +153,10 @@ class Config:
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)"
     )
-    micro_batch_size: int | None = option(
+    micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same (default: as large as batch_size allows, up to 16,384 tokens)"
+        "stays the same; auto is the largest power of two that fits (default: as large as "
+        "batch_size allows, up to 16,384 tokens)"
     )  # fmt: skip
     optimizer: Literal["adamw", "muon"] = option(
         "muon", "muon is Muon for the blocks' matrices with AdamW for the rest"
@@ -134,6 +175,11 @@ class Config:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast type of the forward pass; auto is bf16 where the hardware multiplies it"
     )
+    on_nonfinite: Literal["skip", "rollback", "abort"] = option(
+        "skip", "what to do when max_nonfinite steps in a row were not finite; each is skipped; "
+        "rollback goes on from the newest checkpoint with the samples after those"
+    )  # fmt: skip
+    max_nonfinite: int = option(10, "steps in a row that may be not finite; seen at each log")
     compile: bool | None = switch("torch.compile the model (default: on CUDA only)")
     detect_anomaly: bool = option(False, "name the operation whose gradient is NaN; very slow")
 
@@ -144,6 +190,18 @@ class Config:
     sample_interval: int = option(0, "steps between samples of generated text")
     save_interval: int = option(100, "steps between checkpoints, and one at the end")
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best one")
+    keep_every: int = option(0, "steps between checkpoints that are never deleted")
+    backup_to: str | None = option(
+        None, "copy checkpoints and logs to this URL as well: file://, s3://, whatever fsspec knows"
+    )
+    backup_interval: int = option(1000, "steps between those copies, and one at the end")
+    check_checkpoints: str | None = option(
+        None, "only list the checkpoints of this run directory and whether they are whole"
+    )
+    verify_resume: int = option(
+        0, "only test this configuration: train 2 K steps, then K, resume and K more, and compare "
+        "every tensor", metavar="K"
+    )  # fmt: skip
     cache_clear_interval: int = option(100, "steps between clearings of CUDA's allocator cache")
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: phases, memory, gradient norm, anomalies as "
@@ -292,7 +350,8 @@ def write_yaml(cfg: Config, path: str, notes: dict[str, str]):
     What says where a run starts is a matter of one command and not written.
     """
     values = dataclasses.asdict(cfg)
-    for name in ("config", "preset", "out_dir", "overwrite", "auto_resume", "resume"):
+    for name in ("config", "preset", "out_dir", "overwrite", "auto_resume", "resume",
+                 "allow_change", "check_checkpoints", "verify_resume"):  # fmt: skip
         del values[name]
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(f"# {k}: {v}\n" for k, v in notes.items())
@@ -322,12 +381,14 @@ def resolve(cfg: Config) -> Config:
             raise ConfigError(f"--{name} {getattr(cfg, name)}: expected {expected}")
 
     for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "vocab_size", "seq_len",
-                 "max_steps", "batch_size", "micro_batch_size", "eval_steps", "keep_checkpoints",
-                 "prefetch_factor", "tensorboard_flush_secs", "window_size"):  # fmt: skip
+                 "max_steps", "batch_size", "eval_steps", "keep_checkpoints", "max_nonfinite",
+                 "prefetch_factor", "tensorboard_flush_secs", "window_size",
+                 "backup_interval"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                  "cache_clear_interval", "warmup_steps", "weight_decay", "min_learning_rate",
-                 "seed", "health_interval", "memory_interval"):  # fmt: skip
+                 "seed", "health_interval", "memory_interval", "keep_every",
+                 "verify_resume"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, name, "at least 0")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, name, "at least 0 and below 1")
@@ -341,6 +402,9 @@ def resolve(cfg: Config) -> Config:
          f"at most learning_rate {cfg.learning_rate}")  # fmt: skip
     need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
     need(0 <= cfg.decay_fraction <= 1, "decay_fraction", "between 0 and 1")
+    micro = cfg.micro_batch_size
+    need(micro in (None, "auto") or micro.isdigit() and int(micro) > 0, "micro_batch_size",
+         "a number of at least 1, or auto")  # fmt: skip
     need(cfg.num_workers == "auto" or cfg.num_workers.isdigit(), "num_workers", "a number or auto")
     need(cfg.peak_tflops is None or cfg.peak_tflops > 0, "peak_tflops", "more than 0")
     need(cfg.seed < 2**63, "seed", "below 2^63")
@@ -352,22 +416,24 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
-def micro_batch_size(cfg: Config, world_size: int) -> int:
+def micro_batch_size(cfg: Config, world_size: int, most: int | None = None) -> int:
     """Sequences per device and forward pass, so that whole micro-batches make up a batch.
 
-    Raises ConfigError with the nearest sizes that do where the one asked for does not.
+    most: where it is left to us, the largest that may be; 16,384 tokens otherwise. Raises
+    ConfigError with the nearest sizes that do where the one asked for does not.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
-    if cfg.micro_batch_size is None and not rest:
-        limit = max(1, 16384 // cfg.seq_len)
+    given = cfg.micro_batch_size not in (None, "auto")
+    if not given and not rest:
+        limit = most or max(1, 16384 // cfg.seq_len)
         return max(m for m in range(1, min(per_rank, limit) + 1) if per_rank % m == 0)
-    unit = world_size * (cfg.micro_batch_size or 1)
+    unit = world_size * (int(cfg.micro_batch_size) if given else 1)
     if cfg.batch_size % unit:
         below = cfg.batch_size // unit * unit
         nearest_sizes = f"{below} or {below + unit}" if below else str(unit)
-        micro = f" of --micro_batch_size {cfg.micro_batch_size}" if cfg.micro_batch_size else ""
+        micro = f" of --micro_batch_size {cfg.micro_batch_size}" if given else ""
         raise ConfigError(
             f"--batch_size {cfg.batch_size}: expected a multiple of {unit} ({world_size} "
             f"process{'es' * (world_size > 1)}{micro}); the nearest is {nearest_sizes}"
         )
-    return cfg.micro_batch_size
+    return int(cfg.micro_batch_size)

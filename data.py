@@ -10,6 +10,7 @@ Another data source replaces `Mixture`: give it `batch(start, stop) -> tensor [s
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -28,7 +29,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import DataLoader
 
-from config import Config, ConfigError, parse
+from config import Config, ConfigError, parse, retry
 
 # --- the order -------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Dataset:
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
         self.name, self.seq_len = name, seq_len
-        self.files = [TokenFile(file, seq_len) for file in files]
+        self.files = [retry(lambda file=file: TokenFile(file, seq_len)) for file in files]
         blocks = [len(file.blocks) for file in self.files]
         self.first_block = np.cumsum([0, *blocks])  # of each file, and the end
         self.n_blocks = int(self.first_block[-1])
@@ -275,7 +276,7 @@ class Mixture:
         return torch.from_numpy(out)
 
     def __getitems__(self, positions: range) -> torch.Tensor:  # what DataLoader calls
-        return self.batch(positions.start, positions.stop)
+        return retry(lambda: self.batch(positions.start, positions.stop))
 
 
 def load_mixture(
@@ -346,18 +347,19 @@ def as_it_is(batch: torch.Tensor) -> torch.Tensor:
 
 def loader(
     data: Mixture, cfg: Config, start_step: int, micro_batch: int, rank: int, world_size: int,
-    device: torch.device, workers: int,
+    device: torch.device, workers: int, offset: int = 0,
 ):  # fmt: skip
     """Micro-batches (tokens, targets), each [micro_batch, seq_len], on `device`.
 
-    Starts with step `start_step` and ends with step cfg.max_steps - 1. One micro-batch is always
-    on its way to the device while the one before it is computed.
+    From step `start_step` to step cfg.max_steps - 1; step s takes the samples that begin with
+    s * cfg.batch_size + offset. One micro-batch is always on its way to the device while the one
+    before it is computed.
     """
 
     def positions():
         per_rank = cfg.batch_size // world_size
         for step in range(start_step, cfg.max_steps):
-            first = step * cfg.batch_size + rank * per_rank
+            first = step * cfg.batch_size + offset + rank * per_rank
             for start in range(first, first + per_rank, micro_batch):
                 yield range(start, start + micro_batch)
 
@@ -477,6 +479,13 @@ def show(run_dir: str, step: int):
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
     first = (step - 1) * cfg.batch_size
+    with contextlib.suppress(OSError), open(f"{run_dir}/metrics.jsonl") as file:
+        for row in (json.loads(line) for line in file if '"order"' in line):
+            if row["step"] < step:  # said where a process begins, for what it may have changed
+                seed, batch_size, offset = (
+                    row["order"][k] for k in ("seed", "batch_size", "offset")
+                )
+                data.seed, first = seed, (step - 1) * batch_size + offset
     source, block = data.order(first, first + cfg.batch_size)
     tokens = data.batch(first, first + cfg.batch_size)
     for i in range(cfg.batch_size):

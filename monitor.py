@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config
+from config import Config, retry
 
 # Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
 # would take an "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; the
@@ -120,6 +120,7 @@ class Monitor:
             "gradient": deque(maxlen=cfg.window_size),
         }
         self.not_finite_since, self.not_finite_steps = None, 0
+        self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.total_seconds = dict.fromkeys(PHASES, 0.0)  # of this process, up to the last log
         self.startup_seconds = process_age_seconds()
@@ -240,10 +241,13 @@ class Monitor:
         self.gathered, self.losses, self.grad_norms = {}, [], []
         row = dict(zip(names, means.mean(0).tolist(), strict=True))
         row["train/loss"] = float(losses.mean())
-        if norms.size:
+        if norms.size and self.cfg.monitor != "off":
             row["train/grad_norm"] = float(norms[0].mean())
+        bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
+        good = np.flatnonzero(~bad)
+        before = 0 if len(good) else self.nonfinite_in_a_row
+        self.nonfinite_in_a_row = before + len(bad) - (good[-1] + 1 if len(good) else 0)
         if self.cfg.monitor != "off":
-            bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
             row["health/nonfinite_steps"] = int(bad.sum())
             self.look_for_anomalies(step, losses, norms[0], bad)
         if len(table) > 1:
@@ -322,6 +326,8 @@ class Monitor:
             row["perf/compilations"] = graphs
         if self.due(step, self.cfg.memory_interval):
             row |= memory(self.device)
+        if retry.count:
+            row["health/retries"] = retry.count
         return row | self.goodput()
 
     def look_for_anomalies(self, step: int, losses, norms, bad):
@@ -808,7 +814,7 @@ def report(run_dir: Path) -> dict:
 
     Raises OSError where there is no metrics.jsonl.
     """
-    rows, watch = read_rows(run_dir / "metrics.jsonl"), Watch()
+    rows, watch = [row for _, row in read_rows(run_dir / "metrics.jsonl")], Watch()
     out = dict(run=str(run_dir), step=0, slowdowns=[], slowest=[], figures={})
     ms, medians, seconds = dict.fromkeys(STEP_PHASES, 0.0), [], seconds_so_far(rows)
     for row in rows:
@@ -992,28 +998,43 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, without the torn last one of a process that was killed."""
+def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
+    """(where it ends in the file, row) of a metrics.jsonl, from the byte `start` on.
+
+    Without a row that begins before, and the torn last one of a process that was killed.
+    """
     rows = []
-    with open(path) as file:
+    with open(path, "rb") as file:
+        file.seek(start)
+        end = start + (len(file.readline()) if start else 0)
         for line in file:
+            end += len(line)
             with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if "step" in row]
+                row = json.loads(line)
+                if line.endswith(b"\n") and "step" in row:
+                    rows.append((end, row))
+    return rows
+
+
+TAIL_BYTES = 1 << 18  # what is read of an old metrics.jsonl on resume: some hundred rows
 
 
 def open_metrics(path: Path, start_step: int) -> tuple:
-    """(metrics.jsonl to append to, (its rows, those that were dropped)).
+    """(metrics.jsonl to append to, (its newest rows, those that were cut off)).
 
-    Rows after start_step go, for those steps are made again, and so does a torn last one.
+    Rows after start_step are cut off, for those steps are made again, and so is a torn last one.
     """
-    kept, dropped = [], []
-    for row in read_rows(path) if path.exists() else ():
-        (kept if row["step"] <= start_step else dropped).append(row)
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    os.replace(draft, path)
-    return open(path, "a"), (kept, dropped)
+    path.touch()
+    size, length = path.stat().st_size, TAIL_BYTES
+    while True:
+        rows = read_rows(path, max(0, size - length))
+        if length >= size or rows and rows[0][1]["step"] <= start_step:
+            break
+        length *= 2
+    kept = [(end, row) for end, row in rows if row["step"] <= start_step]
+    os.truncate(path, kept[-1][0] if kept else 0)
+    dropped = [row for _, row in rows if row["step"] > start_step]
+    return open(path, "a"), ([row for _, row in kept], dropped)
 
 
 def seconds_so_far(rows: list[dict]) -> dict[str, float]:

@@ -18,8 +18,10 @@ import platform
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -29,9 +31,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import checkpoint
 import config
-from config import Config, ConfigError
-from data import Mixture, decode, eval_batches, load_mixture, loader, pick_workers, split_targets
+from checkpoint import Backup, Writer, checkpoint_step, list_checkpoints, replacing, run_of
+from config import Config, ConfigError, retry
+from data import (
+    Mixture,
+    decode,
+    eval_batches,
+    load_mixture,
+    loader,
+    pick_workers,
+    split_targets,
+    split_weight,
+)
 from model import (
     Transformer,
     attention_backend,
@@ -45,20 +58,21 @@ from monitor import Monitor, peak_flops, si
 # --- the loop --------------------------------------------------------------------------------
 
 
-def train(run: "Run", step: int, best_loss: float):
-    """Make updates number step + 1 … max_steps. `step` counts the updates that have been made."""
-    cfg, model, monitor, device = run.cfg, run.model, run.monitor, run.device
+def train(run: "Run"):
+    """Make the updates that are left. `step` counts those that have been made."""
+    cfg, model, monitor, device, step = run.cfg, run.model, run.monitor, run.device, run.step
     parameters = list(model.named_parameters())
     batches = loader(
-        run.train_data, cfg, step, run.micro_batch, run.rank, run.world_size, device, run.workers
-    )
+        run.train_data, cfg, step, run.micro_batch, run.rank, run.world_size, device, run.workers,
+        run.offset,
+    )  # fmt: skip
     accumulation = cfg.batch_size // (run.micro_batch * run.world_size)
     # The gradient of the mean over all tokens of the step; DDP divides by world_size by itself.
     loss_scale = run.world_size / (cfg.batch_size * cfg.seq_len)
-    saved_step, first_step = step, step + 1
+    first_step = step + 1
     gc.disable()  # it would stop one rank at a time, at moments of its own
 
-    while step < cfg.max_steps:
+    while step < cfg.max_steps and not run.stop.requested():
         seed_everything(cfg.seed, step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(step, cfg))
         step_loss = torch.zeros((), device=device)
@@ -72,8 +86,8 @@ def train(run: "Run", step: int, best_loss: float):
             run.scaler.scale(loss).backward()
             step_loss += loss.detach()
         monitor.phase("optimizer")
-        step += 1
-        grad_norm = update(run, parameters, step)
+        grad_norm = update(run, parameters, step + 1)
+        step = run.step = step + 1
         monitor.phase("other")
 
         if cfg.monitor == "full" and monitor.due(step, cfg.health_interval):
@@ -81,14 +95,16 @@ def train(run: "Run", step: int, best_loss: float):
                 monitor.log_all(output_health(model, tokens))
         # reads the device, but only every log_interval
         monitor.step(step, lr, step_loss, grad_norm, tokens=cfg.batch_size * cfg.seq_len)
+        if monitor.nonfinite_in_a_row >= cfg.max_nonfinite and cfg.on_nonfinite != "skip":
+            raise NotFinite(f"{monitor.nonfinite_in_a_row} steps in a row, up to step {step}, "
+                            "had a loss or gradient that was not finite")  # fmt: skip
         if run.val_data and due(step, cfg.eval_interval, last=cfg.max_steps):
             val_loss = evaluate(run, step)
-            if val_loss < best_loss:
-                best_loss, saved_step = val_loss, step
-                save_checkpoint(run, step, best_loss, is_best=True)
-        if saved_step != step and due(step, cfg.save_interval, last=cfg.max_steps):
-            saved_step = step
-            save_checkpoint(run, step, best_loss)
+            if val_loss < run.best_loss:
+                run.best_loss = val_loss
+                save_checkpoint(run, is_best=True)
+        if due(step, cfg.save_interval, last=cfg.max_steps) or run.stop.save:
+            save_checkpoint(run)
         if due(step, cfg.sample_interval) and run.rank == 0:
             print(sample(run))
         if device.type == "cuda" and due(step, cfg.cache_clear_interval):
@@ -99,6 +115,8 @@ def train(run: "Run", step: int, best_loss: float):
             gc.freeze()  # what is alive now stays: no later collection need look at it
         elif due(step, GC_INTERVAL):
             gc.collect()
+    if run.stop.signal:
+        save_checkpoint(run)
 
 
 GC_INTERVAL = 1000  # steps between garbage collections, the same on all ranks
@@ -162,6 +180,7 @@ def update(run: "Run", parameters: list[tuple[str, nn.Parameter]], step: int) ->
     not_finite = (~grad_norm.isfinite()).float()
     divisor = (grad_norm / max_norm).clamp(min=1.0) if max_norm else torch.ones_like(grad_norm)
     with run.monitor.health(step, parameters):
+        run.between_steps = False
         for optimizer in run.optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 optimizer.grad_scale, optimizer.found_inf = divisor, not_finite
@@ -171,8 +190,9 @@ def update(run: "Run", parameters: list[tuple[str, nn.Parameter]], step: int) ->
                 torch._foreach_div_([g for g in held if g is not None], divisor)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        run.between_steps = True
     run.scaler.update()
-    return grad_norm if run.cfg.monitor != "off" else None
+    return grad_norm
 
 
 # --- optimizers ------------------------------------------------------------------------------
@@ -296,22 +316,25 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
 
 # --- checkpoints -----------------------------------------------------------------------------
 
-CHECKPOINT = re.compile(r"step_(\d{8,})\.pt")
-FORMAT = 1  # of the checkpoint file; a change that older code cannot read raises it
+FORMAT = 2  # of the checkpoint file; 1 had no position
 
 
-def save_checkpoint(run: "Run", step: int, best_loss: float, is_best: bool = False):
-    """Write checkpoints/step_N.pt, whole or not at all, then best.pt, then drop the oldest.
+def save_checkpoint(run: "Run", is_best: bool = False):
+    """Have checkpoints/step_N.pt written, and best.pt, unless this step has been saved already.
 
     Only rank 0 writes: weights and optimizers are the same on all, and nothing else is state.
     """
+    if run.saved_step == run.step:
+        return
+    run.saved_step = run.step
     if run.rank:
         return
     previous = run.monitor.phase("checkpoint")
     state = dict(
         format=FORMAT,
-        step=step,
-        best_loss=best_loss,
+        step=run.step,
+        position=run.step * run.cfg.batch_size + run.offset,  # of the next sample
+        best_loss=run.best_loss,
         model=run.model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[held_names(run.model, optimizer) for optimizer in run.optimizers],
@@ -321,47 +344,8 @@ def save_checkpoint(run: "Run", step: int, best_loss: float, is_best: bool = Fal
         tokenizer=run.train_data.tokenizer,
         vocab_size=run.train_data.vocab_size,
     )  # fmt: skip
-    folder = run.out_dir / "checkpoints"
-    path = folder / f"step_{step:08d}.pt"
-    with replacing(path) as draft, open(draft, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    if is_best:
-        with replacing(folder / "best.pt") as draft:
-            shutil.copyfile(path, draft)
-    for old in list_checkpoints(folder)[: -run.cfg.keep_checkpoints]:
-        old.unlink()
+    run.writer.save(run.step, state, is_best)
     run.monitor.phase(previous)
-
-
-@contextlib.contextmanager
-def replacing(path: Path):
-    """A draft to write beside `path`, which takes its place when all went well."""
-    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        yield draft
-        os.replace(draft, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)  # the new name itself must be on the disk
-        os.close(directory)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The step_N.pt files of a run, oldest first; a link or another name is not one of them."""
-    found = [p for p in folder.glob("step_*.pt") if CHECKPOINT.fullmatch(p.name)]
-    return sorted((p for p in found if p.is_file() and not p.is_symlink()), key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    return int(CHECKPOINT.fullmatch(path.name)[1])
-
-
-def run_of(checkpoint: Path) -> Path | None:
-    """The run directory that a checkpoint lies in; None for a file that was taken elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
 def held_names(model: nn.Module, optimizer) -> list[str]:
@@ -370,22 +354,19 @@ def held_names(model: nn.Module, optimizer) -> list[str]:
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def load_checkpoint(run: "Run", path: Path) -> tuple[int, float]:
-    """Put the state in `path` into model, optimizers and scaler; returns (step, best_loss).
+def load_checkpoint(run: "Run", path: Path):
+    """Put what is in `path`, a file that is whole, into the run.
 
-    Raises ConfigError where the file does not belong to this model or data.
+    Raises ConfigError where it does not belong to it.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         version = state["format"]
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
         raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
-    if version != FORMAT:
-        raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
-    mine, theirs = run.train_data.fingerprint(), state["data"]
-    if mine != theirs:
-        changed = [f"{f[0]} ({f[1]:,} tokens)" for f in mine if f not in theirs] or ["its order"]
-        raise ConfigError(f"{path}: the data has changed since: {', '.join(changed)}")
+    if version not in (1, FORMAT):
+        raise ConfigError(f"{path}: format {version}; this version reads 1 and {FORMAT}")
+    refuse_changes(run, path, state)
     try:
         run.model.load_state_dict(state["model"])
     except RuntimeError as e:
@@ -400,7 +381,201 @@ def load_checkpoint(run: "Run", path: Path) -> tuple[int, float]:
         optimizer.load_state_dict(saved | {"param_groups": groups})
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    return state["step"], state["best_loss"]
+    run.step = run.saved_step = state["step"]
+    run.best_loss = state["best_loss"]
+    position = state.get("position", run.step * state["config"]["batch_size"])
+    run.offset = position - run.step * run.cfg.batch_size
+
+
+def refuse_changes(run: "Run", path: Path, state: dict):
+    """Raise ConfigError where what makes up the trajectory is not what it was in the checkpoint."""
+    cfg, saved, data = run.cfg, state["config"], run.train_data
+    changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in config.TRAJECTORY
+               if saved[name] != getattr(cfg, name)}  # fmt: skip
+    if state["tokenizer"] != data.tokenizer:
+        changed["tokenizer"] = f"{state['tokenizer']} -> {data.tokenizer}"
+    mine, theirs = data.fingerprint(), state["data"]
+    if [split_weight(spec)[1] for spec in cfg.data] != [split_weight(s)[1] for s in saved["data"]]:
+        changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
+    if mine != theirs:
+        names = [f"{f[0]} ({f[1]:,} tokens)" for f in mine if f not in theirs] or ["its order"]
+        changed["data"] = f"has changed: {', '.join(names)}"
+    refused = {name: how for name, how in changed.items() if name not in cfg.allow_change}
+    if refused:
+        told = ", ".join(f"{name} {how}" for name, how in refused.items())
+        raise ConfigError(f"{path}: this run differs from it: {told}. To go on nevertheless: "
+                          f"--allow_change {' '.join(refused)}")  # fmt: skip
+    if run.rank == 0 and saved["max_steps"] != cfg.max_steps:
+        before, now = (
+            learning_rate(state["step"], c)
+            for c in (
+                dataclasses.replace(
+                    cfg, max_steps=saved["max_steps"], warmup_steps=saved["warmup_steps"]
+                ),
+                cfg,
+            )
+        )
+        print(
+            f"resume  max_steps {saved['max_steps']} -> {cfg.max_steps}: the schedule has its new "
+            f"length; the learning rate goes from {before:.2e} to {now:.2e}"
+        )
+
+
+# --- stops and faults ------------------------------------------------------------------------
+
+
+class Stop:
+    """Signals become flags, and all ranks act on them at the same step.
+
+    SIGTERM, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on. What
+    each rank has heard is exchanged by the CPUs while a step is computed and read in the next one,
+    so neither waits for a device.
+    """
+
+    def __init__(self, world_size: int):
+        self.signal, self.save = 0, False  # what all ranks have agreed on
+        self.heard = [0, 0]  # by this rank: number of the signal to stop for, whether to save
+        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.votes = self.exchange = None
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.before = {}  # number → the handler that ours stands in for
+
+    def hear(self, number: int, frame):
+        if number == signal.SIGUSR1:
+            self.heard[1] = 1
+        elif number == signal.SIGINT and self.heard[0]:
+            os._exit(128 + number)
+        else:
+            self.heard[0] = number
+
+    def requested(self) -> bool:
+        """Whether to stop before the next step; to be called before each, on every rank."""
+        if self.launcher not in (None, os.getppid()):
+            self.heard[0] = signal.SIGTERM  # torchrun is gone, and with it who would restart us
+        heard, agreed = self.heard, self.heard
+        if self.group:
+            agreed = [0, 0]
+            if self.exchange:
+                self.exchange.wait()
+                agreed = self.votes.tolist()
+            if not agreed[0]:
+                self.votes = torch.tensor(heard)
+                self.exchange = dist.all_reduce(
+                    self.votes, dist.ReduceOp.MAX, group=self.group, async_op=True
+                )
+        self.signal, self.save = agreed[0], bool(agreed[1])
+        self.heard = [heard[0], 0]
+        return self.signal != 0
+
+    def agree(self, value):
+        """What rank 0 has of this, on all ranks."""
+        box = [value]
+        if self.group:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def least(self, number: int) -> int:
+        """The smallest of what the ranks have."""
+        box = torch.tensor(number)
+        if self.group:
+            dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
+        return int(box)
+
+    def __enter__(self):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self.before[number] = signal.signal(number, self.hear)
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class NotFinite(Exception):
+    """Too many steps in a row, up to this one, were not finite."""
+
+
+MAX_ROLLBACKS = 3  # to the same checkpoint
+
+
+def roll_back(run: "Run", error: NotFinite):
+    """Back to the newest checkpoint, and on with the samples after those that were not finite."""
+    path = None
+    if run.rank == 0:
+        run.writer.wait()
+        path = checkpoint.newest_whole(run.out_dir / "checkpoints")
+    path = run.stop.agree(path)
+    run.rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
+    if run.cfg.on_nonfinite == "abort" or path is None or len(run.rollbacks) == MAX_ROLLBACKS:
+        raise error
+    position = run.step * run.cfg.batch_size + run.offset
+    load_checkpoint(run, path)
+    run.offset = position - run.step * run.cfg.batch_size
+    run.rollbacks.append(run.step)
+    if run.rank == 0:
+        print(f"warning: {error}; back to {path}, on with sample {position}", flush=True)
+
+
+def rescue(run: "Run"):
+    """After an error, save the last step that was completed, where the state is that of one.
+
+    Without asking other ranks for anything: they may be gone.
+    """
+    if not run.between_steps or run.step == 0 or run.rank:
+        return
+    try:
+        save_checkpoint(run)
+        run.writer.wait()
+        if checkpoint.path_of(run.writer.folder, run.step).exists():
+            print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
+    except Exception as e:
+        print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it is that of CUDA's allocator, or the nameless one of the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def largest_micro_batch(model, cfg: Config, world_size: int, autocast, device) -> int:
+    """The largest power of two of sequences whose forward and backward pass fit into memory.
+
+    On a CPU, where nothing says that memory is short until it is too late, up to 16,384 tokens.
+    """
+    per_rank = cfg.batch_size // world_size
+    most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
+    kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
+    size = 1
+    try:
+        while True:
+            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            with autocast:
+                loss = model.forward(tokens, tokens)[0]
+            loss.backward()
+            if 2 * size > most:
+                break
+            size *= 2
+    except RuntimeError as e:
+        if not out_of_memory(e) or size == 1:
+            raise
+        size //= 2
+    del kept
+    model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size
+
+
+def memory_advice(run: "Run", error: BaseException) -> str:
+    """What was asked for, what was free, which --micro_batch_size to try."""
+    free = ""
+    if run.device.type == "cuda":
+        free = " ({:.1f} of {:.1f} GB are free)".format(
+            *(n / 1e9 for n in torch.cuda.mem_get_info(run.device))
+        )
+    per_rank = run.cfg.batch_size // run.world_size
+    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if per_rank % m == 0]
+    advice = f"try --micro_batch_size {smaller[-1]}" if smaller else "try a shorter --seq_len"
+    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}; the result stays the same"
 
 
 # --- setting a run up ------------------------------------------------------------------------
@@ -425,7 +600,16 @@ class Run:
     optimizers: list
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
+    stop: Stop
     monitor: Monitor | None = None
+    writer: Writer | None = None  # of checkpoints; on rank 0
+    step: int = 0  # updates that have been made
+    saved_step: int = 0
+    best_loss: float = math.inf
+    offset: int = 0  # update s + 1 begins with sample s * batch_size + this: 0 but after a rollback
+    lock: object = None  # an open file that keeps other processes out of out_dir
+    rollbacks: list[int] = dataclasses.field(default_factory=list)  # steps gone back to
+    between_steps: bool = True  # the weights are those of `step`, not half updated
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -472,54 +656,80 @@ def run_numbers() -> list[str]:
     return [path.name for path in Path("runs").glob("*") if path.name.isdigit()]
 
 
-def find_run(cfg: Config) -> tuple[Path | None, Path | None]:
-    """(run directory, checkpoint to start from); None where a new one is to be made.
+def find_run(cfg: Config) -> Path | None:
+    """The directory of the run; None where a new one is to be made. Changes nothing.
 
-    Raises ConfigError where a new run would fall into an old one, or --resume names no file.
+    Raises ConfigError where a new run would fall into an old one, where nothing can be written, or
+    where --resume names no file.
     """
-    if cfg.resume:
-        path = Path(cfg.resume)
-        if not path.is_file():
-            raise ConfigError(f"--resume {path}: no such file")
-        return Path(cfg.out_dir) if cfg.out_dir else run_of(path), path
-    if cfg.auto_resume:
+    out_dir = Path(cfg.out_dir) if cfg.out_dir else None
+    if cfg.resume and "://" not in cfg.resume:
+        if not Path(cfg.resume).is_file():
+            raise ConfigError(f"--resume {cfg.resume}: no such file")
+        return out_dir or run_of(Path(cfg.resume))
+    if cfg.auto_resume and not out_dir:
         newest = max(run_numbers(), key=int, default=None)
-        out_dir = Path(cfg.out_dir or Path("runs") / newest) if cfg.out_dir or newest else None
-        found = list_checkpoints(out_dir / "checkpoints") if out_dir else []
-        return out_dir, found[-1] if found else None
-    if cfg.out_dir:
-        out_dir = Path(cfg.out_dir)
-        if out_dir.exists() and not out_dir.is_dir():
-            raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
-        held = (out_dir / "config.yaml").exists() or list_checkpoints(out_dir / "checkpoints")
-        if held and not cfg.overwrite:
-            raise ConfigError(
-                f"--out_dir {out_dir}: holds a run already. Continue it with --auto-resume, start "
-                f"from one of its checkpoints with --resume, or delete it with --overwrite"
-            )
-    return Path(cfg.out_dir) if cfg.out_dir else None, None
+        return newest and Path("runs") / newest
+    if out_dir and out_dir.exists() and not out_dir.is_dir():
+        raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
+    place = out_dir or Path("runs")
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
+    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or cfg.auto_resume):
+        raise ConfigError(
+            f"--out_dir {out_dir}: holds a run already. Continue it with --auto-resume, start "
+            f"from one of its checkpoints with --resume, or delete it with --overwrite"
+        )
+    return out_dir
 
 
-def prepare_directory(out_dir: Path | None, cfg: Config, step: int) -> Path:
-    """Make the run directory, the next runs/NNN where none is named.
+def holds_a_run(out_dir: Path) -> bool:
+    return (out_dir / "config.yaml").exists() or bool(list_checkpoints(out_dir / "checkpoints"))
 
-    Checkpoints of later steps than the one that the run goes on from are set aside.
-    """
-    if out_dir is None:
-        out_dir = Path("runs") / f"{max(map(int, run_numbers()), default=0) + 1:03d}"
-    if cfg.overwrite and out_dir.exists():
-        for name in ("config.yaml", "metrics.jsonl"):
-            (out_dir / name).unlink(missing_ok=True)
-        for name in ("tensorboard", "checkpoints"):
-            shutil.rmtree(out_dir / name, ignore_errors=True)
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # where torchrun says how often it has restarted us
+
+
+def restarted(cfg: Config) -> Config:
+    """When torchrun has restarted its processes, go on with what they have made so far."""
+    if os.environ.get(RESTARTS, "0") == "0" or cfg.auto_resume:
+        return cfg
+    runs = [Path("runs") / number for number in run_numbers()]
+    if cfg.out_dir or cfg.resume and run_of(Path(cfg.resume)):
+        runs = [Path(cfg.out_dir) if cfg.out_dir else run_of(Path(cfg.resume))]
+    runs = [run for run in runs if checkpoint.is_of_my_launcher(run)]
+    ours = runs and dict(auto_resume=True, overwrite=False, resume=None, out_dir=str(runs[-1]))
+    return dataclasses.replace(cfg, **(ours or {}))
+
+
+def claim(out_dir: Path | None):
+    """Make the run directory, the next runs/NNN where none is named; returns it and its lock."""
+    while out_dir is None:
+        new = Path("runs") / f"{max(map(int, run_numbers()), default=0) + 1:03d}"
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+            new.mkdir(parents=True)
+            out_dir = new
     try:
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"--out_dir {out_dir}: cannot be made: {e.strerror}") from None
+    return out_dir, checkpoint.lock(out_dir)
+
+
+def prepare_directory(out_dir: Path, cfg: Config, step: int):
+    """Only what the run that goes on from `step` has made so far is left in its place."""
+    if cfg.overwrite:
+        for name in ("config.yaml", "metrics.jsonl"):
+            (out_dir / name).unlink(missing_ok=True)
+        for name in ("tensorboard", "checkpoints"):
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+        (out_dir / "checkpoints").mkdir()
+    checkpoint.remove_drafts(out_dir / "checkpoints")
     for newer in list_checkpoints(out_dir / "checkpoints"):
         if checkpoint_step(newer) > step:
             newer.rename(newer.with_suffix(".pt.set-aside"))
-    return out_dir
 
 
 def describe(run: Run, attention: str, compiled: bool) -> str:
@@ -575,13 +785,18 @@ def rank_and_world() -> tuple[int, int, int, int]:
     return tuple(int(os.environ.get(name, alone)) for name, alone in names.items())
 
 
-def main(argv: list[str]):
+def set_up(argv: list[str]) -> Run:
+    """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     rank, local_rank, world_size, local_world_size = rank_and_world()
-    cfg = config.parse(argv)
-    out_dir, start = find_run(cfg)
-    old_run = start and run_of(start) or out_dir
-    if (cfg.resume or cfg.auto_resume) and old_run and (old_run / "config.yaml").exists():
-        cfg = config.parse(argv, saved=str(old_run / "config.yaml"))  # flags need no repeating
+    cfg = restarted(config.parse(argv))
+    out_dir = find_run(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        old_run = run_of(Path(cfg.resume)) or out_dir if cfg.resume else out_dir
+        if cfg.resume and "://" in cfg.resume:
+            old_run = checkpoint.download(cfg.resume, Path(folder), only="config.yaml")
+        if (cfg.resume or cfg.auto_resume) and old_run and (old_run / "config.yaml").exists():
+            # flags need not be repeated
+            cfg = restarted(config.parse(argv, saved=str(old_run / "config.yaml")))
     cfg = config.resolve(cfg)
     micro_batch = config.micro_batch_size(cfg, world_size)
     device = pick_device(cfg.device, local_rank)
@@ -589,19 +804,42 @@ def main(argv: list[str]):
     set_attention_backend(cfg.attention)
     attention = attention_backend(cfg, device, dtype)
     torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        cuda = device.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-
     train_data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
     cfg.vocab_size = train_data.vocab_size
     option = "--val_data" if cfg.val_data else "--data"
     val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        cuda = device.type == "cuda"
+        store = next(dist.rendezvous("env://", rank, world_size))[0]
+        # torchrun keeps the store over a restart: the addresses in it are those of dead processes
+        store = dist.PrefixStore(f"attempt {os.environ.get(RESTARTS, 0)}", store)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+            device_id=device if cuda else None,
+        )  # fmt: skip
+    stop = Stop(world_size)
+
+    start, held = cfg.resume, None
+    if rank == 0 and start and "://" in start:
+        out_dir, held = claim(out_dir)
+        start = str(checkpoint.download(start, out_dir))
+    elif rank == 0 and start:
+        wrong = retry(lambda: checkpoint.problem(Path(start)))
+        if wrong:
+            raise ConfigError(f"{start}: not a checkpoint that can be read: {wrong}")
+    elif rank == 0 and cfg.auto_resume and out_dir and out_dir.is_dir():
+        out_dir, held = claim(out_dir)
+        start = checkpoint.newest_whole(out_dir / "checkpoints")
+    start = stop.agree(start and str(start))
 
     torch.manual_seed(cfg.seed)
     model = Transformer(cfg).to(device)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    if cfg.micro_batch_size == "auto":
+        fits = stop.least(largest_micro_batch(model, cfg, world_size, autocast, device))
+        micro_batch = config.micro_batch_size(cfg, world_size, fits)
     compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:
         model.compile()  # in place, so that names in checkpoints are those of the module
@@ -609,37 +847,95 @@ def main(argv: list[str]):
         cfg, out_dir, rank, world_size, device, dtype, micro_batch,
         pick_workers(cfg.num_workers, device, local_world_size), train_data, val_data, model,
         distribute(model, device, world_size), make_optimizers(model, cfg, device),
-        torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
+        torch.amp.GradScaler(device.type, enabled=dtype == torch.float16), autocast, stop,
     )  # fmt: skip
-    step, best_loss = load_checkpoint(run, start) if start else (0, math.inf)
-    if step >= cfg.max_steps:
+    if start:
+        load_checkpoint(run, Path(start))
+    if run.step >= cfg.max_steps:
         if rank == 0:
             print(f"{start} has made all {cfg.max_steps} steps: nothing to do")
-        return
+        return run
+    if world_size > 1:
+        # The gradient of the first parameter is the last to be ready: what the backward pass
+        # takes from then on is time that it waits for the gradients of the other ranks.
+        def wait(gradient):
+            run.monitor.phase("waiting")
 
+        first = next(p for p in model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(wait)
     if rank == 0:
-        run.out_dir = prepare_directory(out_dir, cfg, step)
+        run.out_dir, run.lock = (out_dir, held) if held else claim(out_dir)
+        prepare_directory(run.out_dir, cfg, run.step)
         with replacing(run.out_dir / "config.yaml") as draft:
             config.write_yaml(cfg, draft, provenance())
+        backup = cfg.backup_to and Backup(
+            cfg.backup_to, cfg.backup_interval, run.out_dir, cfg.keep_checkpoints
+        )
+        run.writer = Writer(
+            run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup
+        )
         print(describe(run, attention, compiled), flush=True)
         if start:
-            print(f"resume  {start} at step {step}", flush=True)
-    run.monitor = make_monitor(run, step)
-    try:
-        train(run, step, best_loss)
-    finally:
-        report = run.monitor.close()
-    if rank == 0:
+            print(f"resume  {start} at step {run.step}", flush=True)
+    return run
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    cfg = config.parse(argv)
+    os.umask(os.umask(0o077) | 0o002)  # what is written is not for everybody to change
+    if cfg.check_checkpoints:
+        text, whole = checkpoint.table(Path(cfg.check_checkpoints))
+        print(text)
+        return 0 if whole else 1
+    if cfg.verify_resume:
+        return verify_resume(argv, cfg)
+    run = set_up(argv)
+    if run.step >= run.cfg.max_steps:
+        return 0
+    with run.stop:
+        report = make_steps(run)
+        if run.world_size > 1:
+            dist.barrier(group=run.stop.group)  # a rank that ends early would have others killed
+    if run.rank == 0:
+        run.lock.close()
         print(report)
-        print("sample  of what it writes:\n")
-        print(sample(run))
-    if world_size > 1:
-        dist.destroy_process_group()
+        if run.stop.signal:
+            print(f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
+                  "--auto-resume goes on from there")  # fmt: skip
+        else:
+            print("sample  of what it writes:\n")
+            print(sample(run))
+    return 128 + run.stop.signal if run.stop.signal else 0
 
 
-def make_monitor(run: Run, step: int) -> Monitor:
-    """The monitor of a run that has made `step` steps; only rank 0 writes."""
+def make_steps(run: Run) -> str:
+    """Train, with what is done about faults around it; returns the monitor's report."""
+    while True:
+        run.monitor = make_monitor(run)
+        order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, offset=run.offset)
+        run.monitor.write(run.step, {"order": order})  # which samples its steps have
+        try:
+            train(run)
+            break
+        except NotFinite as e:
+            roll_back(run, e)
+        except BaseException as e:
+            rescue(run)
+            if out_of_memory(e):
+                raise MemoryError(memory_advice(run, e)) from e
+            raise
+        finally:
+            if run.rank == 0:
+                run.writer.wait()
+            report = run.monitor.close()
+    if run.rank == 0:
+        run.writer.close(copy=not run.stop.signal)  # who sends a signal does not wait long
+    return report
+
+
+def make_monitor(run: Run) -> Monitor:
+    """The monitor of the steps from here on; only rank 0 writes."""
     cfg = run.cfg
 
     def gather(values: Tensor) -> Tensor:
@@ -649,19 +945,11 @@ def make_monitor(run: Run, step: int) -> Monitor:
         dist.all_gather(list(table), values)
         return table
 
-    if run.world_size > 1:
-        # The gradient of the first parameter is the last to be ready: what the backward pass
-        # takes from then on is time that it waits for the gradients of the other ranks.
-        def wait(gradient):
-            run.monitor.phase("waiting")
-
-        first = next(p for p in run.model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(wait)
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(run.device, run.dtype)
     board = cfg.tensorboard and run.rank == 0
     return Monitor(
         cfg,
-        start_step=step,
+        start_step=run.step,
         flops_per_token=flops_per_token(run.model, cfg),
         peak=peak * run.world_size if peak else None,
         device=run.device,
@@ -680,7 +968,7 @@ def autopsy(run: Run, step: int, rank: int) -> dict:
     weights are not.
     """
     per_rank = run.cfg.batch_size // run.world_size
-    first = (step - 1) * run.cfg.batch_size + rank * per_rank
+    first = (step - 1) * run.cfg.batch_size + run.offset + rank * per_rank
     sources = np.unique(run.train_data.order(first, first + per_rank)[0])
     bad, names = [], {module: name for name, module in run.model.named_modules() if name}
 
@@ -704,22 +992,81 @@ def autopsy(run: Run, step: int, rank: int) -> dict:
     )
 
 
+def verify_resume(argv: list[str], cfg: Config) -> int:
+    """Train 2 K steps, and K more from the checkpoint of step K; 0 where both end the same.
+
+    Two whole runs of this program with these flags, in a temporary directory.
+    """
+    k, rank = cfg.verify_resume, rank_and_world()[0]
+    # under torchrun the same on all ranks of a machine
+    folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
+    warmup = min(cfg.warmup_steps or k, k)
+    flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
+             f"--warmup_steps={warmup}", "--keep_checkpoints=2", "--no_tensorboard"]  # fmt: skip
+    whole, halves = folder / "whole", folder / "halves"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        main([*argv, *flags, f"--out_dir={whole}"])
+        main(
+            [
+                *argv,
+                *flags,
+                f"--out_dir={halves}",
+                f"--resume={checkpoint.path_of(whole / 'checkpoints', k)}",
+            ]
+        )
+        if rank:
+            return 0
+        ends = (checkpoint.path_of(run / "checkpoints", 2 * k) for run in (whole, halves))
+        one, two = (torch.load(p, map_location="cpu", weights_only=True) for p in ends)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    state = ("model", "optimizers", "scaler", "step", "position", "best_loss")
+    count, different = checkpoint.compare({n: one[n] for n in state}, {n: two[n] for n in state})
+    if different:
+        print(f"verify_resume: differs after {k} + {k} steps: {different[0]} and "
+              f"{len(different) - 1} others of {count}")  # fmt: skip
+        return 1
+    print(f"verify_resume: identical, {count} values and tensors after {k} + {k} steps")
+    return 0
+
+
 def command(argv: list[str]) -> int:
     """Run `main`; returns the exit code, having said in one line what went wrong."""
+    first = rank_and_world()[0] == 0
     try:
-        main(argv)
+        code = main(argv)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return code
     except ConfigError as e:
-        if rank_and_world()[0] == 0 or dist.is_initialized():  # one rank's own trouble is shown
+        if first or dist.is_initialized():  # one rank's own trouble is shown
             print(f"train.py: error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
-    except Exception as e:
-        print(f"train.py: failed: {type(e).__name__}: {e}", file=sys.stderr)
-        traceback.print_exc()
+    except NotFinite as e:
+        if first:
+            print(f"train.py: failed: {e}", file=sys.stderr)
         return 1
-    return 0
+    except Exception as e:
+        if dist.is_initialized() and LOST_CONNECTION.search(str(e)):
+            # the other rank has the traceback that tells something
+            print(
+                "train.py: failed: another rank is gone:", str(e).splitlines()[0], file=sys.stderr
+            )
+        else:
+            print(f"train.py: failed: {type(e).__name__}: {e}", file=sys.stderr)
+            traceback.print_exc()
+        return 1
+
+
+LOST_CONNECTION = re.compile(
+    "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
+)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,3 +93,76 @@ def rows(run_dir: Path) -> list[dict]:
 
 def column(run_dir: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows(run_dir) if name in row}
+
+
+def wait_for(path, seconds=60):
+    for _ in range(seconds * 100):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} did not come")
+
+
+class Process:
+    """train.py in a fork of this process, which has torch imported already: it starts at once.
+
+    hook: called in it first. rank, ranks, port: what torchrun would say in the environment.
+    """
+
+    def __init__(self, folder: Path, flags, hook=None, rank=0, ranks=1, port=0, log="log.txt"):
+        self.log = folder / log
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 70
+        try:
+            os.setsid()
+            os.chdir(folder)
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            if ranks > 1:
+                os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                                   LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                                   MASTER_PORT=str(port))  # fmt: skip
+            if hook:
+                hook()
+            code = train.command([*map(str, flags)])
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def kill(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def code(self, seconds=60) -> int:
+        """The exit code, or minus the signal that ended it; killed where it takes too long."""
+        for _ in range(seconds * 100):
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        os.killpg(self.pid, 9)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"it hangs: {self.text()}")
+
+    def wait_for(self, words: str, seconds=60):
+        """Until it has printed them, or has ended."""
+        for _ in range(seconds * 100):
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if words in self.text() or ended:
+                break
+            time.sleep(0.01)
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def processes(folder: Path, ranks: int, flags, hook=None) -> list[Process]:
+    """One process a rank, as torchrun would start them; hook is called with the rank."""
+    port = free_port()
+    return [Process(folder, flags, hook and (lambda r=r: hook(r)), r, ranks, port, f"log{r}.txt")
+            for r in range(ranks)]  # fmt: skip

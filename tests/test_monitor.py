@@ -170,7 +170,7 @@ def test_summary_says_where_the_time_went(tmp_path):
     assert share["forward"] == pytest.approx(100 * 0.085 / 0.185, abs=8)
     assert "slowest step 5 (5" in told
     window = rows(tmp_path)[-2]
-    assert 4 < window["perf/step_ms_median"] < 12 < window["perf/step_ms_p95"] < 52
+    assert 4 < window["perf/step_ms_median"] < 25 < 45 < window["perf/step_ms_p95"]
 
 
 def test_a_sink_that_fails_is_given_up_with_one_warning(tmp_path, capsys):

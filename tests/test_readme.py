@@ -22,28 +22,29 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """The files of the repository in a folder of their own."""
-    for name in ("config", "data", "model", "monitor", "train"):
+    for name in ("checkpoint", "config", "data", "model", "monitor", "train"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     return tmp_path
 
 
 def test_commands_run_as_written(clone):
-    """The default run in full, then to resume it, then two processes."""
+    """The default run, though only a tenth of its steps, then to resume it, then two processes."""
     env = {**os.environ, "XDG_CACHE_HOME": str(clone / "cache")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env.pop("PYTHONPATH", None)
     printed = []
     for command in blocks("sh"):
+        command = command.replace("python train.py\n", "python train.py --max_steps 100\n")
         done = subprocess.run(
             command, shell=True, cwd=clone, env=env, capture_output=True, text=True, timeout=900
         )
         assert done.returncode == 0, done.stdout + done.stderr
         printed.append(done.stdout)
     assert len(printed) == 3
-    # 1.96 to 1.97 here; the standard library differs between versions of Python.
-    assert column(clone / "runs/001", "val/bits_per_byte")[1000] < 2.1
-    assert "step 1000/1000" in printed[0] and "goodput" in printed[0]
+    # 2.65 here; the standard library differs between versions of Python.
+    assert column(clone / "runs/001", "val/bits_per_byte")[100] < 2.9
+    assert "step 100/100" in printed[0] and "goodput" in printed[0]
     assert len(printed[0].split("sample  of what it writes:")[1].strip()) > 100
     assert "nothing to do" in printed[1]
     assert "2 x cpu" in printed[2] or "2 x cuda" in printed[2]
@@ -80,7 +81,8 @@ def test_patches_apply_and_train(clone, corpus, patch, changed):
 def test_options_and_files_it_names_exist():
     fields = {f.name for f in config.dataclasses.fields(config.Config)}
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z_-]*[a-z])", README)}
-    known = fields | {"nproc_per_node", "help"}
+    known = fields | {"nproc_per_node", "max_restarts", "help"}
+    known |= {"signal", "requeue", "open_mode"}  # of sbatch
     known |= set(re.findall(r"\"--(\w+)\"", (ROOT / "monitor.py").read_text()))
     assert flags - known == set()
     for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`|\]\((\w+\.md)\)", README):

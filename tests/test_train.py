@@ -475,9 +475,9 @@ def test_a_failure_says_why_in_one_line_first(run, tmp_path, monkeypatch):
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
     run("--out_dir", "r")
     path = "r/checkpoints/step_00000012.pt"
-    assert "not a checkpoint of this model" in run(
-        "--resume", path, "--out_dir", "other", "--n_layer", 3, "--max_steps", 20, expect=2
-    )
+    flags = ["--resume", path, "--out_dir", "other", "--n_layer", 3, "--max_steps", 20]
+    assert "differs from it: n_layer 2 -> 3. To go on" in run(*flags, expect=2)
+    assert "not a checkpoint of this model" in run(*flags, "--allow_change", "n_layer", expect=2)
 
 
 # --- what the monitor sees of a run ---
@@ -543,9 +543,7 @@ def test_the_first_bad_layer_is_named(run, tmp_path, monkeypatch):
 
     running, plain, make = [], train.seed_everything, train.make_monitor
     monkeypatch.setattr(train, "seed_everything", poison)
-    monkeypatch.setattr(
-        train, "make_monitor", lambda run, step: running.append(run) or make(run, step)
-    )
+    monkeypatch.setattr(train, "make_monitor", lambda run: running.append(run) or make(run))
     told = run("--out_dir", "r", "--eval_interval", 0, "--save_interval", 0)
     assert "first layer whose output is not finite: blocks.1.mlp.down" in told
 

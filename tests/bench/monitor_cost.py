@@ -88,7 +88,7 @@ def make_run(folder: Path, flags: list[str]):
     model = Transformer(cfg).to(device)
     return SimpleNamespace(
         cfg=cfg, out_dir=folder, rank=0, world_size=1, device=device, dtype=dtype, model=model,
-        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(),
+        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(), step=0, offset=0,
         named=list(model.named_parameters()),
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
@@ -100,7 +100,7 @@ def make_monitor(run, mode: str, log_interval: int, folder: Path):
     folder.mkdir(parents=True)
     changes = dict(monitor=mode, log_interval=log_interval)
     cfg = config.dataclasses.replace(run.cfg, **changes)
-    monitor = train.make_monitor(SimpleNamespace(**vars(run) | dict(cfg=cfg, out_dir=folder)), 0)
+    monitor = train.make_monitor(SimpleNamespace(**vars(run) | dict(cfg=cfg, out_dir=folder)))
     monitor.autopsy = lambda step, rank: {}
     monitor.step(1, 0.0, torch.zeros(()), torch.zeros(()), tokens=1)  # opens TensorBoard
     return monitor
