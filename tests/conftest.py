@@ -49,25 +49,31 @@ def corpus(tmp_path_factory) -> Path:
 def run(corpus, tmp_path, monkeypatch):
     """run(*flags) → what the program printed, run in tmp_path with TINY and the corpus.
 
-    bare: without either. expect: the exit code. ranks: processes under torchrun. Runs train.py's
-    own `command` in this process, which saves seconds, unless there are ranks or another script.
+    bare: without either. expect: the exit code. ranks: processes. Runs train.py's own `command` in
+    this process or in forks of it, which saves seconds, unless there is another script.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags, bare=False, ranks=1, script=None, expect=0, timeout=120):
+    def run(*flags, bare=False, ranks=1, script=None, hook=None, expect=0, timeout=120):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
-        if ranks == 1 and script is None:
+        if ranks > 1:
+            group = processes(tmp_path, ranks, flags, hook)
+            codes = [process.code(timeout) for process in group]
+            told = "".join(process.text() for process in group)
+            for process in group:
+                process.log.unlink()
+            assert codes == [expect] * ranks, told
+            return told
+        if script is None:
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 code = train.command(flags)
             gc.enable()
             assert code == expect, output.getvalue()
             return output.getvalue()
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-                    "--master_port", str(free_port())]  # fmt: skip
         done = subprocess.run(
-            [sys.executable, *(launcher if ranks > 1 else []), str(script or TRAIN), *flags],
-            env=environment(), capture_output=True, text=True, timeout=timeout,
+            [sys.executable, str(script), *flags], env=environment(), capture_output=True,
+            text=True, timeout=timeout,
         )  # fmt: skip
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -207,22 +208,17 @@ def test_recompilation(provoke, monkeypatch):
     assert "recompilation" in the_one(events)["causes"][0]
 
 
-SLOW_RANK = """
-import os, runpy, time, train
-plain = train.Transformer.forward
-calls = iter(range(10**9))
-def forward(self, tokens, targets):
-    if next(calls) > SLOW_FROM and os.environ["RANK"] == "1":
-        time.sleep(0.02)
-    return plain(self, tokens, targets)
-train.Transformer.forward = forward
-runpy.run_path(train.__file__, run_name="__main__")
-"""
+def test_a_slow_rank_is_named(provoke, monkeypatch):
+    plain = train.Transformer.forward
+    calls = iter(range(10**9))
 
+    def forward(self, tokens, targets):
+        if next(calls) > SLOW_FROM and os.environ["RANK"] == "1":
+            time.sleep(0.02)
+        return plain(self, tokens, targets)
 
-def test_a_slow_rank_is_named(provoke, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW_RANK.replace("SLOW_FROM", str(SLOW_FROM)))
-    events, _ = provoke("--micro_batch_size", 2, ranks=2, script=tmp_path / "slow.py")
+    monkeypatch.setattr(train.Transformer, "forward", forward)
+    events, _ = provoke("--micro_batch_size", 2, ranks=2)
     event = the_one(events)
     assert event["phases"][0][0] == "waiting"
     assert "rank 1 is slow" in event["causes"][0] and "forward" in event["causes"][0]

@@ -152,27 +152,22 @@ def test_a_run_can_change_its_precision_on_resume(run, tmp_path):
     assert list(column(tmp_path / "r", "train/loss"))[-1] == 16
 
 
-SPY = """
-import runpy, train, data
-plain = data.Mixture.batch
-def batch(self, start, stop):
-    found = plain(self, start, stop)
-    with open("seen.txt", "a") as file:
-        for g, row in zip(range(start, stop), found.tolist()):
-            print(self.seed, g, hash(tuple(row)), file=file)
-    return found
-data.Mixture.batch = batch
-runpy.run_path(train.__file__, run_name="__main__")
-"""
-
-
-def test_two_ranks_train_the_same_as_one(run, tmp_path):
+def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch):
     """Same losses within rounding, and exactly the same samples, with and without accumulation."""
-    (tmp_path / "spy.py").write_text(SPY)
+    plain = data.Mixture.batch
+
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        with open(tmp_path / "seen.txt", "a") as file:
+            for g, row in zip(range(start, stop), found.tolist(), strict=True):
+                print(self.seed, g, hash(tuple(row)), file=file)
+        return found
+
+    monkeypatch.setattr(data.Mixture, "batch", batch)
     seen = {}
     for name, ranks, micro in (("one", 1, 8), ("two", 2, 4), ("two_small", 2, 2)):
         run("--out_dir", name, "--micro_batch_size", micro, "--log_interval", 1, "--eval_interval",
-            6, "--optimizer", "adamw", ranks=ranks, script=tmp_path / "spy.py")  # fmt: skip
+            6, "--optimizer", "adamw", ranks=ranks)  # fmt: skip
         seen[name] = sorted((tmp_path / "seen.txt").read_text().splitlines())
         (tmp_path / "seen.txt").unlink()
     assert seen["one"] == seen["two"] == seen["two_small"]
@@ -185,17 +180,8 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path):
             assert list(found.values()) == pytest.approx(list(expected.values()), rel=2e-4)
     # and the run of one process goes on with two
     checkpoint = "one/checkpoints/step_00000006.pt"
-    run(
-        "--resume",
-        checkpoint,
-        "--out_dir",
-        "moved",
-        "--micro_batch_size",
-        4,
-        "--log_interval",
-        1,
-        ranks=2,
-    )
+    run("--resume", checkpoint, "--out_dir", "moved", "--micro_batch_size", 4, "--log_interval", 1,
+        ranks=2)  # fmt: skip
     expected, found = (column(tmp_path / d, "train/loss") for d in ("one", "moved"))
     assert found[12] == pytest.approx(expected[12], rel=2e-4)
 
@@ -506,24 +492,18 @@ def test_full_measures_the_health_of_each_layer(run, tmp_path):
     assert column(plain, "train/loss") == column(tmp_path / "r", "train/loss")  # only looked at
 
 
-POISON = """
-import os, runpy, torch, train
-plain = train.Transformer.forward
-calls = iter(range(10**9))
-def forward(self, tokens, targets):
-    loss, count = plain(self, tokens, targets)
-    if self.training and next(calls) in (5, 6) and os.environ.get("RANK", "0") == "1":
-        loss = loss * float("nan")
-    return loss, count
-train.Transformer.forward = forward
-runpy.run_path(train.__file__, run_name="__main__")
-"""
+def test_what_is_not_finite_on_one_rank_is_skipped_counted_and_told(run, tmp_path, monkeypatch):
+    plain = train.Transformer.forward
+    calls = iter(range(10**9))
 
+    def forward(self, tokens, targets):
+        loss, count = plain(self, tokens, targets)
+        if self.training and next(calls) in (5, 6) and os.environ["RANK"] == "1":
+            loss = loss * float("nan")
+        return loss, count
 
-def test_what_is_not_finite_on_one_rank_is_skipped_counted_and_told(run, tmp_path):
-    (tmp_path / "poison.py").write_text(POISON)
-    told = run("--out_dir", "r", "--log_interval", 4, "--micro_batch_size", 4, ranks=2,
-               script=tmp_path / "poison.py")  # fmt: skip
+    monkeypatch.setattr(train.Transformer, "forward", forward)
+    told = run("--out_dir", "r", "--log_interval", 4, "--micro_batch_size", 4, ranks=2)
     (row,) = [row for row in rows(tmp_path / "r") if "anomaly" in row]
     assert row["step"] == 6 and row["anomaly"] == "not finite" and row["rank"] == 1
     assert row["steps"] == 2 and row["value"] is None
