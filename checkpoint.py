@@ -365,7 +365,7 @@ class Backup:
     Every `interval` steps, one copy at a time: while one is under way no other is begun.
     """
 
-    def __init__(self, url: str, interval: int, run_dir: Path, keep: int):
+    def __init__(self, url: str, interval: int, keep: int):
         from fsspec.core import url_to_fs
 
         try:
@@ -373,7 +373,7 @@ class Backup:
             self.fs.makedirs(f"{self.root}/checkpoints", exist_ok=True)
         except Exception as e:  # each file system has errors of its own
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-        self.url, self.interval, self.run_dir, self.keep = url, interval, run_dir, keep
+        self.url, self.interval, self.keep = url, interval, keep
         self.copied, self.thread, self.newest = 0, None, None
 
     def offer(self, step: int, path: Path, last: bool = False):
@@ -394,8 +394,9 @@ class Backup:
             self.thread.join()
 
     def copy(self, path: Path):
-        logs = [self.run_dir / name for name in ("config.yaml", "metrics.jsonl")]
-        logs += (self.run_dir / "tensorboard").glob("events.*")
+        run_dir = run_of(path)
+        logs = [run_dir / name for name in ("config.yaml", "metrics.jsonl")]
+        logs += (run_dir / "tensorboard").glob("events.*")
         remote = f"{self.root}/checkpoints"
         try:
             # under a name of its own until it is whole; rotation may delete `path` meanwhile
@@ -407,7 +408,7 @@ class Backup:
             finally:
                 held.unlink()
             for log in filter(Path.exists, logs):
-                name = log.relative_to(self.run_dir).as_posix()
+                name = log.relative_to(run_dir).as_posix()
                 self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
                 retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
             for old in remote_checkpoints(self.fs, remote)[: -self.keep]:

@@ -35,10 +35,10 @@ MODELS = {
                tie_embeddings=False, seq_len=2048, batch_size=1024, learning_rate=1.2e-4),
 }  # fmt: skip
 SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0)
-# What a checkpoint and the run that goes on from it must agree on.
-TRAJECTORY = ("seed", "batch_size", "seq_len", "n_layer", "n_head", "n_kv_head", "head_dim",
-              "d_model", "d_ff", "vocab_size", "tie_embeddings", "qkv_bias", "qk_norm",
-              "rope_theta", "norm_eps")  # fmt: skip
+# What a checkpoint and the run that goes on from it must agree on: always, and if not allowed.
+WEIGHTS = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
+           "tie_embeddings", "qkv_bias", "qk_norm")  # fmt: skip
+TRAJECTORY = ("seed", "batch_size", "seq_len", "rope_theta", "norm_eps")
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),

@@ -390,7 +390,8 @@ def load_checkpoint(run: "Run", path: Path):
 def refuse_changes(run: "Run", path: Path, state: dict):
     """Raise ConfigError where what makes up the trajectory is not what it was in the checkpoint."""
     cfg, saved, data = run.cfg, state["config"], run.train_data
-    changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in config.TRAJECTORY
+    names = config.WEIGHTS + config.TRAJECTORY
+    changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in names
                if saved[name] != getattr(cfg, name)}  # fmt: skip
     if state["tokenizer"] != data.tokenizer:
         changed["tokenizer"] = f"{state['tokenizer']} -> {data.tokenizer}"
@@ -400,12 +401,15 @@ def refuse_changes(run: "Run", path: Path, state: dict):
     if mine != theirs:
         names = [f"{f[0]} ({f[1]:,} tokens)" for f in mine if f not in theirs] or ["its order"]
         changed["data"] = f"has changed: {', '.join(names)}"
-    refused = {name: how for name, how in changed.items() if name not in cfg.allow_change}
+    refused = set(changed) - (set(cfg.allow_change) - set(config.WEIGHTS))
     if refused:
-        told = ", ".join(f"{name} {how}" for name, how in refused.items())
-        raise ConfigError(f"{path}: this run differs from it: {told}. To go on nevertheless: "
-                          f"--allow_change {' '.join(refused)}")  # fmt: skip
-    if run.rank == 0 and saved["max_steps"] != cfg.max_steps:
+        told = ", ".join(f"{name} {how}" for name, how in changed.items() if name in refused)
+        names = " ".join(name for name in changed if name in refused)
+        advice = f"To go on nevertheless: --allow_change {names}"
+        if refused & set(config.WEIGHTS):
+            advice = "Its weights fit no other model; leave those flags out, or start a new run"
+        raise ConfigError(f"{path}: this run differs from it: {told}. {advice}")
+    if run.rank == 0 and saved["max_steps"] != cfg.max_steps > state["step"]:
         before, now = (
             learning_rate(state["step"], c)
             for c in (
@@ -808,6 +812,9 @@ def set_up(argv: list[str]) -> Run:
     cfg.vocab_size = train_data.vocab_size
     option = "--val_data" if cfg.val_data else "--data"
     val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option)
+    backup = None
+    if cfg.backup_to and rank == 0:
+        backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
@@ -868,9 +875,6 @@ def set_up(argv: list[str]) -> Run:
         prepare_directory(run.out_dir, cfg, run.step)
         with replacing(run.out_dir / "config.yaml") as draft:
             config.write_yaml(cfg, draft, provenance())
-        backup = cfg.backup_to and Backup(
-            cfg.backup_to, cfg.backup_interval, run.out_dir, cfg.keep_checkpoints
-        )
         run.writer = Writer(
             run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup
         )

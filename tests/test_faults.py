@@ -869,6 +869,8 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
     logged = list(column(tmp_path / "new", "train/loss"))
     assert logged[:3] == [1, 4, 8] and logged[-1] == 20  # its past has come with it
     assert "error: --resume" in run("--resume", f"{url}/none", expect=2)
+    told = run("--backup_to", "nothing://there", "--out_dir", "refused", expect=2)
+    assert "error: --backup_to nothing://there" in told and not (tmp_path / "refused").exists()
 
 
 def test_a_backup_that_fails_stops_no_training(run, tmp_path, monkeypatch):
