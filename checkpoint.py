@@ -191,7 +191,9 @@ def lock(run_dir: Path):
     """Be the one process that writes to run_dir, until the file that this returns is closed.
 
     A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
-    that ends. Raises ConfigError where another process has it.
+    that ends. It would also end if this process opened and closed the file once more.
+
+    Raises ConfigError where another process has it.
     """
     import fcntl
 
@@ -260,7 +262,7 @@ class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
     The host memory is allocated once. One write is in flight at most; a save that finds one waits.
-    backup: called with the newest file that was written and verified, its step.
+    backup: a Backup, which is offered each file that was written and verified.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None):
@@ -375,6 +377,7 @@ class Backup:
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
         self.url, self.interval, self.keep = url, interval, keep
         self.copied, self.thread, self.newest = 0, None, None
+        self.uploaded = None  # the checkpoint that is there already
 
     def offer(self, step: int, path: Path, last: bool = False):
         """A checkpoint to copy, where it is time; the last one always is."""
@@ -399,14 +402,8 @@ class Backup:
         logs += (run_dir / "tensorboard").glob("events.*")
         remote = f"{self.root}/checkpoints"
         try:
-            # under a name of its own until it is whole; rotation may delete `path` meanwhile
-            held = path.with_name(f"{path.name}.backup-{os.getpid()}")
-            link_or_copy(path, held)
-            try:
-                retry(lambda: self.fs.put_file(str(held), f"{remote}/{path.name}.part"), Exception)
-                self.fs.mv(f"{remote}/{path.name}.part", f"{remote}/{path.name}")
-            finally:
-                held.unlink()
+            if path != self.uploaded:
+                self.upload(path, f"{remote}/{path.name}")
             for log in filter(Path.exists, logs):
                 name = log.relative_to(run_dir).as_posix()
                 self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
@@ -415,6 +412,16 @@ class Backup:
                 self.fs.rm_file(old)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training goes on: {e}", flush=True)
+
+    def upload(self, path: Path, remote: str):
+        held = path.with_name(f"{path.name}.backup-{os.getpid()}")
+        link_or_copy(path, held)  # rotation may delete `path` meanwhile
+        try:  # under a name of its own until it is whole
+            retry(lambda: self.fs.put_file(str(held), f"{remote}.part"), Exception)
+            self.fs.mv(f"{remote}.part", remote)
+            self.uploaded = path
+        finally:
+            held.unlink()
 
 
 def remote_checkpoints(fs, folder: str) -> list[str]:

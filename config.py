@@ -155,7 +155,7 @@ class Config:
     )
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same; auto is the largest power of two that fits (default: as large as "
+        "stays the same; auto tries powers of two for the largest that fits (default: as large as "
         "batch_size allows, up to 16,384 tokens)"
     )  # fmt: skip
     optimizer: Literal["adamw", "muon"] = option(

@@ -478,17 +478,16 @@ def show(run_dir: str, step: int):
         raise ConfigError(f"step {step}: expected 1 or more, the number of an update")
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
-    first = (step - 1) * cfg.batch_size
-    with contextlib.suppress(OSError), open(f"{run_dir}/metrics.jsonl") as file:
+    batch_size, offset = cfg.batch_size, 0
+    with contextlib.suppress(OSError, ValueError), open(f"{run_dir}/metrics.jsonl") as file:
         for row in (json.loads(line) for line in file if '"order"' in line):
             if row["step"] < step:  # said where a process begins, for what it may have changed
-                seed, batch_size, offset = (
-                    row["order"][k] for k in ("seed", "batch_size", "offset")
-                )
-                data.seed, first = seed, (step - 1) * batch_size + offset
-    source, block = data.order(first, first + cfg.batch_size)
-    tokens = data.batch(first, first + cfg.batch_size)
-    for i in range(cfg.batch_size):
+                order = row["order"]
+                data.seed, batch_size, offset = order["seed"], order["batch_size"], order["offset"]
+    first = (step - 1) * batch_size + offset
+    source, block = data.order(first, first + batch_size)
+    tokens = data.batch(first, first + batch_size)
+    for i in range(batch_size):
         dataset = data.datasets[source[i]]
         path, token = dataset.find(block[i])
         print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")

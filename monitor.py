@@ -453,12 +453,14 @@ class Monitor:
         self.metrics_file.flush()
 
     def write_tensorboard(self, step: int, row: dict):
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        if not numbers:
+            return
         if self.tensorboard is None:
             self.tensorboard = open_tensorboard(self.tensorboard_dir, self.first_step, self.cfg)
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # all of them in one event: add_scalar for each takes three times as long on this thread
-        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
         values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
         self.tensorboard.file_writer.add_summary(Summary(value=values), step)
 

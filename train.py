@@ -410,19 +410,12 @@ def refuse_changes(run: "Run", path: Path, state: dict):
             advice = "Its weights fit no other model; leave those flags out, or start a new run"
         raise ConfigError(f"{path}: this run differs from it: {told}. {advice}")
     if run.rank == 0 and saved["max_steps"] != cfg.max_steps > state["step"]:
-        before, now = (
-            learning_rate(state["step"], c)
-            for c in (
-                dataclasses.replace(
-                    cfg, max_steps=saved["max_steps"], warmup_steps=saved["warmup_steps"]
-                ),
-                cfg,
-            )
+        old = dataclasses.replace(
+            cfg, max_steps=saved["max_steps"], warmup_steps=saved["warmup_steps"]
         )
-        print(
-            f"resume  max_steps {saved['max_steps']} -> {cfg.max_steps}: the schedule has its new "
-            f"length; the learning rate goes from {before:.2e} to {now:.2e}"
-        )
+        before, now = learning_rate(state["step"], old), learning_rate(state["step"], cfg)
+        print(f"resume  max_steps {old.max_steps} -> {cfg.max_steps}: the schedule has its new "
+              f"length; the learning rate goes from {before:.2e} to {now:.2e}")  # fmt: skip
 
 
 # --- stops and faults ------------------------------------------------------------------------
@@ -503,13 +496,15 @@ MAX_ROLLBACKS = 3  # to the same checkpoint
 
 def roll_back(run: "Run", error: NotFinite):
     """Back to the newest checkpoint, and on with the samples after those that were not finite."""
+    if run.cfg.on_nonfinite == "abort":
+        raise error
     path = None
     if run.rank == 0:
         run.writer.wait()
         path = checkpoint.newest_whole(run.out_dir / "checkpoints")
     path = run.stop.agree(path)
     run.rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
-    if run.cfg.on_nonfinite == "abort" or path is None or len(run.rollbacks) == MAX_ROLLBACKS:
+    if path is None or len(run.rollbacks) == MAX_ROLLBACKS:
         raise error
     position = run.step * run.cfg.batch_size + run.offset
     load_checkpoint(run, path)
@@ -610,7 +605,8 @@ class Run:
     step: int = 0  # updates that have been made
     saved_step: int = 0
     best_loss: float = math.inf
-    offset: int = 0  # update s + 1 begins with sample s * batch_size + this: 0 but after a rollback
+    offset: int = 0  # update s + 1 begins with sample s * batch_size + this: 0, but after a
+    # rollback or a change of batch_size
     lock: object = None  # an open file that keeps other processes out of out_dir
     rollbacks: list[int] = dataclasses.field(default_factory=list)  # steps gone back to
     between_steps: bool = True  # the weights are those of `step`, not half updated
@@ -666,14 +662,14 @@ def find_run(cfg: Config) -> Path | None:
     Raises ConfigError where a new run would fall into an old one, where nothing can be written, or
     where --resume names no file.
     """
-    out_dir = Path(cfg.out_dir) if cfg.out_dir else None
+    out_dir, continues = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         if not Path(cfg.resume).is_file():
             raise ConfigError(f"--resume {cfg.resume}: no such file")
-        return out_dir or run_of(Path(cfg.resume))
-    if cfg.auto_resume and not out_dir:
+        out_dir, continues = out_dir or run_of(Path(cfg.resume)), True
+    elif cfg.auto_resume and not out_dir:
         newest = max(run_numbers(), key=int, default=None)
-        return newest and Path("runs") / newest
+        out_dir = newest and Path("runs") / newest
     if out_dir and out_dir.exists() and not out_dir.is_dir():
         raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
     place = out_dir or Path("runs")
@@ -681,7 +677,7 @@ def find_run(cfg: Config) -> Path | None:
         place = place.parent
     if not os.access(place, os.W_OK):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
-    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or cfg.auto_resume):
+    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or continues):
         raise ConfigError(
             f"--out_dir {out_dir}: holds a run already. Continue it with --auto-resume, start "
             f"from one of its checkpoints with --resume, or delete it with --overwrite"
@@ -789,10 +785,13 @@ def rank_and_world() -> tuple[int, int, int, int]:
     return tuple(int(os.environ.get(name, alone)) for name, alone in names.items())
 
 
-def set_up(argv: list[str]) -> Run:
-    """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
+def set_up(argv: list[str], cfg: Config) -> Run:
+    """The run that `argv`, parsed as `cfg`, asks for, ready for its next step.
+
+    Raises ConfigError.
+    """
     rank, local_rank, world_size, local_world_size = rank_and_world()
-    cfg = restarted(config.parse(argv))
+    cfg = restarted(cfg)
     out_dir = find_run(cfg)
     with tempfile.TemporaryDirectory() as folder:
         old_run = run_of(Path(cfg.resume)) or out_dir if cfg.resume else out_dir
@@ -894,7 +893,7 @@ def main(argv: list[str]) -> int:
         return 0 if whole else 1
     if cfg.verify_resume:
         return verify_resume(argv, cfg)
-    run = set_up(argv)
+    run = set_up(argv, cfg)
     if run.step >= run.cfg.max_steps:
         return 0
     with run.stop:

@@ -54,10 +54,10 @@ def run(corpus, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags, bare=False, ranks=1, script=None, hook=None, expect=0, timeout=120):
+    def run(*flags, bare=False, ranks=1, script=None, expect=0, timeout=120):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
         if ranks > 1:
-            group = processes(tmp_path, ranks, flags, hook)
+            group = processes(tmp_path, ranks, flags)
             codes = [process.code(timeout) for process in group]
             told = "".join(process.text() for process in group)
             for process in group:

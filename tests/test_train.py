@@ -8,41 +8,28 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TRAIN, column, environment, rows, tiny_config
+from conftest import TINY, TRAIN, column, environment, rows, tiny_config, wait_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import train
+from checkpoint import compare
 
 
 def load(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def differences(a, b, where=""):
-    """Names of what differs between two nested states, compared bit for bit."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        return [d for k in a for d in differences(a[k], b[k], f"{where}.{k}")]
-    if isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True))
-                for d in differences(x, y, f"{where}[{i}]")]  # fmt: skip
-    same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    return [] if same else [where]
-
-
 def assert_same_run(a, b, step):
     """Two run directories ended in the same weights and optimizer, and logged the same losses."""
     one, two = (load(d / "checkpoints" / f"step_{step:08d}.pt") for d in (a, b))
     for key in ("model", "optimizers", "scaler", "step", "best_loss"):
-        assert differences(one[key], two[key], key) == []
+        assert compare(one[key], two[key], key)[1] == []
     assert column(a, "val/loss") == column(b, "val/loss")
 
 
@@ -76,7 +63,7 @@ def test_kill_and_auto_resume_is_the_undisturbed_run_bit_for_bit(run, tmp_path, 
     command = [sys.executable, str(TRAIN), *TINY, "--data", str(corpus), *flags,
                "--out_dir", "killed"]  # fmt: skip
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
-    wait_for(tmp_path / "killed" / "checkpoints" / "step_00000015.pt", process)
+    wait_for(tmp_path / "killed" / "checkpoints" / "step_00000015.pt")
     process.send_signal(signal.SIGKILL)
     process.wait()
     for later in range(20, 31, 5):  # it may have gone a little further before the signal came
@@ -90,14 +77,6 @@ def test_kill_and_auto_resume_is_the_undisturbed_run_bit_for_bit(run, tmp_path, 
     assert steps == list(range(1, 31))
     assert tensorboard_steps(tmp_path / "killed") == list(range(1, 31))
     assert "nothing to do" in run("--auto-resume", "--out_dir", "killed", bare=True)
-
-
-def wait_for(path, process, seconds=60):
-    for _ in range(seconds * 100):
-        if path.exists() or process.poll() is not None:
-            break
-        time.sleep(0.01)
-    assert path.exists()
 
 
 def tensorboard_steps(run_dir):

@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TINY, column, processes  # noqa: E402
 
@@ -95,7 +97,7 @@ def main() -> int:
             expected = newest
         one, two = (checkpoint.list_checkpoints(folder / d / "checkpoints")[-1]
                     for d in ("whole", "killed"))  # fmt: skip
-        one, two = (checkpoint.torch.load(p, weights_only=True) for p in (one, two))
+        one, two = (torch.load(p, weights_only=True) for p in (one, two))
         names = ("step", "model", "optimizers", "position")
         count, different = checkpoint.compare(*({n: s[n] for n in names} for s in (one, two)))
         logged = list(column(run, "train/loss"))
