@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import errno
 import importlib.util
+import os
 import random
 import sys
 import time
@@ -38,7 +39,8 @@ SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0)
 # What a checkpoint and the run that goes on from it must agree on: always, and if not allowed.
 WEIGHTS = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
            "tie_embeddings", "qkv_bias", "qk_norm")  # fmt: skip
-TRAJECTORY = ("seed", "batch_size", "seq_len", "rope_theta", "norm_eps")
+TRAJECTORY = ("seed", "batch_size", "seq_len", "rope_theta", "norm_eps", "data_mode", "packing",
+              "group_window")  # fmt: skip
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),
@@ -81,6 +83,12 @@ def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 
 retry.count = 0  # of this process
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def option(default, help: str, **argparse_kwargs):
     """A field with its help text. A list default is copied for each Config."""
     metadata = {"help": help, **argparse_kwargs}
@@ -120,6 +128,18 @@ class Config:
     )  # fmt: skip
     val_data: list[str] = option([], "token files to validate on (default: those beside --data)")
     seq_len: int | None = option(None, "tokens in a sequence (default: from --model)")
+    data_mode: Literal["auto", "stream", "documents"] = option(
+        "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
+        "and the loss counts responses, not prompts; auto is documents where there are prompts"
+    )  # fmt: skip
+    packing: bool = option(
+        False, "documents together in rows of seq_len; attention does not cross from one to another"
+    )
+    group_window: int = option(
+        32, "steps whose documents are sorted by length, so that those of a step are of similar "
+        "length and little is padding; 0 leaves them in random order"
+    )  # fmt: skip
+    loss_by_dataset: bool = option(True, "log the loss of each dataset of a mixture as well")
     num_workers: str = option(
         "auto", "loader processes of each rank: a number, or auto, which measured best: 0 on a CPU"
     )
@@ -235,7 +255,9 @@ def hf_argument_parser():
     return module.HfArgumentParser
 
 
-def make_parser():
+def make_parser(options: type = None, prog="train.py", usage="[--option value ...]", about=None):
+    """A parser of the fields of a dataclass, those of Config unless another is given."""
+
     class Parser(hf_argument_parser()):
         def error(self, message: str):
             raise ConfigError(message)
@@ -246,11 +268,11 @@ def make_parser():
             return action.help if told else super()._get_help_string(action)
 
     parser = Parser(
-        Config, prog="train.py", usage="%(prog)s [--option value ...]", allow_abbrev=False,
-        formatter_class=Formatter, description="Train a language model. In the names of options, "
-        "dashes and underscores are the same.",
+        options or Config, prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False,
+        formatter_class=Formatter, description=f"{about or 'Train a language model.'} In the "
+        "names of options, dashes and underscores are the same.",
     )  # fmt: skip
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(options or Config):
         if f.metadata.get("nargs") == "?":  # a switch: its --no_ form is not made for it
             forms = f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"
             parser.add_argument(*dict.fromkeys(forms), action="store_false", dest=f.name,
@@ -388,7 +410,7 @@ def resolve(cfg: Config) -> Config:
     for name in ("log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                  "cache_clear_interval", "warmup_steps", "weight_decay", "min_learning_rate",
                  "seed", "health_interval", "memory_interval", "keep_every",
-                 "verify_resume"):  # fmt: skip
+                 "verify_resume", "group_window"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, name, "at least 0")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, name, "at least 0 and below 1")
@@ -408,6 +430,7 @@ def resolve(cfg: Config) -> Config:
     need(cfg.num_workers == "auto" or cfg.num_workers.isdigit(), "num_workers", "a number or auto")
     need(cfg.peak_tflops is None or cfg.peak_tflops > 0, "peak_tflops", "more than 0")
     need(cfg.seed < 2**63, "seed", "below 2^63")
+    need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")

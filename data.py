@@ -5,31 +5,29 @@ and step s trains on positions s * batch_size … (s + 1) * batch_size - 1. So a
 step in constant time, with no loader state, and 1 or 8 processes see the same samples in the same
 steps.
 
-Another data source replaces `Mixture`: give it `batch(start, stop) -> tensor [stop - start, seq_len
-+ 1]` that answers the same for the same positions, and everything said above stays true.
+A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
+that together fill a row (`Documents`).
+
+Another data source replaces `Mixture.batch`: give it `batch(start, stop) -> Batch` that answers the
+same for the same positions, and everything said above stays true.
 """
 
-import argparse
 import contextlib
-import hashlib
 import json
 import math
-import os
-import platform
-import shutil
 import signal
 import sys
-import sysconfig
-import tempfile
 from fractions import Fraction
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import DataLoader
 
-from config import Config, ConfigError, parse, retry
+from config import Config, ConfigError, make_parser, parse, read_flags, retry, usable_cores
 
 # --- the order -------------------------------------------------------------------------------
 
@@ -104,7 +102,10 @@ class TokenFile:
         except ValueError as e:
             raise ConfigError(f"{sidecar}: not JSON: {e}") from None
         header = np.fromfile(path, np.int32, 3)
-        self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
+        dtype = self.meta.get("dtype", "uint16")
+        if dtype not in ("uint16", "uint32"):
+            raise ConfigError(f"{sidecar}: dtype {dtype}; expected uint16 or uint32")
+        self.dtype, self.offset = np.dtype(dtype), 0
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
             self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
             self.offset = SHARD_HEADER_BYTES
@@ -125,8 +126,34 @@ class TokenFile:
         if self.n_tokens > self.seq_len:
             self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
 
+        masked = Path(f"{self.path}.mask")
+        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
+
+    def documents(self) -> np.ndarray:
+        """[documents + 1] where each begins, and the end of the last, in tokens."""
+        path = Path(f"{self.path}.docs")
+        if not path.exists():
+            raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
+                              "make it with python data.py, or use --data_mode stream")  # fmt: skip
+        at = np.fromfile(path, np.uint64).astype(np.int64)
+        masked = self.n_tokens if self.mask is None else len(self.mask)
+        if len(at) < 2 or at[-1] != self.n_tokens or (np.diff(at) < 0).any() or masked != at[-1]:
+            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents end at "
+                              f"{at[-1] if len(at) else 0:,} of {self.n_tokens:,} tokens, "
+                              f"the mask at {masked:,}")  # fmt: skip
+        return at
+
+    def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """How many tokens of documents, cut at seq_len, the loss counts."""
+        stops = np.minimum(ends, begins + 1 + self.seq_len)
+        if self.mask is None or not len(begins):
+            return stops - begins - 1
+        places = np.stack((begins + 1, stops), 1).ravel()
+        inside = places[:-1]  # reduceat takes no place at the very end
+        return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
+
     def __getstate__(self):  # a loader process that does not fork maps the file itself
-        return {**self.__dict__, "tokens": None, "blocks": None}
+        return {**self.__dict__, "tokens": None, "blocks": None, "mask": None}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -146,49 +173,173 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     return [root]
 
 
+class Batch(NamedTuple):
+    """Samples as rows of a micro-batch of B sequences of T tokens."""
+
+    tokens: torch.Tensor  # [B, T]; without targets [B, T + 1], then they are what follows
+    targets: torch.Tensor | None = None  # [B, T], -100 where the loss does not count
+    documents: torch.Tensor | None = None  # [B, T]: the number of a token's document in its row
+    source: torch.Tensor | None = None  # [B]: the number of the dataset
+
+
+class Size(NamedTuple):
+    """How much work the samples of a step are, on all ranks together."""
+
+    tokens: int  # with padding
+    real_tokens: int  # without
+    targets: int  # that the loss counts
+
+
 class Dataset:
-    """One source of the mixture: blocks of seq_len + 1 tokens that overlap by one."""
+    """One source of the mixture."""
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
-        self.name, self.seq_len = name, seq_len
+        self.name, self.seq_len, self.weight = name, seq_len, weight
         self.files = [retry(lambda file=file: TokenFile(file, seq_len)) for file in files]
-        blocks = [len(file.blocks) for file in self.files]
-        self.first_block = np.cumsum([0, *blocks])  # of each file, and the end
-        self.n_blocks = int(self.first_block[-1])
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))
-        self.weight = weight if weight is not None else Fraction(max(1, self.n_blocks))
-        if not self.n_blocks:
+
+    def first_samples(self, counts: list[int]):
+        """Number samples through all files, that have so many each."""
+        self.first_sample = np.cumsum([0, *counts])  # of each file, and the end
+        self.n_samples = int(self.first_sample[-1])
+        if self.weight is None:
+            self.weight = Fraction(max(1, self.n_samples))
+
+    def file_of(self, samples: np.ndarray) -> np.ndarray:
+        return self.first_sample.searchsorted(samples, "right") - 1
+
+
+class Stream(Dataset):
+    """Samples are blocks of seq_len + 1 tokens that overlap by one."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.first_samples([len(file.blocks) for file in self.files])
+        if not self.n_samples:
             raise ConfigError(
-                f"{files[0]}: {self.n_tokens:,} tokens; expected more than --seq_len {seq_len}"
+                f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more than "
+                f"--seq_len {self.seq_len}"
             )
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
         """Token ids [len(blocks), seq_len + 1]."""
         if len(self.files) == 1:
             return self.files[0].blocks[blocks]  # one copy of whole rows
-        file_of_block = self.first_block.searchsorted(blocks, "right") - 1
+        file_of_block = self.file_of(blocks)
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
             mine = file_of_block == i
-            out[mine] = self.files[i].blocks[blocks[mine] - self.first_block[i]]
+            out[mine] = self.files[i].blocks[blocks[mine] - self.first_sample[i]]
         return out
 
     def find(self, block: int) -> tuple[Path, int]:
         """The file that a block is in, and where in it the block begins, in tokens."""
-        i = int(self.first_block.searchsorted(block, "right")) - 1
-        return self.files[i].path, int(block - self.first_block[i]) * self.seq_len
+        i = int(self.file_of(block))
+        return self.files[i].path, int(block - self.first_sample[i]) * self.seq_len
+
+
+class Documents(Dataset):
+    """Samples are documents, cut at seq_len, or with `packing` rows that several of them fill.
+
+    The last token of a document is only a target: one of n + 1 tokens has a length of n.
+    """
+
+    def __init__(self, *args, packing: bool = False):
+        super().__init__(*args)
+        begins, ends, targets, first = [], [], [], [0]
+        for file in self.files:
+            at = file.documents()
+            keep = np.diff(at) > 1  # one of a single token predicts nothing
+            begins.append(at[:-1][keep])
+            ends.append(at[1:][keep])
+            first.append(first[-1] + len(begins[-1]))
+            targets.append(file.count_targets(begins[-1], ends[-1]))
+        begins, ends = np.concatenate(begins), np.concatenate(ends)
+        self.begins, lengths = begins, ends - begins - 1
+        self.lengths = np.minimum(lengths, self.seq_len)  # of each document
+        self.n_cut = int((lengths > self.seq_len).sum())
+        self.first_document = np.array(first)  # of each file, and the end
+        if not len(begins):
+            raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
+        self.rows = pack(self.lengths, self.seq_len) if packing else None
+        targets = np.concatenate(targets)
+        self.sample_lengths, self.sample_targets = self.lengths, targets
+        if packing:
+            order, starts = self.rows
+            self.sample_lengths = np.add.reduceat(self.lengths[order], starts[:-1])
+            self.sample_targets = np.add.reduceat(targets[order], starts[:-1])
+        self.first_samples([len(self.sample_lengths)])
+
+    def documents_of(self, sample: int) -> np.ndarray:
+        if self.rows is None:
+            return np.array([sample])
+        order, starts = self.rows
+        return order[starts[sample] : starts[sample + 1]]
+
+    def find(self, sample: int) -> tuple[Path, int]:
+        """The file that the sample's first document is in, and the token it begins at."""
+        document = self.documents_of(sample)[0]
+        i = int(self.first_document.searchsorted(document, "right")) - 1
+        return self.files[i].path, int(self.begins[document])
+
+    def read_into(self, sample: int, tokens, targets, documents):
+        """Fill the beginnings of three rows [T]; targets has -100 where the loss does not count."""
+        at = 0
+        for number, document in enumerate(self.documents_of(sample)):
+            i = int(self.first_document.searchsorted(document, "right")) - 1
+            begin, n = self.begins[document], self.lengths[document]
+            ids, mask = self.files[i].tokens[begin : begin + n + 1], self.files[i].mask
+            tokens[at : at + n] = ids[:-1]
+            targets[at : at + n] = ids[1:]
+            if mask is not None:
+                targets[at : at + n][mask[begin + 1 : begin + n + 1] == 0] = IGNORE
+            documents[at : at + n] = number
+            at += n
+        documents[at:] = number + 1  # padding is a document of its own
+
+
+def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents that together fill rows of seq_len: (order, starts).
+
+    Row r has the documents order[starts[r] : starts[r + 1]]. The longest first, each into the
+    fullest row that it fits into (best fit decreasing); those of one length go at once, so that it
+    takes time for each length and not for each document.
+    """
+    by_length = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), np.int64)
+    rows = [np.empty(0, np.int64) for _ in range(seq_len + 1)]  # with so much room left
+    has_room = np.zeros(seq_len + 1, bool)
+    n_rows = 0
+    ends = np.flatnonzero(np.diff(lengths[by_length], append=-1)) + 1
+    for todo in np.split(by_length, ends[:-1]):
+        n = int(lengths[todo[0]])
+        while len(todo):
+            room = n + int(has_room[n:].argmax())
+            if not has_room[room]:
+                new = -(-len(todo) // (seq_len // n))
+                room, rows[seq_len] = seq_len, np.arange(n_rows, n_rows + new)
+                n_rows += new
+            taken, rows[room] = rows[room][: len(todo)], rows[room][len(todo) :]
+            row_of[todo[: len(taken)]] = taken
+            todo = todo[len(taken) :]
+            rows[room - n] = np.concatenate((rows[room - n], taken))
+            has_room[[room, room - n]] = len(rows[room]) > 0, True
+    order = np.argsort(row_of, kind="stable")
+    return order, np.searchsorted(row_of[order], np.arange(n_rows + 1))
 
 
 class Mixture:
     """The training data: all datasets in their proportions, in the order that `seed` gives."""
 
     WINDOW = 4096  # positions whose order is computed at once: 0.4 µs each, 2.4 µs in 64s
+    ROUND = 8  # the length of padded rows is a multiple of this: what matrix units like
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
         self.datasets, self.seed = datasets, seed
         self.seq_len = datasets[0].seq_len
-        metas = [file.meta for d in datasets for file in d.files]
+        files = [file for d in datasets for file in d.files]
+        metas = [file.meta for file in files]
         data_vocab = max(meta.get("vocab_size", 0) for meta in metas)
         if any("vocab_size" not in meta for meta in metas):
             data_vocab = max(data_vocab, vocab_size or GPT2_VOCAB)
@@ -197,11 +348,20 @@ class Mixture:
             raise ConfigError(
                 f"--vocab_size {vocab_size}: the tokenizer of the data has {data_vocab} ids"
             )
-        self.tokenizer = metas[0].get("tokenizer")
-        self.end_of_text = metas[0].get("end_of_text")
+        known = {meta["tokenizer"]: file.path for file, meta in zip(files, metas, strict=True)
+                 if meta.get("tokenizer")}  # fmt: skip
+        if len(known) > 1:
+            told = ", ".join(f"{path} {name}" for name, path in known.items())
+            raise ConfigError(f"--data: sources with different tokenizers: {told}")
+        self.tokenizer = next(iter(known), None)
+        self.tokenizer_folder = None
+        if self.tokenizer not in (None, "bytes"):
+            beside = known[self.tokenizer].parent / "tokenizer"
+            self.tokenizer_folder = str(beside) if beside.is_dir() else self.tokenizer
+        self.end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
         n_bytes = [meta.get("bytes") for meta in metas]
         self.bytes_per_token = None
-        if all(n_bytes):
+        if all(n_bytes) and not self.has_prompts:
             self.bytes_per_token = sum(n_bytes) / sum(d.n_tokens for d in datasets)
         self.dtype = np.result_type(*(d.dtype for d in datasets))
         self.pattern = mixture_pattern([d.weight for d in datasets])
@@ -209,11 +369,27 @@ class Mixture:
         for k in range(len(datasets)):
             mine = self.pattern == k
             self.rank_in_pattern[mine] = np.arange(mine.sum())
+        self.window, self.group = self.WINDOW, None
         self._window = (None, None)
 
     @property
-    def n_blocks(self) -> int:
-        return sum(d.n_blocks for d in self.datasets)
+    def is_stream(self) -> bool:
+        return isinstance(self.datasets[0], Stream)
+
+    @property
+    def is_packed(self) -> bool:
+        return not self.is_stream and self.datasets[0].rows is not None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the loss leaves out some tokens; a stream is all text."""
+        return not self.is_stream and any(
+            f.mask is not None for d in self.datasets for f in d.files
+        )
+
+    @property
+    def n_samples(self) -> int:
+        return sum(d.n_samples for d in self.datasets)
 
     @property
     def n_tokens(self) -> int:
@@ -224,83 +400,180 @@ class Mixture:
         files = [file for d in self.datasets for file in d.files]
         return [[f.path.name, f.n_tokens, f.meta.get("checksum", "")] for f in files]
 
+    def group_by_length(self, steps: int, batch_size: int):
+        """From now on the documents of a batch of positions are of similar lengths.
+
+        Within each window of so many batches they are sorted by length, cut into batches, and
+        those shuffled. So a step's samples are still a function of (seed, batch_size, g). Does
+        nothing with 0 steps, and where all samples are of one length.
+        """
+        if steps and not (self.is_stream or self.is_packed):
+            self.window, self.group = steps * batch_size, batch_size
+            self._window = (None, None)
+
+    def epochs(self, position: int) -> list[float]:
+        """How often each dataset has been gone through before this position."""
+        cycle, r = divmod(position, len(self.pattern))
+        done = [cycle * int((self.pattern == k).sum()) + int((self.pattern[:r] == k).sum())
+                for k in range(len(self.datasets))]  # fmt: skip
+        return [n / d.n_samples for n, d in zip(done, self.datasets, strict=True)]
+
     def order(self, start: int, stop: int) -> np.ndarray:
-        """[2, stop - start]: the dataset and the block of it at each global position."""
-        windows = range(start // self.WINDOW, (stop - 1) // self.WINDOW + 1)
+        """[2, stop - start]: the dataset and the sample of it at each global position."""
+        windows = range(start // self.window, (stop - 1) // self.window + 1)
         found = [self._order_of_window(w) for w in windows]
         found = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
-        first = windows[0] * self.WINDOW
+        first = windows[0] * self.window
         return found[:, start - first : stop - first]
 
     def _order_of_window(self, window: int) -> np.ndarray:
         cached, found = self._window
         if cached != window:
-            g = np.arange(window * self.WINDOW, (window + 1) * self.WINDOW, dtype=np.uint64)
+            g = np.arange(window * self.window, (window + 1) * self.window, dtype=np.uint64)
             cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
             source = self.pattern[r]
-            block = np.empty_like(g)
+            sample = np.empty_like(g)
             for k, dataset in enumerate(self.datasets):
                 mine = np.flatnonzero(source == k)
                 if not len(mine):
                     continue
                 per_cycle = np.uint64((self.pattern == k).sum())
                 index = cycle[mine] * per_cycle + self.rank_in_pattern[r[mine]].astype(np.uint64)
-                epoch, i = np.divmod(index, np.uint64(dataset.n_blocks))
+                epoch, i = np.divmod(index, np.uint64(dataset.n_samples))
                 key = mix(mix(np.uint64([self.seed]) + np.uint64(k << 32)) + epoch)
-                block[mine] = permute(i, dataset.n_blocks, key)
-            found = np.stack((source, block.astype(np.int64)))
+                sample[mine] = permute(i, dataset.n_samples, key)
+            found = np.stack((source, sample.astype(np.int64)))
+            if self.group:
+                found = found[:, self._by_length(found, window)]
             self._window = (window, found)
         return found
 
-    def batch(self, start: int, stop: int) -> torch.Tensor:
-        """Token ids [stop - start, seq_len + 1] of the samples at these positions.
+    def _by_length(self, found: np.ndarray, window: int) -> np.ndarray:
+        by_length = np.argsort(self._lengths(*found), kind="stable").reshape(-1, self.group)
+        n = len(by_length)
+        key = np.full(n, mix(np.uint64([self.seed]) ^ ~np.uint64(window))[0])
+        return by_length[permute(np.arange(n, dtype=np.uint64), n, key).astype(np.int64)].ravel()
+
+    def _lengths(self, source: np.ndarray, sample: np.ndarray, of: str = "sample_lengths"):
+        out = np.empty(len(source), np.int64)
+        for k in np.unique(source):
+            mine = source == k
+            out[mine] = getattr(self.datasets[k], of)[sample[mine]]
+        return out
+
+    def row_length(self, longest):
+        """Tokens in the rows of a micro-batch whose longest sample has so many."""
+        if self.is_packed:
+            return self.seq_len + 0 * longest
+        return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
+
+    def size(self, start: int, stop: int, micro_batch: int) -> Size:
+        """Of the samples at these positions, in micro-batches."""
+        if self.is_stream:
+            return Size(*[(stop - start) * self.seq_len] * 3)
+        order = self.order(start, stop)
+        lengths = self._lengths(*order)
+        rows = self.row_length(lengths.reshape(-1, micro_batch).max(1))
+        targets = self._lengths(*order, of="sample_targets")
+        return Size(int(rows.sum()) * micro_batch, int(lengths.sum()), int(targets.sum()))
+
+    def typical_length(self) -> float:
+        """Mean tokens that the attention of a token goes over: FLOPs of attention grow with it."""
+        if self.is_stream:
+            return self.seq_len
+        lengths = np.concatenate([d.lengths for d in self.datasets]).astype(float)
+        return float((lengths**2).sum() / lengths.sum())
+
+    def batch(self, start: int, stop: int) -> Batch:
+        """The samples at these positions.
 
         Ids stay 2 or 4 bytes wide, a quarter or half of what the model wants, until they are on
         its device. Raises ConfigError for an id that is not in the vocabulary.
         """
-        source, block = self.order(start, stop)
-        if len(self.datasets) == 1:
-            out = self.datasets[0].read(block)
+        source, sample = self.order(start, stop)
+        if self.is_stream:
+            batch = Batch(self._read_blocks(source, sample))
         else:
-            out = np.empty((stop - start, self.seq_len + 1), self.dtype)
-            for k in np.unique(source):
-                mine = source == k
-                out[mine] = self.datasets[k].read(block[mine])
-        if out.max() >= self.vocab_size:
-            row, column = np.argwhere(out >= self.vocab_size)[0]
-            path, first = self.datasets[source[row]].find(block[row])
+            batch = Batch(*self._read_documents(source, sample))
+        ids = batch.tokens if batch.targets is None else np.maximum(batch.tokens, batch.targets)
+        if ids.max() >= self.vocab_size:
+            row, column = np.argwhere(ids >= self.vocab_size)[0]
+            path, first = self.datasets[source[row]].find(sample[row])
             raise ConfigError(
-                f"{path}: token id {out[row, column]} at token {first + column:,}; expected ids "
+                f"{path}: token id {ids[row, column]} at token {first + column:,}; expected ids "
                 f"below --vocab_size {self.vocab_size}"
             )
-        return torch.from_numpy(out)
+        if len(self.datasets) > 1:
+            batch = batch._replace(source=source)
+        return Batch(*(None if a is None else torch.from_numpy(a) for a in batch))
 
-    def __getitems__(self, positions: range) -> torch.Tensor:  # what DataLoader calls
+    def _read_blocks(self, source: np.ndarray, block: np.ndarray) -> np.ndarray:
+        if len(self.datasets) == 1:
+            return self.datasets[0].read(block)
+        out = np.empty((len(block), self.seq_len + 1), self.dtype)
+        for k in np.unique(source):
+            mine = source == k
+            out[mine] = self.datasets[k].read(block[mine])
+        return out
+
+    def _read_documents(self, source: np.ndarray, sample: np.ndarray):
+        """tokens, targets, and in packed rows the numbers of documents, [B, T] each."""
+        shape = len(sample), int(self.row_length(self._lengths(source, sample).max()))
+        tokens = np.full(shape, self.end_of_text or 0, self.dtype)
+        targets = np.full(shape, IGNORE, np.int32)
+        documents = np.zeros(shape, np.int16)
+        for i, (k, number) in enumerate(zip(source, sample, strict=True)):
+            self.datasets[k].read_into(number, tokens[i], targets[i], documents[i])
+        return tokens, targets, documents if self.is_packed else None
+
+    def __getitems__(self, positions: range) -> Batch:  # what DataLoader calls
         return retry(lambda: self.batch(positions.start, positions.stop))
+
+    def decode(self, ids: list[int]) -> str:
+        return decode(self.tokenizer_folder or self.tokenizer, ids)
+
+
+IGNORE = -100  # a target that the loss does not count
 
 
 def load_mixture(
     paths: list[str], split: str, seq_len: int, seed: int, vocab_size: int | None = None,
-    option: str = "--data",
+    option: str = "--data", mode: str = "auto", packing: bool = False,
 ) -> Mixture | None:  # fmt: skip
     """The mixture of the PATH[:WEIGHT] sources that `option` names.
 
+    mode: "stream", "documents", or "auto": documents where some file has prompts, or for packing.
     The validation data beside --data may be missing: then this is None.
     """
-    datasets, sources = [], [split_weight(spec) for spec in paths]
+    found, sources = [], [split_weight(spec) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     for path, weight in sources:
         optional = split == "val" and option == "--data"
         if optional and Path(path).is_file():
             continue  # a file to train on has nothing beside it
-        files = find_files(stdlib() if path == "stdlib" else path, split, option)
+        folder = path
+        if path == "stdlib":
+            from prepare import stdlib  # makes it, the first time
+
+            folder = stdlib()
+        files = find_files(folder, split, option)
         if files:
-            name = "stdlib" if path == "stdlib" else Path(path).stem
-            datasets.append(Dataset(name, files, seq_len, weight))
+            found.append((path, files, weight))
         elif not optional:
             raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
-    return Mixture(datasets, seed, vocab_size) if datasets else None
+    if not found:
+        return None
+    names = [Path(path).stem for path, *_ in found]
+    if len(set(names)) < len(names):  # a/train.bin and b/train.bin
+        names = [str(path) for path, *_ in found]
+    prompts = any(Path(f"{file}.mask").exists() for _, files, _ in found for file in files)
+    kind = Stream
+    if mode == "documents" or mode == "auto" and (packing or prompts):
+        kind = partial(Documents, packing=packing)
+    datasets = [kind(name, files, seq_len, weight)
+                for name, (_, files, weight) in zip(names, found, strict=True)]  # fmt: skip
+    return Mixture(datasets, seed, vocab_size)
 
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
@@ -315,12 +588,6 @@ def split_weight(spec: str) -> tuple[str, Fraction | None]:
 
 
 # --- the loader ------------------------------------------------------------------------------
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
@@ -341,7 +608,7 @@ def leave_signals_to_parent(worker: int):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def as_it_is(batch: torch.Tensor) -> torch.Tensor:
+def as_it_is(batch: Batch) -> Batch:
     return batch  # Mixture gives whole micro-batches
 
 
@@ -349,7 +616,7 @@ def loader(
     data: Mixture, cfg: Config, start_step: int, micro_batch: int, rank: int, world_size: int,
     device: torch.device, workers: int, offset: int = 0,
 ):  # fmt: skip
-    """Micro-batches (tokens, targets), each [micro_batch, seq_len], on `device`.
+    """Micro-batches of `micro_batch` samples on `device`.
 
     From step `start_step` to step cfg.max_steps - 1; step s takes the samples that begin with
     s * cfg.batch_size + offset. One micro-batch is always on its way to the device while the one
@@ -376,7 +643,7 @@ def loader(
     )
     ahead = None
     for batch in batches:
-        ready, ahead = ahead, split_targets(batch, device)
+        ready, ahead = ahead, to_device(batch, device)
         if ready is not None:
             yield ready
     if ahead is not None:
@@ -391,27 +658,28 @@ def eval_batches(
 
     Every rank yields as many micro-batches of the same shape; what is over is masked.
     """
-    n, stride = min(max_samples, data.n_blocks), micro_batch * world_size
+    n, stride = min(max_samples, data.n_samples), micro_batch * world_size
     for start in range(0, n, stride):
         first = start + rank * micro_batch
-        tokens, targets = split_targets(data.batch(first, first + micro_batch), device)
+        batch = to_device(data.batch(first, first + micro_batch), device)
         if first + micro_batch > n:
-            targets = targets.clone()
-            targets[max(0, n - first) :] = -100
-        yield tokens, targets
+            batch = batch._replace(targets=batch.targets.clone())
+            batch.targets[max(0, n - first) :] = IGNORE
+        yield batch
 
 
-def split_targets(batch: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T + 1] → inputs and the tokens that follow them on `device`, [B, T] each, int64."""
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with tokens and targets as int64 [B, T] on `device`."""
     if device.type == "cuda":  # a quarter of the bytes cross the bus; the GPU widens them
-        batch = batch.to(device, non_blocking=True)  # asynchronous where the batch is pinned
-    batch = batch.long().to(device)
-    return batch[:, :-1], batch[:, 1:].contiguous()
+        # asynchronous where the batch is pinned
+        batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in batch))
+    tokens, targets, documents, source = (x if x is None else x.long().to(device) for x in batch)
+    if targets is None:
+        tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    return Batch(tokens, targets, documents, source)
 
 
 # --- text ------------------------------------------------------------------------------------
-
-BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
 
 
 def decode(tokenizer: str | None, ids: list[int]) -> str:
@@ -420,53 +688,14 @@ def decode(tokenizer: str | None, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if tokenizer is None:
         return " ".join(map(str, ids))
+    return load_tokenizer(tokenizer).decode(ids)
+
+
+@lru_cache
+def load_tokenizer(folder: str):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tokenizer).decode(ids)
-
-
-def write_tokens(path: Path, documents: list[bytes]):
-    """Byte-level token file of whole documents, and the sidecar that describes it."""
-    end = np.array([BYTES_END_OF_TEXT], np.uint16)
-    parts = [part for d in documents for part in (np.frombuffer(d, np.uint8).astype("u2"), end)]
-    tokens = np.concatenate(parts)
-    tokens.tofile(path)
-    meta = dict(
-        format=1, tokenizer="bytes", vocab_size=257, end_of_text=BYTES_END_OF_TEXT,
-        dtype="uint16", tokens=len(tokens), bytes=sum(map(len, documents)),
-        documents=len(documents), checksum=hashlib.sha256(tokens.tobytes()).hexdigest(),
-    )  # fmt: skip
-    Path(f"{path}.json").write_text(json.dumps(meta, indent=1) + "\n")
-
-
-def stdlib() -> str:
-    """Folder with the source of Python's standard library as bytes; made at the first call.
-
-    Every machine that has Python has it, so that a first run needs no download. One file in
-    twenty, picked by a hash of its name, is for validation.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
-    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-    folder = cache / f"stdlib-{python}"
-    if folder.exists():
-        return str(folder)
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    root = Path(sysconfig.get_paths()["stdlib"])
-    documents = {"train": [], "val": []}
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = sorted(set(subdirectories) - skip)
-        for file in sorted(Path(directory) / name for name in names if name.endswith(".py")):
-            digest = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
-            documents["val" if digest[0] < 256 / 20 else "train"].append(file.read_bytes())
-    cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=cache))
-    for split, texts in documents.items():
-        write_tokens(building / f"{split}.bin", texts)
-    try:
-        building.rename(folder)  # all of it appears at once, also when two processes do this
-    except OSError:
-        shutil.rmtree(building)
-    return str(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 # --- python data.py --------------------------------------------------------------------------
@@ -477,35 +706,52 @@ def show(run_dir: str, step: int):
     if step < 1:
         raise ConfigError(f"step {step}: expected 1 or more, the number of an update")
     cfg = parse([], saved=f"{run_dir}/config.yaml")
-    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
+    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
+                        mode=cfg.data_mode, packing=cfg.packing)  # fmt: skip
     batch_size, offset = cfg.batch_size, 0
     with contextlib.suppress(OSError, ValueError), open(f"{run_dir}/metrics.jsonl") as file:
         for row in (json.loads(line) for line in file if '"order"' in line):
             if row["step"] < step:  # said where a process begins, for what it may have changed
                 order = row["order"]
                 data.seed, batch_size, offset = order["seed"], order["batch_size"], order["offset"]
+    data.group_by_length(cfg.group_window, batch_size)
     first = (step - 1) * batch_size + offset
-    source, block = data.order(first, first + batch_size)
-    tokens = data.batch(first, first + batch_size)
+    source, sample = data.order(first, first + batch_size)
+    batch = data.batch(first, first + batch_size)
     for i in range(batch_size):
-        dataset = data.datasets[source[i]]
-        path, token = dataset.find(block[i])
+        dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
+        if not data.is_stream:
+            ids = ids[: dataset.sample_lengths[sample[i]]]
+        path, token = dataset.find(sample[i])
         print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
-        print(decode(data.tokenizer, tokens[i].tolist()))
+        print(data.decode(ids))
+
+
+USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
+       data.py show RUN_DIR STEP    print the samples that a run had in one step"""
+ABOUT = "Turn text, JSONL (.gz, .zst too) and Parquet files, folders or patterns into token files."
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("data.py", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    shown = commands.add_parser("show", help="print the samples that a run had in one step")
-    shown.add_argument("run_dir")
-    shown.add_argument("step", type=int, help="number of the update, from 1 on")
-    args = parser.parse_args(argv)
+    """Returns the exit code."""
     try:
-        show(args.run_dir, args.step)
+        if argv[:1] == ["show"]:
+            if len(argv) != 3 or not argv[2].isdigit():
+                raise ConfigError("expected: data.py show RUN_DIR STEP, the number of an update")
+            show(argv[1], int(argv[2]))
+            return 0
+        import prepare
+
+        parser = make_parser(prepare.Options, "data.py", USAGE, ABOUT)
+        parser.add_argument("inputs", nargs="+", metavar="INPUT", help="to be turned into tokens")
+        given = vars(read_flags(parser, argv))
+        print(prepare.prepare(given.pop("inputs"), prepare.Options(**given)))
     except ConfigError as e:
         print(f"data.py: error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was changed", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         norm = RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm, self.k_norm = (norm(cfg.head_dim, eps=cfg.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, mask=None) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (
             self.qkv(x)
@@ -69,7 +69,8 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         y = F.scaled_dot_product_attention(
             q, k, v,
-            is_causal=T > 1,
+            attn_mask=mask,
+            is_causal=mask is None and (cache is None or T > 1),
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.n_kv_head != self.n_head,
         )  # fmt: skip
@@ -98,8 +99,8 @@ class Block(nn.Module):
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, mask=None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache, mask))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -134,61 +135,89 @@ class Transformer(nn.Module):
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.mlp.down.weight)
 
-    def hidden(self, tokens: Tensor, caches=None) -> Tensor:
-        """tokens [B, T] → the last layer's normalized output [B, T, C]."""
-        start = caches[0].length if caches else 0
+    def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
+        """tokens [B, T] → the last layer's normalized output [B, T, C].
+
+        documents [B, T]: numbers of the documents that stand one after another in a row; each is
+        computed as if it stood alone.
+        """
+        start, mask = caches[0].length if caches else 0, None
         x = self.dropout(self.embedding(tokens))
         positions = slice(start, start + tokens.shape[1])
+        if documents is not None:
+            mask, positions = document_mask(documents)
         cos, sin = self.cos[positions], self.sin[positions]
         recompute = self.cfg.activation_checkpointing == "full" and self.training
         for i, block in enumerate(self.blocks):
             if recompute:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, None, mask, use_reentrant=False)
             else:
-                x = block(x, cos, sin, caches[i] if caches else None)
+                x = block(x, cos, sin, caches[i] if caches else None, mask)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] → fp32 logits [..., V], without the rows that only pad the matrix."""
         return self.head(hidden)[..., : self.cfg.vocab_size].float()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
+                by_sequence: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         """tokens, targets [B, T] → (sum of cross-entropies in nats, number of real targets).
 
         A target of -100 is not counted. Returning sum and count lets the caller average over
         micro-batches and ranks of unequal length and still get the mean over all tokens.
+        documents: as in `hidden`. by_sequence: both for each row, [B].
         """
-        logits = self.logits(self.hidden(tokens)).flatten(0, 1)
-        targets = targets.flatten()
-        loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-        return loss_sum, (targets != IGNORE).sum()
+        logits = self.logits(self.hidden(tokens, documents=documents)).flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
+        losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
+        return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
+
+
+def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """documents [B, T] → (which positions each may attend to [B, 1, T, T], its place in its own).
+
+    A position attends to those up to itself in the same document.
+    """
+    place = torch.arange(documents.shape[1], device=documents.device)
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (
+        place[:, None] >= place[None, :]
+    )
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, place, 0).cummax(1).values  # of the document, at each position
+    return mask, place - first
 
 
 @torch.no_grad()
-def output_health(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
+def output_health(model: Transformer, tokens: Tensor, targets: Tensor,
+                  documents: Tensor | None = None) -> dict[str, Tensor]:  # fmt: skip
     """Entropy in nats and mass of the likeliest token, means over at least 256 positions.
 
-    A model that collapses shows here first. tokens [B, T].
+    A model that collapses shows here first. All [B, T], as in `forward`; where the loss does not
+    count, neither do these.
     """
+    rows = slice(max(1, 256 // tokens.shape[1]))
     model.eval()
-    hidden = model.hidden(tokens[: max(1, 256 // tokens.shape[1])])
+    hidden = model.hidden(tokens[rows], documents=None if documents is None else documents[rows])
     model.train()
     logp = model.logits(hidden).log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1).mean()
-    return {"health/output_entropy": entropy, "health/output_top1": logp.amax(-1).exp().mean()}
+    weight = (targets[rows] != IGNORE).float()
+    entropy, top1 = -(logp.exp() * logp).sum(-1), logp.amax(-1).exp()
+    return {f"health/output_{name}": (values * weight).sum() / weight.sum().clamp(min=1)
+            for name, values in (("entropy", entropy), ("top1", top1))}  # fmt: skip
 
 
 # --- size and speed --------------------------------------------------------------------------
 
 
-def flops_per_token(model: nn.Module, cfg: Config) -> int:
-    """FLOPs of forward and backward for one token of a sequence of cfg.seq_len.
+def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
+    """FLOPs of forward and backward for one token of a sequence of cfg.seq_len, or of `length`.
 
     6 N for the N weights of the matrix products, of which a lookup in the embedding is none, and
     12 H D T a layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    return 6 * weights + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * cfg.seq_len
+    length = length or cfg.seq_len
+    return 6 * weights + round(12 * cfg.n_layer * cfg.n_head * cfg.head_dim * length)
 
 
 def set_attention_backend(name: str):
@@ -207,7 +236,8 @@ def attention_backend(cfg: Config, device: torch.device, dtype: torch.dtype) -> 
 
     Raises ConfigError where the only one that is allowed cannot run.
     """
-    B, D = 1, cfg.head_dim
+    B, D, T = 1, cfg.head_dim, cfg.seq_len
+    mask = torch.ones(B, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
     q = torch.empty(B, cfg.n_head, cfg.seq_len, D, device=device, dtype=dtype, requires_grad=True)
     kv = torch.empty(B, cfg.n_kv_head, cfg.seq_len, D, device=device, dtype=dtype)
     names = {
@@ -219,13 +249,15 @@ def attention_backend(cfg: Config, device: torch.device, dtype: torch.dtype) -> 
     used = None
     with contextlib.suppress(RuntimeError):  # there is no backend left to choose from
         choice = torch._fused_sdp_choice(
-            q, kv, kv, dropout_p=cfg.dropout, is_causal=True, enable_gqa=cfg.n_kv_head != cfg.n_head
-        )
+            q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,
+            enable_gqa=cfg.n_kv_head != cfg.n_head,
+        )  # fmt: skip
         used = names.get(int(choice))
     if used is None or cfg.attention not in ("auto", used):
+        packed = " with --packing" if cfg.packing else ""
         raise ConfigError(
             f"--attention {cfg.attention}: not available on {device.type} for {dtype} heads of "
-            f"width {D}; expected one that is, or auto"
+            f"width {D}{packed}; expected one that is, or auto"
         )
     return used
 

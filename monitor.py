@@ -65,6 +65,7 @@ LINE = {  # what the log line shows besides step, loss and rate; "+": only with 
     "perf/tokens_per_second": "{si} tok/s",
     "perf/mfu": "mfu {:.1%}",
     "perf/data_fraction": "data {:.1%}",
+    "perf/padding_fraction": "padding {:.1%}",
     "memory/peak_gb": "mem {:.1f} GB",
     "memory/host_rss_gb": "rss {:.2f} GB",
     "health/update_ratio": "update {:.1e}",
@@ -96,6 +97,7 @@ class Monitor:
     def __init__(
         self, cfg: Config, *, start_step: int, flops_per_token: int, peak: float | None,
         device: torch.device, out_dir: Path | None, tensorboard_dir: Path | None = None,
+        start_tokens: int = 0,
         gather=lambda values: values[None], autopsy=lambda step, rank: {},
     ):  # fmt: skip
         self.cfg, self.device, self.gather, self.autopsy = cfg, device, gather, autopsy
@@ -111,8 +113,8 @@ class Monitor:
             self.before = seconds_before(*rows)
             for row in rows[0]:
                 self.watch.add(row)
-        self.tokens = start_step * cfg.batch_size * cfg.seq_len
-        self.logged_step, self.logged_tokens, self.real_tokens = start_step, self.tokens, 0
+        self.tokens = self.logged_tokens = start_tokens
+        self.logged_step, self.padded_tokens = start_step, 0
         self.gathered = {}  # name → [sum, count] since the last log, sums on the device
         self.losses, self.grad_norms = [], []  # of every step since the last log, on the device
         self.recent = {
@@ -149,17 +151,19 @@ class Monitor:
             self.events.mark(name)
         return ended
 
-    def log(self, name: str, value):
-        """Add to the mean of `name` over this log interval. A tensor is not waited for."""
+    def log(self, name: str, value, weight=1):
+        """Add to the total of `name` over this log interval, and to what it will be divided by.
+
+        So with a weight of 1 it is a mean, over steps and ranks. A tensor is not waited for.
+        """
         if not self.cfg.log_interval:
             return
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
+        value, weight = (x.detach() if isinstance(x, torch.Tensor) else x for x in (value, weight))
         if name in self.gathered:
             total = self.gathered[name]
-            total[0], total[1] = total[0] + value, total[1] + 1
+            total[0], total[1] = total[0] + value, total[1] + weight
         else:
-            self.gathered[name] = [value, 1]
+            self.gathered[name] = [value, weight]
 
     def log_all(self, values: dict):
         for name, value in values.items():
@@ -204,8 +208,8 @@ class Monitor:
         self.step_began, self.outside_seconds = now, 0.0
         self.window_ms.append(ms)
         heapq.heappushpop(self.slowest, (ms, step))
-        self.tokens += tokens
-        self.real_tokens += tokens if real_tokens is None else real_tokens
+        self.padded_tokens += tokens
+        self.tokens += tokens if real_tokens is None else real_tokens
         if not self.cfg.log_interval:
             return
         self.losses.append(loss)
@@ -227,19 +231,20 @@ class Monitor:
     def gather_values(self, step: int) -> dict[str, float]:
         """What was logged, over steps and ranks: one copy from the device for all of it."""
         names = sorted(self.gathered)  # in the same order on every rank
-        means = [total / count for total, count in (self.gathered[name] for name in names)]
+        logged = [[value] for i in (0, 1) for value in (self.gathered[name][i] for name in names)]
         n = len(self.losses)
-        parts = [*([v] for v in means), self.losses, self.grad_norms, self.own_ms(step)]
+        parts = [*logged, self.losses, self.grad_norms, self.own_ms(step)]
         values = torch.cat([self.on_device(part) for part in parts if part])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
-        means, losses, norms, own = np.split(
-            table, np.cumsum([len(names), n, len(self.grad_norms)]), axis=1
+        totals, weights, losses, norms, own = np.split(
+            table, np.cumsum([len(names), len(names), n, len(self.grad_norms)]), axis=1
         )
         self.gathered, self.losses, self.grad_norms = {}, [], []
-        row = dict(zip(names, means.mean(0).tolist(), strict=True))
+        sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
+        row = {name: total / weight for name, total, weight in sums if weight}
         row["train/loss"] = float(losses.mean())
         if norms.size and self.cfg.monitor != "off":
             row["train/grad_norm"] = float(norms[0].mean())
@@ -278,7 +283,7 @@ class Monitor:
         """What the clocks say about the steps since the last log; starts anew."""
         self.phase(self.current)
         steps = step - self.logged_step
-        tokens = (self.tokens - self.logged_tokens) / steps
+        tokens, real_tokens = self.padded_tokens / steps, (self.tokens - self.logged_tokens) / steps
         ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
         step_ms = sum(ms[name] for name in STEP_PHASES)
         flops = tokens * self.flops_per_token / step_ms * 1e3
@@ -299,9 +304,10 @@ class Monitor:
         self.window_ms.clear()
         self.settle()
         self.logged_step, self.logged_tokens = step, self.tokens
-        if self.real_tokens != tokens * steps:
-            row["perf/real_tokens_per_second"] = self.real_tokens / steps / step_ms * 1e3
-        self.real_tokens = 0
+        if real_tokens != tokens:
+            row["perf/real_tokens_per_second"] = real_tokens / step_ms * 1e3
+            row["perf/padding_fraction"] = 1 - real_tokens / tokens
+        self.padded_tokens = 0
         if self.cfg.monitor == "off":
             return row
         row |= {f"perf/{name}_ms": ms[name] for name in OUTSIDE_PHASES}
@@ -844,6 +850,9 @@ def report(run_dir: Path) -> dict:
         out["figures"]["step_ms_median"] = float(np.median(medians))
         out["figures"]["first_tenth_ms"] = float(np.median(medians[:tenth]))
         out["figures"]["last_tenth_ms"] = float(np.median(medians[-tenth:]))
+    padding = [row["perf/padding_fraction"] for row in rows if "perf/padding_fraction" in row]
+    if padding:
+        out["figures"]["padding_fraction"] = sum(padding) / len(padding)
     out["verdict"] = verdict(out)
     return out
 
@@ -868,6 +877,10 @@ def verdict(out: dict) -> list[str]:
     for name, (share, advice) in ADVICE.items():
         if out["seconds"][name] > share * whole:
             lines.append(f"{name} takes {out['seconds'][name] / whole:.0%} of the time: {advice}")
+    padding = out["figures"].get("padding_fraction", 0.0)
+    if padding > 0.2:
+        lines.append(f"padding is {padding:.0%} of what is computed: --packing, or a larger "
+                     "--group_window")  # fmt: skip
     return lines if slower else ["steady: no slow-down found", *lines]
 
 
@@ -883,6 +896,8 @@ def report_text(out: dict) -> str:
         lines.append(f"steps   {figures['step_ms_median']:.4g} ms (median), first tenth "
                      f"{figures['first_tenth_ms']:.4g} ms, last tenth "
                      f"{figures['last_tenth_ms']:.4g} ms")  # fmt: skip
+    if "padding_fraction" in figures:
+        lines.append(f"padding {figures['padding_fraction']:.1%} of the tokens computed")
     if out["slowest"]:
         lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
     good = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))

@@ -36,14 +36,15 @@ import config
 from checkpoint import Backup, Writer, checkpoint_step, list_checkpoints, replacing, run_of
 from config import Config, ConfigError, retry
 from data import (
+    IGNORE,
+    Batch,
     Mixture,
-    decode,
     eval_batches,
     load_mixture,
     loader,
     pick_workers,
-    split_targets,
     split_weight,
+    to_device,
 )
 from model import (
     Transformer,
@@ -67,8 +68,10 @@ def train(run: "Run"):
         run.offset,
     )  # fmt: skip
     accumulation = cfg.batch_size // (run.micro_batch * run.world_size)
-    # The gradient of the mean over all tokens of the step; DDP divides by world_size by itself.
-    loss_scale = run.world_size / (cfg.batch_size * cfg.seq_len)
+    totals = None  # of each dataset since the last log
+    by_dataset = cfg.loss_by_dataset and cfg.monitor != "off"
+    if by_dataset and len(run.train_data.datasets) > 1:
+        totals = torch.zeros(2, len(run.train_data.datasets), device=device)
     first_step = step + 1
     gc.disable()  # it would stop one rank at a time, at moments of its own
 
@@ -76,15 +79,22 @@ def train(run: "Run"):
         seed_everything(cfg.seed, step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(step, cfg))
         step_loss = torch.zeros((), device=device)
+        first = step * cfg.batch_size + run.offset
+        size = run.train_data.size(first, first + cfg.batch_size, run.micro_batch)
+        # The gradient of the mean over all targets of the step; DDP divides by world_size itself.
+        loss_scale = run.world_size / max(1, size.targets)
         for i in range(accumulation):
             monitor.phase("data")
-            tokens, targets = next(batches)  # already on the device, or on its way there
+            batch = next(batches)  # already on the device, or on its way there
             monitor.phase("forward")
             with gradient_sync(run.ddp, last=i == accumulation - 1), run.autocast:
-                loss = run.ddp(tokens, targets)[0] * loss_scale
+                losses, counts = ask(run.ddp, batch, by_sequence=totals is not None)
+                loss = losses.sum() * loss_scale
             monitor.phase("backward")
             run.scaler.scale(loss).backward()
             step_loss += loss.detach()
+            if totals is not None:
+                add_by_dataset(totals, batch, losses, counts)
         monitor.phase("optimizer")
         grad_norm = update(run, parameters, step + 1)
         step = run.step = step + 1
@@ -92,9 +102,14 @@ def train(run: "Run"):
 
         if cfg.monitor == "full" and monitor.due(step, cfg.health_interval):
             with run.autocast:
-                monitor.log_all(output_health(model, tokens))
+                monitor.log_all(output_health(model, *batch[:3]))
+        if totals is not None and monitor.due(step):
+            totals = log_by_dataset(run, totals)
+        run.tokens += size.real_tokens
         # reads the device, but only every log_interval
-        monitor.step(step, lr, step_loss, grad_norm, tokens=cfg.batch_size * cfg.seq_len)
+        monitor.step(
+            step, lr, step_loss, grad_norm, tokens=size.tokens, real_tokens=size.real_tokens
+        )
         if monitor.nonfinite_in_a_row >= cfg.max_nonfinite and cfg.on_nonfinite != "skip":
             raise NotFinite(f"{monitor.nonfinite_in_a_row} steps in a row, up to step {step}, "
                             "had a loss or gradient that was not finite")  # fmt: skip
@@ -120,6 +135,34 @@ def train(run: "Run"):
 
 
 GC_INTERVAL = 1000  # steps between garbage collections, the same on all ranks
+
+
+def ask(model, batch: Batch, by_sequence: bool = False) -> tuple[Tensor, Tensor]:
+    """model(tokens, targets); with more arguments only for packed rows and for mixtures."""
+    more = {} if batch.documents is None else dict(documents=batch.documents)
+    if by_sequence:
+        more["by_sequence"] = True
+    return model(batch.tokens, batch.targets, **more)
+
+
+@torch.no_grad()
+def add_by_dataset(totals: Tensor, batch: Batch, losses: Tensor, counts: Tensor):
+    """Add to totals [2, datasets] losses and numbers of targets: [B], or sums of one dataset."""
+    values = torch.stack((losses, counts)).to(totals.dtype)
+    if batch.source is None:
+        totals += values[:, None]
+    else:
+        totals.index_add_(1, batch.source, values)
+
+
+def log_by_dataset(run: "Run", totals: Tensor) -> Tensor:
+    """Log the losses since the last log and the epochs so far; returns totals of zero."""
+    data = run.train_data
+    epochs = data.epochs(run.step * run.cfg.batch_size + run.offset)
+    for k, dataset in enumerate(data.datasets):
+        run.monitor.log(f"train/loss/{dataset.name}", *totals[:, k])
+        run.monitor.log(f"train/epochs/{dataset.name}", epochs[k])
+    return torch.zeros_like(totals)
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:
@@ -278,20 +321,25 @@ def evaluate(run: "Run", step: int) -> float:
     cfg, data = run.cfg, run.val_data
     previous = run.monitor.phase("evaluation")
     run.model.eval()
-    total = torch.zeros(2, device=run.device)  # sum of losses, number of targets
-    for tokens, targets in eval_batches(
+    n = len(data.datasets)
+    totals = torch.zeros(2, n, device=run.device)  # sum of losses, number of targets
+    for batch in eval_batches(
         data, cfg.eval_steps * cfg.batch_size, run.micro_batch, run.rank, run.world_size, run.device
     ):
         with run.autocast:
-            total += torch.stack(run.model(tokens, targets))
+            losses, counts = ask(run.model, batch, by_sequence=n > 1)
+        add_by_dataset(totals, batch, losses, counts)
     run.model.train()
     if run.world_size > 1:
-        dist.all_reduce(total)
-    loss_sum, count = total.tolist()
-    loss = loss_sum / count
+        dist.all_reduce(totals)
+    loss_sums, counts = totals.tolist()
+    loss = sum(loss_sums) / max(1.0, sum(counts))
     row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
     if data.bytes_per_token:
         row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
+    if n > 1:
+        row |= {f"val/loss/{d.name}": total / count for d, total, count
+                in zip(data.datasets, loss_sums, counts, strict=True) if count}  # fmt: skip
     if run.rank == 0:
         shown = " | ".join(f"{name[len('val/') :]} {value:.4f}" for name, value in row.items())
         print(f"step {step}: validation {shown}", flush=True)
@@ -301,17 +349,26 @@ def evaluate(run: "Run", step: int) -> float:
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
-    """Text that the model writes, from the beginning of a document; the same dice every time."""
+    """Text that the model writes, with the same dice every time.
+
+    From the beginning of a document; where there are prompts, in answer to one of them.
+    """
     if not all(p.isfinite().all() for p in run.model.parameters()):
         return "(none: the weights are not finite)"
-    first = run.train_data.end_of_text
-    if first is None:
-        first = int((run.val_data or run.train_data).batch(0, 1)[0, 0])
-    prompt = torch.tensor([[first]], device=run.device)
+    data = run.val_data or run.train_data
+    batch, end = data.batch(0, 1), run.train_data.end_of_text
+    prompt = batch.tokens[:, :1].long() if end is None else torch.tensor([[end]])
+    if data.has_prompts:
+        counted = (batch.targets[0] != IGNORE).nonzero()
+        prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
     torch.manual_seed(0)
     with run.autocast:
-        tokens = generate(run.model, prompt, max_new_tokens, temperature=0.8, top_k=50)
-    return decode(run.train_data.tokenizer, tokens[0, 1:].tolist())
+        tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
+    if not data.has_prompts:
+        return data.decode(tokens[0, 1:].tolist())
+    written = tokens[0, prompt.shape[1] :].tolist()
+    written = written[: written.index(end)] if end in written else written
+    return f"{data.decode(prompt[0].tolist())}\n→ {data.decode(written)}"
 
 
 # --- checkpoints -----------------------------------------------------------------------------
@@ -334,6 +391,7 @@ def save_checkpoint(run: "Run", is_best: bool = False):
         format=FORMAT,
         step=run.step,
         position=run.step * run.cfg.batch_size + run.offset,  # of the next sample
+        tokens=run.tokens,
         best_loss=run.best_loss,
         model=run.model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
@@ -382,6 +440,8 @@ def load_checkpoint(run: "Run", path: Path):
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
     run.step = run.saved_step = state["step"]
+    before = run.step * state["config"]["batch_size"] * state["config"]["seq_len"]
+    run.tokens = state.get("tokens", before)  # older files have none
     run.best_loss = state["best_loss"]
     position = state.get("position", run.step * state["config"]["batch_size"])
     run.offset = position - run.step * run.cfg.batch_size
@@ -392,7 +452,7 @@ def refuse_changes(run: "Run", path: Path, state: dict):
     cfg, saved, data = run.cfg, state["config"], run.train_data
     names = config.WEIGHTS + config.TRAJECTORY
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in names
-               if saved[name] != getattr(cfg, name)}  # fmt: skip
+               if name in saved and saved[name] != getattr(cfg, name)}  # fmt: skip
     if state["tokenizer"] != data.tokenizer:
         changed["tokenizer"] = f"{state['tokenizer']} -> {data.tokenizer}"
     mine, theirs = data.fingerprint(), state["data"]
@@ -548,7 +608,7 @@ def largest_micro_batch(model, cfg: Config, world_size: int, autocast, device) -
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
             with autocast:
-                loss = model.forward(tokens, tokens)[0]
+                loss = ask(model.forward, Batch(tokens, tokens, tokens if cfg.packing else None))[0]
             loss.backward()
             if 2 * size > most:
                 break
@@ -605,6 +665,7 @@ class Run:
     step: int = 0  # updates that have been made
     saved_step: int = 0
     best_loss: float = math.inf
+    tokens: int = 0  # that have been trained on, without padding
     offset: int = 0  # update s + 1 begins with sample s * batch_size + this: 0, but after a
     # rollback or a change of batch_size
     lock: object = None  # an open file that keeps other processes out of out_dir
@@ -738,17 +799,30 @@ def describe(run: Run, attention: str, compiled: bool) -> str:
     count = sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else cpu_name()
     accumulation = cfg.batch_size // (run.micro_batch * run.world_size)
-    epochs = cfg.max_steps * cfg.batch_size / run.train_data.n_blocks
-    sources = ", ".join(d.name for d in run.train_data.datasets)
+    data = run.train_data
+    epochs = [f"{n:.2f} epochs" for n in data.epochs(cfg.max_steps * cfg.batch_size)]
+    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
+    if len(epochs) > 1:
+        weights = [d.weight / sum(d.weight for d in data.datasets) for d in data.datasets]
+        each = zip(data.datasets, weights, epochs, strict=True)
+        sources = ", ".join(f"{d.name} {float(w):.1%} ({n})" for d, w, n in each)
+        sources += f": {si(data.n_tokens)} tokens"
+    if not data.is_stream:
+        cut = sum(d.n_cut for d in data.datasets)
+        sources += f", {sum(len(d.lengths) for d in data.datasets):,} documents"
+        sources += f" ({cut:,} longer than --seq_len are cut)" if cut else ""
+        sources += f" in {data.n_samples:,} rows" if data.is_packed else ""
+    tokens = f"{si(cfg.batch_size * cfg.seq_len)} tokens"
+    if not data.is_stream and not data.is_packed:
+        tokens = f"at most {tokens}"
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[run.dtype]
     return "\n".join((
         f"device  {run.world_size} x {run.device.type} ({name}), {dtype}, {attention} attention, "
         f"compile {'on' if compiled else 'off'}",
         f"model   {cfg.model}: {count / 1e6:.2f} M parameters, {cfg.n_layer} layers of width "
         f"{cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), vocabulary {cfg.vocab_size}",
-        f"data    {sources}: {si(run.train_data.n_tokens)} tokens, {epochs:.2f} epochs in "
-        f"{cfg.max_steps} steps, {run.workers} loader processes a rank",
-        f"step    {si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x {cfg.seq_len}: "
+        f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
+        f"step    {tokens} = {cfg.batch_size} x {cfg.seq_len}: "
         f"{run.world_size} x {accumulation} micro-batches of {run.micro_batch}, {cfg.optimizer}",
         f"run     {run.out_dir}",
     ))  # fmt: skip
@@ -807,10 +881,16 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     set_attention_backend(cfg.attention)
     attention = attention_backend(cfg, device, dtype)
     torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
-    train_data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size)
+    train_data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
+                              mode=cfg.data_mode, packing=cfg.packing)  # fmt: skip
+    train_data.group_by_length(cfg.group_window, cfg.batch_size)
     cfg.vocab_size = train_data.vocab_size
+    cfg.data_mode = "stream" if train_data.is_stream else "documents"
     option = "--val_data" if cfg.val_data else "--data"
-    val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option)
+    val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option,
+                            cfg.data_mode, cfg.packing)  # fmt: skip
+    if val_data:  # all that is evaluated, sorted
+        val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
     backup = None
     if cfg.backup_to and rank == 0:
         backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
@@ -848,7 +928,10 @@ def set_up(argv: list[str], cfg: Config) -> Run:
         micro_batch = config.micro_batch_size(cfg, world_size, fits)
     compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:
-        model.compile()  # in place, so that names in checkpoints are those of the module
+        # In place, so that names in checkpoints are those of the module. Padded rows are of many
+        # lengths: one graph for all of them.
+        lengths_vary = not train_data.is_stream and not train_data.is_packed
+        model.compile(dynamic=True if lengths_vary else None)
     run = Run(
         cfg, out_dir, rank, world_size, device, dtype, micro_batch,
         pick_workers(cfg.num_workers, device, local_world_size), train_data, val_data, model,
@@ -953,7 +1036,8 @@ def make_monitor(run: Run) -> Monitor:
     return Monitor(
         cfg,
         start_step=run.step,
-        flops_per_token=flops_per_token(run.model, cfg),
+        start_tokens=run.tokens,
+        flops_per_token=flops_per_token(run.model, cfg, run.train_data.typical_length()),
         peak=peak * run.world_size if peak else None,
         device=run.device,
         out_dir=run.out_dir if run.rank == 0 else None,
@@ -982,9 +1066,9 @@ def autopsy(run: Run, step: int, rank: int) -> dict:
     hooks = [module.register_forward_hook(look) for module in names]
     run.model.eval()
     for start in range(first, first + per_rank, run.micro_batch):
-        batch = run.train_data.batch(start, start + run.micro_batch)
+        batch = to_device(run.train_data.batch(start, start + run.micro_batch), run.device)
         with run.autocast:
-            run.model.forward(*split_targets(batch, run.device))
+            ask(run.model.forward, batch)
     run.model.train()
     for hook in hooks:
         hook.remove()

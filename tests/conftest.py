@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
 import train  # noqa: E402
-from data import write_tokens  # noqa: E402
+from prepare import write_tokens  # noqa: E402
 
 torch.set_num_threads(1)  # as `environment` does for other processes, for the same reason
 

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, tiny_config
 
 import data
-from data import ConfigError, Dataset, Mixture, load_mixture, mixture_pattern, permute
+from data import ConfigError, Mixture, Stream, load_mixture, mixture_pattern, permute
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_every_epoch_is_a_permutation(n):
 
 def test_order_visits_every_block_once_an_epoch(tmp_path):
     mixture = load_mixture([str(token_folder(tmp_path, n=10_001))], "train", 10, seed=1)
-    assert mixture.n_blocks == 1000
+    assert mixture.n_samples == 1000
     epochs = [mixture.order(e * 1000, (e + 1) * 1000)[1] for e in range(3)]
     for epoch in epochs:
         assert np.array_equal(np.sort(epoch), np.arange(1000))
@@ -80,7 +80,7 @@ def samples_by_step(mixture, world_size, micro_batch, start_step=0):
     cfg = tiny_config(batch_size=16, max_steps=4, seq_len=10)
     per_step = 16 // micro_batch // world_size
     ranks = [
-        [tokens for tokens, _ in data.loader(mixture, cfg, start_step, micro_batch, rank,
+        [batch.tokens for batch in data.loader(mixture, cfg, start_step, micro_batch, rank,
                                              world_size, CPU, 0)]
         for rank in range(world_size)
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_worker_processes_change_nothing(tmp_path):
         list(data.loader(mixture, cfg, 0, 4, 0, 1, CPU, workers)) for workers in (0, 2)
     )
     assert len(alone) == len(helped) == 24
-    for (x, y), (x2, y2) in zip(alone, helped, strict=True):
+    for (x, y, *_), (x2, y2, *_) in zip(alone, helped, strict=True):
         assert torch.equal(x, x2) and torch.equal(y, y2)
         assert torch.equal((x + 1) % 100, y)  # the target is the token that follows
 
@@ -127,14 +127,14 @@ def test_position_a_trillion_costs_the_same(tmp_path):
 
     near, far = seconds(0), seconds(10**12)
     assert far < 3 * near
-    epoch = mixture.n_blocks
+    epoch = mixture.n_samples
     first = -(-(10**12) // epoch) * epoch  # the first position of an epoch
     assert np.array_equal(np.sort(mixture.order(first, first + epoch)[1]), np.arange(epoch))
 
 
 def test_a_dataset_smaller_than_a_batch_goes_round(tmp_path):
     mixture = load_mixture([str(token_folder(tmp_path, n=45))], "train", 10, seed=1)
-    batch = mixture.batch(0, 12)
+    batch = mixture.batch(0, 12).tokens
     assert batch.shape == (12, 11)
     assert sorted(batch[:4, 0].tolist()) == sorted(batch[4:8, 0].tolist()) == [0, 10, 20, 30]
 
@@ -157,8 +157,11 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
     write_shard(tmp_path / "fineweb_val_000000.bin", tokens[:11], magic, dtype)
     mixture = load_mixture([str(tmp_path)], "train", 10, seed=1, vocab_size=high)
     expected = {tuple(tokens[i : i + 11]) for i in (0, 10, 20, 30, 40, 57, 67, 77, 87)}
-    assert mixture.n_blocks == 9 and {tuple(r) for r in mixture.batch(0, 9).tolist()} == expected
-    assert load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1)[0].tolist() == list(
+    assert (
+        mixture.n_samples == 9
+        and {tuple(r) for r in mixture.batch(0, 9).tokens.tolist()} == expected
+    )
+    assert load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1).tokens[0].tolist() == list(
         tokens[:11]
     )
 
@@ -167,7 +170,7 @@ def test_nanogpt_folders(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16)
     tokens.tofile(tmp_path / "train.bin")
     mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
-    assert mixture.batch(0, 1)[0].tolist() == tokens.tolist()
+    assert mixture.batch(0, 1).tokens[0].tolist() == tokens.tolist()
     assert mixture.vocab_size == 50257 and mixture.tokenizer is None
     assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
 
@@ -197,12 +200,12 @@ def test_bad_files_are_refused(tmp_path, content, words):
 def test_validation_data_of_its_own(tmp_path):
     folder = token_folder(tmp_path)
     file = str(folder / "val.bin")
-    assert load_mixture([file], "val", 10, 0, option="--val_data").n_blocks == 99
+    assert load_mixture([file], "val", 10, 0, option="--val_data").n_samples == 99
     assert load_mixture([str(folder / "train.bin")], "val", 10, 0) is None
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--val_data .*: no val.bin"):
         load_mixture([str(tmp_path / "empty")], "val", 10, 0, option="--val_data")
-    assert load_mixture([str(folder)], "val", 10, 0).n_blocks == 99
+    assert load_mixture([str(folder)], "val", 10, 0).n_samples == 99
 
 
 def test_a_cut_shard_and_a_missing_path_are_refused(tmp_path):
@@ -232,7 +235,7 @@ def test_evaluation_takes_every_sample_once(tmp_path, world_size):
     mixture = load_mixture([str(folder)], "val", 10, seed=0)
     seen, shapes = [], set()
     for rank in range(world_size):
-        for tokens, targets in data.eval_batches(mixture, 999, 4, rank, world_size, CPU):
+        for tokens, targets, *_ in data.eval_batches(mixture, 999, 4, rank, world_size, CPU):
             shapes.add(tuple(tokens.shape))
             seen += tokens[targets[:, 0] != -100, 0].tolist()
             assert ((targets == tokens + 1) | (targets == -100)).all()
@@ -240,13 +243,14 @@ def test_evaluation_takes_every_sample_once(tmp_path, world_size):
 
 
 def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
-    code = "import data; print(data.stdlib())"
+    code = "import prepare; print(prepare.stdlib())"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE,
                              text=True) for _ in range(2)]  # fmt: skip
     folder, same = (process.communicate()[0].strip() for process in both)
     assert folder == same and sorted(os.listdir(folder)) == [
-        "train.bin", "train.bin.json", "val.bin", "val.bin.json",
+        "train.bin", "train.bin.docs", "train.bin.json",
+        "val.bin", "val.bin.docs", "val.bin.json",
     ]  # fmt: skip
     assert os.listdir(tmp_path / "steady") == [os.path.basename(folder)]
     train, val = (load_mixture([folder], split, 128, 0) for split in ("train", "val"))
@@ -258,8 +262,8 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
 def test_a_dataset_can_be_sent_to_another_process(tmp_path):
     import pickle
 
-    dataset = Dataset("d", data.find_files(str(token_folder(tmp_path)), "train"), 10, None)
+    dataset = Stream("d", data.find_files(str(token_folder(tmp_path)), "train"), 10, None)
     packed = pickle.dumps(dataset)
     assert len(packed) < 2000  # the path, not the tokens
     mixture = Mixture([pickle.loads(packed)], seed=1)
-    assert torch.equal(mixture.batch(0, 9), Mixture([dataset], seed=1).batch(0, 9))
+    assert torch.equal(mixture.batch(0, 9).tokens, Mixture([dataset], seed=1).batch(0, 9).tokens)

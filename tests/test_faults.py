@@ -26,6 +26,7 @@ from conftest import TINY, Process, column, free_port, processes, rows, wait_for
 import checkpoint
 import config
 import data
+import prepare
 import train
 from checkpoint import list_checkpoints, problem
 from model import Transformer
@@ -704,7 +705,7 @@ def poison(monkeypatch, first: int, last: int):
 
     def bad_batch(self, start, stop):
         out = batch(self, start, stop)
-        return torch.full_like(out, 7) if start < last and stop > first else out
+        return data.Batch(torch.full_like(out.tokens, 7)) if start < last and stop > first else out
 
     def bad_forward(self, tokens, targets):
         loss, count = forward(self, tokens, targets)
@@ -783,7 +784,7 @@ def test_other_data_is_refused(run, copy, corpus, tmp_path):
     run(*flags[:-1], other, "--max_steps", 13, bare=True)  # the same in another place is the same
     os.truncate(other / "train.bin", (other / "train.bin").stat().st_size - 2)
     assert "train.bin" in run(*flags, bare=True, expect=2)
-    data.write_tokens(other / "train.bin", [b"something else " * 1000])
+    prepare.write_tokens(other / "train.bin", [b"something else " * 1000])
     told = run(*flags, bare=True, expect=2)
     assert "data has changed: train.bin (15,001 tokens)" in told and "--allow_change data" in told
     assert "at step 13" in run(*flags, "--allow_change", "data", bare=True)

@@ -82,15 +82,16 @@ def test_ranks_are_averaged_in_one_exchange(tmp_path):
 
     def gather(values):  # a second rank has twice of everything
         sent.append(values)
-        return torch.stack((values, 2 * values))
+        return torch.stack((values, 2 * values * (values != 1) + (values == 1)))
 
     m = make(tmp_path, gather=gather)
-    m.log("b", 1.0)
+    m.log("b", 2.0)
     m.log("a", torch.tensor(3.0))
     step(m, 1, 5.0, 7.0)
-    assert len(sent) == 1 and sent[0].tolist()[:4] == [3, 1, 5, 7]  # by name, so all ranks agree
+    # by name, so all ranks agree; what each is divided by; loss and gradient norm
+    assert len(sent) == 1 and sent[0].tolist()[:6] == [3, 2, 1, 1, 5, 7]
     row = rows(tmp_path)[0]
-    assert (row["a"], row["b"], row["train/loss"]) == (4.5, 1.5, 7.5)
+    assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)
     assert row["perf/slowest_rank"] == 1 and row["perf/slowest_rank_ratio"] == pytest.approx(2)
 
 

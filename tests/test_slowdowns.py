@@ -195,7 +195,7 @@ def test_recompilation(provoke, monkeypatch):
 
     numbered = torch.compile(lambda targets, n: targets + 0 * n, backend="eager", dynamic=False)
 
-    def compile(self):
+    def compile(self, dynamic=None):
         self.forward = lambda tokens, targets: plain(
             self, tokens, numbered(targets, max(0, next(calls) - SLOW_FROM))
         )

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TINY, column, processes  # noqa: E402
 
 import checkpoint  # noqa: E402
-from data import write_tokens  # noqa: E402
+from prepare import write_tokens  # noqa: E402
 
 SAVE_INTERVAL = 3
 

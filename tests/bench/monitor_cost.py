@@ -118,7 +118,7 @@ def step_of(run, monitor, step: int, work: bool):
         train.seed_everything(run.cfg.seed, step, 0)
         lr = train.set_learning_rate(run.optimizers, train.learning_rate(step, run.cfg))
     else:
-        lr, loss, grad_norm, tokens = 0.0, run.one, run.one, run.batch[0]
+        lr, loss, grad_norm, (tokens, targets) = 0.0, run.one, run.one, run.batch
     monitor.phase("data")
     if work:
         tokens, targets = random_batch(run)
@@ -140,7 +140,7 @@ def step_of(run, monitor, step: int, work: bool):
     monitor.phase("other")
     if isinstance(monitor, Timed) and monitor.monitor.cfg.monitor == "full" and monitor.due(step):
         with run.autocast:
-            monitor.log_all(monitor.timed(output_health)(run.model, tokens))
+            monitor.log_all(monitor.timed(output_health)(run.model, tokens, targets))
     monitor.step(step, lr, loss, grad_norm, tokens=tokens.numel())
 
 

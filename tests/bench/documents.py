@@ -1,0 +1,148 @@
+"""Padding and real tokens a second of documents: all padded to seq_len, dynamic, grouped, packed.
+
+    python tests/bench/documents.py [--flag value ...]
+
+Flags are those of train.py. The documents have log-normal lengths (a long tail: median 100 tokens,
+mean about 160, cut at seq_len). Runs of a few steps alternate in one process; the ratio is of real
+tokens, without padding, a second. Then what the loader alone hands out, the waste for other
+windows, and what the loss of each dataset of a mixture costs.
+"""
+
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import data  # noqa: E402
+import train  # noqa: E402
+from config import Config  # noqa: E402
+from data import load_mixture  # noqa: E402
+from prepare import TokenWriter  # noqa: E402
+
+SEQ_LEN, BATCH, MICRO, STEPS, ROUNDS = 1024, 64, 16, 64, 3
+KINDS = {  # flags, and the multiple that the length of rows is rounded up to
+    "fixed": (["--group_window", "0"], SEQ_LEN),
+    "dynamic": (["--group_window", "0"], 8),
+    "grouped": ([], 8),
+    "packed": (["--packing", "--batch_size", "10", "--micro_batch_size", "5"], 8),
+}
+
+
+def write_corpus(folder: Path, n: int):
+    rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    writer = TokenWriter(folder / "train.bin", 257, tokenizer="bytes", end_of_text=256)
+    for length in np.clip(rng.lognormal(4.6, 1.0, n), 4, 8000).astype(int):
+        ids = np.append(rng.integers(97, 123, length), 256)
+        writer.add(ids, np.array([len(ids)]), None, length)
+    writer.close()
+
+
+def real_tokens_per_second(folder: Path, flags: list[str], steps: int) -> float:
+    """Of a run of the program itself, without its first steps."""
+    argv = ["--data", str(folder), "--data_mode", "documents", "--seq_len", str(SEQ_LEN),
+            "--batch_size", str(BATCH), "--micro_batch_size", str(MICRO), "--max_steps", str(steps),
+            "--log_interval", "1", "--save_interval", "0", "--no_tensorboard",
+            "--out_dir", str(folder / "run"), "--overwrite", *flags]  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train.command(argv) == 0
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/loss" in row][2:]
+    seconds = sum(row["perf/step_ms"] for row in rows) / 1e3
+    return (rows[-1]["train/tokens"] - rows[0]["train/tokens"]) / seconds
+
+
+def waste(found, steps: int, batch: int, micro: int) -> float:
+    size = found.size(0, steps * batch, micro)
+    return 1 - size.real_tokens / size.tokens
+
+
+def dataset_loss_cost(folder: Path, flags: list[str]) -> list[float]:
+    """Per cent of a step that the losses by dataset cost at log_interval 10, of pairs of runs."""
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        np.zeros(500_000, np.uint16).tofile(folder / name / "train.bin")
+    sources = [str(folder / name / "train.bin") for name in ("a", "b")]
+    costs = []
+    for i in range(8):
+        ms = {}
+        for on in ((True, False), (False, True))[i % 2]:
+            argv = ["--data", *sources, "--vocab_size", "257", "--max_steps", "100",
+                    "--log_interval", "10", "--save_interval", "0", "--no_tensorboard",
+                    "--out_dir", str(folder / "run"), "--overwrite",
+                    f"--loss_by_dataset={on}", *flags]  # fmt: skip
+            with contextlib.redirect_stdout(io.StringIO()):
+                assert train.command(argv) == 0
+            lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+            found = [json.loads(line).get("perf/step_ms_median") for line in lines]
+            ms[on] = statistics.median(x for x in found if x)
+        costs.append(100 * (ms[True] / ms[False] - 1))
+    return costs
+
+
+def dataset_loss_us() -> float:
+    """us inside the addition of one micro-batch's losses by dataset."""
+    totals, source = torch.zeros(2, 2), torch.arange(24) % 2
+    batch = data.Batch(None, None, None, source)
+    losses, counts = torch.rand(24, requires_grad=True) * 2, torch.full((24,), 64)
+    began = time.perf_counter()
+    for _ in range(2000):
+        train.add_by_dataset(totals, batch, losses, counts)
+    return (time.perf_counter() - began) / 2000 * 1e6
+
+
+def main():
+    flags = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "documents"
+        write_corpus(folder, 20_000)
+        rates, padded = {name: [] for name in KINDS}, {}
+        for _ in range(ROUNDS):
+            for name, (more, multiple) in KINDS.items():
+                data.Mixture.ROUND = multiple
+                steps = 16 if name == "fixed" else STEPS
+                rates[name].append(real_tokens_per_second(folder, [*more, *flags], steps))
+        print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
+              "10 rows in micro-batches of 5")  # fmt: skip
+        for name, (_, multiple) in KINDS.items():
+            data.Mixture.ROUND = multiple
+            packing = name == "packed"
+            found = load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents",
+                                 packing=packing)  # fmt: skip
+            if name == "grouped":
+                found.group_by_length(32, BATCH)
+            padded[name] = waste(found, 192, *((10, 5) if packing else (BATCH, MICRO)))
+            cfg = Config(batch_size=BATCH, seq_len=SEQ_LEN, max_steps=200)
+            began, n = time.perf_counter(), 0
+            for _ in data.loader(found, cfg, 0, MICRO, 0, 1, torch.device("cpu"), 0):
+                n += 1
+            seconds = time.perf_counter() - began
+            loaded = found.size(0, 200 * BATCH, MICRO).real_tokens / seconds / 1e6
+            ratios = [a / b for a, b in zip(rates[name], rates["fixed"], strict=True)]
+            shapes = {int(found.row_length(n)) for n in range(1, SEQ_LEN + 1)}
+            print(f"{name:8s} padding {padded[name]:6.1%}, {statistics.median(rates[name]):8.0f} "
+                  f"real tokens/s, {statistics.median(ratios):.2f} x ({min(ratios):.2f} to "
+                  f"{max(ratios):.2f}); loader {loaded:.1f} M real tokens/s; "
+                  f"at most {len(shapes)} lengths of rows")  # fmt: skip
+        print("grouped, padding by window in steps:", end="")
+        for window in (0, 1, 4, 8, 16, 32, 64):
+            found = load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents")
+            found.group_by_length(window, BATCH)
+            print(f"  {window}: {waste(found, 192, BATCH, MICRO):.1%}", end="")
+        print()
+        costs = dataset_loss_cost(Path(place), flags)
+        print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
+              f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
+              "for each micro-batch")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

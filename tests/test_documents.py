@@ -1,0 +1,390 @@
+"""Fine-tuning: documents padded, grouped by length or packed give one loss, and waste little."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import column, rows, tiny_config
+
+import data
+from data import ConfigError, Documents, Mixture, load_mixture, pack
+from model import IGNORE, Transformer
+from prepare import TokenWriter
+
+CPU = torch.device("cpu")
+SEQ_LEN = 32
+
+
+def write_documents(folder, documents, split="train", vocab_size=257):
+    """documents: [(ids, mask)]."""
+    folder.mkdir(exist_ok=True)
+    writer = TokenWriter(folder / f"{split}.bin", vocab_size, tokenizer="bytes", end_of_text=256)
+    for ids, mask in documents:
+        mask = None if all(mask) else np.array(mask, np.uint8)
+        writer.add(np.array(ids), np.array([len(ids)]), mask, len(ids))
+    writer.close()
+    return str(folder)
+
+
+def conversations(n, seed=0, longest=60):
+    """Prompts and replies of many lengths, some longer than SEQ_LEN, some replies cut off by it."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(n):
+        prompt, reply = rng.integers(0, longest, 2) // rng.integers(1, 5, 2)
+        ids = rng.integers(0, 256, prompt + reply).tolist() + [256]
+        out.append((ids, [0] * int(prompt) + [1] * int(reply + 1)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    write_documents(folder, conversations(60, 1), "val")
+    return write_documents(folder, conversations(300))
+
+
+def mixture(folder, seed=1, **how):
+    return load_mixture([folder], "train", SEQ_LEN, seed, **how)
+
+
+def model(**changes):
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(seq_len=SEQ_LEN, **changes))
+    for p in model.parameters():  # blocks begin as the identity: not for this test
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.1)
+    return model.eval()
+
+
+def epoch(found, micro_batch=10):
+    """All batches of one epoch, the last with what is over of the next masked."""
+    return list(data.eval_batches(found, 10**9, micro_batch, 0, 1, CPU))
+
+
+def totals(net, batches):
+    both = [net(batch.tokens, batch.targets, batch.documents) for batch in batches]
+    return sum(loss.item() for loss, _ in both), sum(count.item() for _, count in both)
+
+
+def alone(net, documents):
+    """Loss and count of each document by itself, by what the format says and no more."""
+    for ids, mask in documents:
+        ids, mask = torch.tensor([ids[: SEQ_LEN + 1]]), torch.tensor(mask[1 : SEQ_LEN + 1])
+        if ids.shape[1] > 1:
+            logits = net.logits(net.hidden(ids[:, :-1]))[0]
+            losses = F.cross_entropy(logits, ids[0, 1:], reduction="none")
+            yield (losses * mask).sum().item(), mask.sum().item()
+
+
+def kinds(folder):
+    fixed, dynamic, grouped = (mixture(folder) for _ in range(3))
+    fixed.ROUND = SEQ_LEN
+    grouped.group_by_length(8, 20)
+    grouped_val = mixture(folder)
+    grouped_val.group_by_length(1, grouped_val.n_samples)
+    packed = mixture(folder, packing=True)
+    return dict(fixed=fixed, dynamic=dynamic, grouped=grouped_val, packed=packed)
+
+
+def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
+    net = model()
+    with torch.no_grad():
+        losses, counts = zip(*alone(net, conversations(300)), strict=True)
+        for name, found in kinds(folder).items():
+            loss, count = totals(net, epoch(found))
+            assert count == sum(counts), name
+            assert loss == pytest.approx(sum(losses), rel=1e-5), name
+
+
+def test_their_gradients_are_the_same_too(folder):
+    gradients = {}
+    for name, found in kinds(folder).items():
+        net = model()
+        for batch in epoch(found):
+            net(batch.tokens, batch.targets, batch.documents)[0].backward()
+        gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
+    for name in ("dynamic", "grouped", "packed"):
+        torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
+
+
+def test_attention_does_not_cross_documents(folder):
+    net, found = model(), mixture(folder, packing=True)
+    batch = epoch(found, 1)[0]
+    first = batch.documents[0] == 0
+    assert 0 < first.sum() < SEQ_LEN and batch.tokens.shape == (1, SEQ_LEN)
+    changed = torch.where(first, (batch.tokens + 1) % 256, batch.tokens)
+    with torch.no_grad():
+        before, after = (net.hidden(t, documents=batch.documents) for t in (batch.tokens, changed))
+        assert torch.equal(before[0, ~first], after[0, ~first])
+        assert not torch.equal(before[0, first], after[0, first])
+        assert not torch.allclose(net.hidden(changed)[0, ~first], after[0, ~first])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_takes_each_document_once_and_fills_rows(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(8, 200))
+    lengths = np.clip(rng.lognormal(3, 1, int(rng.integers(1, 3000))), 1, seq_len).astype(int)
+    order, starts = pack(lengths, seq_len)
+    assert np.array_equal(np.sort(order), np.arange(len(lengths)))
+    assert starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) > 0).all()
+    filled = np.add.reduceat(lengths[order], starts[:-1])
+    assert filled.max() <= seq_len
+    room, n_rows = [], 0  # best fit decreasing, one document at a time, cannot do much better
+    for n in sorted(lengths, reverse=True):
+        fits = [r for r in room if r >= n]
+        if fits:
+            room.remove(min(fits))
+        room.append((min(fits) if fits else seq_len) - n)
+        n_rows += not fits
+    assert len(starts) - 1 <= 1.02 * n_rows + 1
+
+
+def long_tail(n=20_000):
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 1.0, n), 4, 1024).astype(int)
+    return [([1] * int(length) + [256], [1] * (int(length) + 1)) for length in lengths]
+
+
+def test_grouping_wastes_under_5_percent_where_fixed_padding_wastes_over_60(tmp_path):
+    folder = write_documents(tmp_path / "long", long_tail())
+    waste = {}
+    for name in ("fixed", "dynamic", "grouped", "packed"):
+        found = load_mixture([folder], "train", 1024, 1, mode="documents", packing=name == "packed")
+        if name == "fixed":
+            found.ROUND = 1024
+        if name == "grouped":
+            found.group_by_length(32, 64)
+        size = found.size(0, 64 * 32 * 9, 16)
+        waste[name] = 1 - size.real_tokens / size.tokens
+    assert waste["fixed"] > 0.6 and waste["grouped"] < 0.05 and waste["packed"] < 0.02
+    assert waste["grouped"] < waste["dynamic"] < waste["fixed"]
+
+
+@pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
+def test_sizes_are_those_of_the_batches(folder, how):
+    found = mixture(folder, packing=how == "packed", mode="stream" if how == "stream" else "auto")
+    if how == "grouped":
+        found.group_by_length(4, 24)
+    for step in range(6):
+        size = found.size(24 * step, 24 * step + 24, 4)
+        batches = [data.to_device(found.batch(24 * step + i, 24 * step + i + 4), CPU)
+                   for i in range(0, 24, 4)]  # fmt: skip
+        assert size.tokens == sum(b.tokens.numel() for b in batches)
+        assert size.targets == sum((b.targets != IGNORE).sum().item() for b in batches)
+        assert size.real_tokens >= size.targets
+        if how == "packed":
+            d = found.datasets[0]
+            held = [d.documents_of(s) for s in found.order(24 * step, 24 * step + 24)[1]]
+            assert size.real_tokens == d.lengths[np.concatenate(held)].sum()
+
+
+def test_grouping_changes_the_order_inside_a_window_alone(folder):
+    plain, grouped = mixture(folder), mixture(folder)
+    grouped.group_by_length(4, 16)
+    for start in range(0, 64 * 6, 64):
+        a, b = plain.order(start, start + 64)[1], grouped.order(start, start + 64)[1]
+        assert sorted(a) == sorted(b) and not np.array_equal(a, b)
+        lengths = plain.datasets[0].lengths[b].reshape(4, 16)
+        assert (np.diff(lengths, axis=1) >= 0).all()
+        by_batch = lengths[lengths[:, 0].argsort()]  # batches do not overlap in length
+        assert (by_batch[1:, 0] >= by_batch[:-1, -1]).all()
+    firsts = [tuple(grouped.order(64 * w, 64 * w + 64)[1][:3]) for w in range(3)]
+    assert len(set(firsts)) == 3  # the batches are shuffled, differently in each window
+    late = mixture(folder)
+    late.group_by_length(4, 16)  # asked for in the middle, the answer is the same
+    assert np.array_equal(late.order(100, 300), grouped.order(0, 400)[:, 100:300])
+
+
+FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "--log_interval", 1,
+         "--optimizer", "adamw", "--eval_interval", 6]  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, monkeypatch, packing):
+    plain = Mixture.batch
+
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        for g, tokens, targets in zip(range(start, stop), found.tokens.tolist(),
+                                      found.targets.tolist(), strict=True):  # fmt: skip
+            kept = [pair for pair in zip(tokens, targets, strict=True) if pair != (256, IGNORE)]
+            with open(tmp_path / "seen.txt", "a") as file:
+                print(self.seed, g, hash(tuple(kept)), file=file)
+        return found
+
+    monkeypatch.setattr(Mixture, "batch", batch)
+    flags, seen = [*FLAGS, "--data", folder, *(["--packing"] if packing else [])], {}
+    for name, ranks, micro in (("one", 1, 16), ("two", 2, 4)):
+        told = run(*flags, "--out_dir", name, "--micro_batch_size", micro, ranks=ranks)
+        seen[name] = set((tmp_path / "seen.txt").read_text().splitlines())
+        (tmp_path / "seen.txt").unlink()
+    assert seen["one"] == seen["two"]
+    for metric in ("train/loss", "train/tokens", "val/loss"):
+        one, two = (column(tmp_path / name, metric) for name in ("one", "two"))
+        assert one == pytest.approx(two, rel=1e-4)
+    assert "documents" in told and "longer than --seq_len are cut" in told
+    # from step 6 of two ranks on with one: the same steps again
+    run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
+        "--micro_batch_size", 8, bare=True)  # fmt: skip
+    again = set((tmp_path / "seen.txt").read_text().splitlines())
+    assert again == {line for line in seen["one"] if line.startswith("0 ")
+                     or int(line.split()[1]) >= 6 * 16}  # fmt: skip
+    for metric in ("train/loss", "train/tokens"):
+        assert column(tmp_path / "two", metric) == pytest.approx(
+            column(tmp_path / "one", metric), rel=1e-4
+        )
+
+
+def test_the_loss_is_a_mean_over_targets_whatever_the_micro_batch(run, tmp_path, folder):
+    for micro in (16, 4, 1):
+        run(*FLAGS, "--data", folder, "--out_dir", f"m{micro}", "--micro_batch_size", micro,
+            "--group_window", 0)  # fmt: skip
+    losses = [column(tmp_path / f"m{micro}", "train/loss") for micro in (16, 4, 1)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
+    wasted = [column(tmp_path / f"m{micro}", "perf/padding_fraction") for micro in (16, 4)]
+    assert sum(wasted[0].values()) > sum(wasted[1].values()) > 0
+    row = rows(tmp_path / "m16")[-3]
+    assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
+    assert "val/bits_per_byte" not in row  # of replies alone nobody knows the bytes
+
+
+def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
+    prompts = [([1, 2, 3, 256], [0, 0, 0, 0])] * 40
+    write_documents(tmp_path / "p", prompts, "val")
+    folder = write_documents(tmp_path / "p", [*prompts[:10], ([1, 2, 256], [0, 1, 1])])
+    run("--data", folder, "--out_dir", "r", "--log_interval", 1, "--max_steps", 8,
+        "--monitor", "full", "--group_window", 0)  # fmt: skip
+    losses = column(tmp_path / "r", "train/loss")
+    assert all(loss is not None for loss in losses.values())
+    assert 0 in losses.values() and max(losses.values()) > 0
+    assert column(tmp_path / "r", "val/loss")[8] == 0
+    assert sum(column(tmp_path / "r", "health/nonfinite_steps").values()) == 0
+
+
+def test_documents_resume_bit_for_bit(run, tmp_path, folder):
+    flags = [*FLAGS, "--data", folder, "--packing", "--dropout", 0.1]
+    run(*flags, "--out_dir", "whole")
+    run(*flags, "--out_dir", "r", "--max_steps", 12)
+    for newer in (tmp_path / "r/checkpoints").glob("*12.pt"):
+        newer.unlink()
+    run("--out_dir", "r", "--auto_resume", bare=True)
+    ends = [torch.load(tmp_path / name / "checkpoints/step_00000012.pt", weights_only=True)
+            for name in ("whole", "r")]  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in
+               zip(ends[0]["model"].values(), ends[1]["model"].values(), strict=True))  # fmt: skip
+    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--packing", False, bare=True,
+               expect=2)  # fmt: skip
+    assert "packing True -> False" in told
+
+
+def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (np.arange(1000) % 100).astype(np.uint16).tofile(plain / "train.bin")
+    told = run("--data", plain, "--data_mode", "documents", expect=2)
+    assert "nothing says where its documents begin (train.bin.docs)" in told
+    np.array([0, 10, 900], np.uint64).tofile(plain / "train.bin.docs")
+    told = run("--data", plain, "--data_mode", "documents", expect=2)
+    assert "does not belong to train.bin: its documents end at 900 of 1,000 tokens" in told
+    told = run("--data", folder, "--data_mode", "stream", "--packing", expect=2)
+    assert "--data_mode stream: expected documents, for --packing" in told
+    (plain / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
+    assert "dtype float16; expected uint16 or uint32" in run("--data", plain, expect=2)
+    single = write_documents(tmp_path / "single", [([5], [1])] * 9)
+    told = run("--data", single, "--data_mode", "documents", expect=2)
+    assert "no document of two tokens or more" in told
+
+
+def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
+    folder = write_documents(tmp_path / "d", [([1, 2, 300, 256], [1] * 4)] * 3, vocab_size=400)
+    sidecar = tmp_path / "d/train.bin.json"
+    sidecar.write_text(sidecar.read_text().replace("400", "257"))
+    found = load_mixture([folder], "train", SEQ_LEN, 0, mode="documents")
+    with pytest.raises(ConfigError, match=r"train.bin: token id 300 at token \d+; .* 257"):
+        found.batch(0, 3)
+
+
+def test_samples_of_documents_are_shown(run, tmp_path, capsys):
+    texts = [f"document number {i}.".encode() for i in range(40)]
+    write_documents(tmp_path / "d", [([*t, 256], [1] * (len(t) + 1)) for t in texts])
+    for flags in ([], ["--packing"]):
+        run("--data", tmp_path / "d", "--data_mode", "documents", *flags, "--out_dir", "r",
+            "--overwrite")  # fmt: skip
+        assert data.main(["show", "r", "2"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("--- sample") == 8 and "--- sample 8: d, " in shown
+        assert shown.count("document number") >= 8
+
+
+# --- mixtures --------------------------------------------------------------------------------
+
+
+def constant(folder, token, n, documents=False):
+    """A dataset of which a model cannot but be sure: one token again and again."""
+    if documents:
+        return write_documents(folder, [([token] * (3 + i % 40), [1] * (3 + i % 40))
+                                        for i in range(n)])  # fmt: skip
+    folder.mkdir()
+    for split in ("train", "val"):
+        np.full(n, token, np.uint16).tofile(folder / f"{split}.bin")
+    return str(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
+    a, b = constant(tmp_path / "a", 7, 3000), constant(tmp_path / "b", 9, 30_000)
+    flags = ["--data", f"{a}:0.75", f"{b}:0.25", "--vocab_size", 257, "--log_interval", 4,
+             "--max_steps", 40, "--eval_interval", 20]  # fmt: skip
+    told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=ranks)
+    assert "a 75.0% (2.58 epochs), b 25.0% (0.09 epochs)" in told
+    both, of_a, of_b = (column(tmp_path / "r", f"train/loss{n}") for n in ("", "/a", "/b"))
+    for step, loss in both.items():  # both have sequences of one length: their shares are exact
+        assert loss == pytest.approx(0.75 * of_a[step] + 0.25 * of_b[step], rel=1e-4)
+    assert of_a[40] < of_b[40]  # it is seen more often
+    found = column(tmp_path / "r", "train/epochs/a")
+    assert found[40] == pytest.approx(40 * 8 * 0.75 / 93)
+    val = [column(tmp_path / "r", f"val/loss{n}")[40] for n in ("", "/a", "/b")]
+    assert val[0] == pytest.approx(0.75 * val[1] + 0.25 * val[2], rel=0.1) and val[1] < val[2]
+    run(*flags, "--out_dir", "off", "--micro_batch_size", 2, "--no_loss_by_dataset", ranks=ranks)
+    assert column(tmp_path / "off", "train/loss/a") == {}
+    off = column(tmp_path / "off", "train/loss")
+    assert off == pytest.approx(both, rel=1e-5)
+
+
+def test_datasets_of_one_name_are_told_apart(tmp_path):
+    for name in ("x", "y"):
+        constant(tmp_path / name, 7, 3000)
+    paths = [str(tmp_path / name / "train.bin") for name in ("x", "y")]
+    found = load_mixture(paths, "train", 10, 0)
+    assert [d.name for d in found.datasets] == paths
+
+
+def test_epochs_count_what_was_handed_out(tmp_path):
+    a, b = constant(tmp_path / "a", 7, 1001), constant(tmp_path / "b", 9, 331)
+    found = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, 0)
+    for position in (0, 1, 7, 10, 333, 12345):
+        source = found.order(0, position)[0] if position else np.empty(0, int)
+        counts = np.bincount(source, minlength=2)
+        assert found.epochs(position) == pytest.approx([counts[0] / 100, counts[1] / 33])
+
+
+def test_documents_of_a_mixture(run, tmp_path):
+    a, b = (constant(tmp_path / n, t, 200, documents=True) for n, t in (("a", 7), ("b", 9)))
+    for flags in ([], ["--packing"]):
+        run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "documents", "--out_dir", "r",
+            "--overwrite", *flags)  # fmt: skip
+        last = rows(tmp_path / "r")[-2]
+        assert last["train/loss/a"] < 5 and last["train/loss/b"] < 5
+
+
+def test_the_loader_hands_out_documents_from_other_processes(folder):
+    found, cfg = mixture(folder, packing=True), tiny_config(batch_size=8, max_steps=4)
+    here, there = (list(data.loader(found, cfg, 0, 4, 0, 1, CPU, n)) for n in (0, 2))
+    for x, y in itertools.zip_longest(here, there):
+        assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
+    assert isinstance(found.datasets[0], Documents)

@@ -1,0 +1,387 @@
+"""`python data.py`: text, JSONL and Parquet become token files, whole or not at all."""
+
+import gzip
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, environment
+
+import data
+import prepare
+from config import ConfigError
+
+WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def texts(n, seed=0, longest=60):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(1, longest))) for _ in range(n)]
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def made(tmp_path, capsys):
+    """made(*arguments, expect=0) → what `python data.py` printed."""
+
+    def made(*arguments, expect=0):
+        code = data.main([*map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert code == expect, err
+        return out + err
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """Folder of a small BPE tokenizer with a chat template, trained by the program itself."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    source = write_jsonl(folder / "t.jsonl", [{"text": text} for text in texts(300)])
+    assert data.main([str(source), f"--out={folder}", "--train_tokenizer=400"]) == 0
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    loaded.chat_template = TEMPLATE
+    loaded.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def read(folder, split="train"):
+    """[(ids, mask) of each document], read without the program's help."""
+    meta = json.loads((folder / f"{split}.bin.json").read_text())
+    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+    at = np.fromfile(folder / f"{split}.bin.docs", np.uint64).astype(int)
+    mask = np.ones(len(ids), np.uint8)
+    if (folder / f"{split}.bin.mask").exists():
+        mask = np.fromfile(folder / f"{split}.bin.mask", np.uint8)
+    assert len(ids) == len(mask) == meta["tokens"] == at[-1] and len(at) == meta["documents"] + 1
+    return [(ids[a:b].tolist(), mask[a:b].tolist()) for a, b in zip(at, at[1:], strict=False)]
+
+
+def files_of(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")
+            if p.is_file()}  # fmt: skip
+
+
+def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, tokenizer):
+    from transformers import AutoTokenizer
+
+    alone, found = AutoTokenizer.from_pretrained(tokenizer), texts(200)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [*found, ""]])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, "--val-fraction", 0.2)
+    documents = {
+        split: [ids for ids, _ in read(tmp_path / "o", split)] for split in ("train", "val")
+    }
+    expected = [alone(text)["input_ids"] + [alone.eos_token_id] for text in found]
+    assert sorted(documents["train"] + documents["val"]) == sorted(expected)
+    assert 20 < len(documents["val"]) < 60 and f"+ {len(documents['val'])} (training" in told
+    assert [ids for ids in expected if ids in documents["train"]] == documents["train"]  # in order
+    assert f"longest document {max(map(len, expected))} tokens" in told
+    n_bytes = sum(len(text.encode()) for text in found)
+    metas = [json.loads((tmp_path / f"o/{s}.bin.json").read_text()) for s in ("train", "val")]
+    assert sum(meta["bytes"] for meta in metas) == n_bytes
+    mixture = data.load_mixture([str(tmp_path / "o")], "train", 8, 0)
+    assert mixture.decode(documents["train"][0][:-1]) == alone.decode(documents["train"][0][:-1])
+    assert mixture.vocab_size == len(alone) and mixture.end_of_text == alone.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer, monkeypatch, kind):
+    monkeypatch.setattr(prepare, "CHUNK_BYTES", 2000)  # so that there are many
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"text": t} for t in texts(100)])
+    write_jsonl(folder / "b.jsonl", [{"prompt": t, "response": "r"} for t in texts(50, 1)])
+    (folder / "long.txt").write_text("\n".join(texts(200, 2)))
+    (folder / "short.md").write_text("# short\n")
+    with gzip.open(folder / "c.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": t}) + "\n" for t in texts(50, 3))
+    flags = ["--val_fraction", 0.1, *(["--tokenizer", tokenizer] if kind == "bpe" else [])]
+    outputs = []
+    for workers in (1, 2, 5):
+        made(folder, "--out", tmp_path / f"o{workers}", "--workers", workers, *flags)
+        outputs.append(files_of(tmp_path / f"o{workers}"))
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert {"train.bin.mask", "val.bin", "train.bin.docs"} <= set(outputs[0])
+
+
+def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
+    """Read in pieces it gives the tokens of the whole, one document, its end for validation."""
+    from transformers import AutoTokenizer
+
+    alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1000)
+    flags = ["--tokenizer", tokenizer, "--val_fraction", 0.25]
+    made(tmp_path / "a.txt", "--out", tmp_path / "o", *flags)
+    ((train, _),), ((val, _),) = read(tmp_path / "o"), read(tmp_path / "o", "val")
+    first, rest = alone.decode(train[:-1]), alone.decode(val[:-1])
+    assert first + rest == text and 0.2 < len(rest) / len(text) < 0.3
+    assert train == alone(first)["input_ids"] + [alone.eos_token_id]
+    monkeypatch.setattr(prepare, "LONGEST_LINE", 3000)  # and where there are no lines
+    (tmp_path / "b.txt").write_text("猫" * 5000)
+    made(tmp_path / "b.txt", "--out", tmp_path / "p", "--tokenizer", tokenizer)
+    ((train, _),) = read(tmp_path / "p")
+    assert alone.decode(train[:-1]) == "猫" * 5000
+
+
+def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
+    from transformers import AutoTokenizer
+
+    alone = AutoTokenizer.from_pretrained(tokenizer)
+    end = alone.eos_token_id
+    said = [("user", "the cat"), ("assistant", "sat on"), ("user", "a mat"), ("assistant", "ran")]
+    chat = [dict(role=role, content=content) for role, content in said]
+    write_jsonl(tmp_path / "a.jsonl", [
+        {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}, {"messages": chat},
+        {"messages": chat[:3]},
+    ])  # fmt: skip
+    made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tokenizer,
+         "--val_fraction", 0)  # fmt: skip
+    text, pair, talk, open_end = read(tmp_path / "o")
+    assert text == (alone("all of it")["input_ids"] + [end], [1] * len(text[0]))
+    prompt, reply = alone("the cat")["input_ids"], alone(" sat")["input_ids"]
+    assert pair == (prompt + reply + [end], [0] * len(prompt) + [1] * (len(reply) + 1))
+
+    def counted(document):
+        ids, mask = (np.array(x) for x in document)
+        return alone.decode(ids[mask == 1])
+
+    assert alone.decode(talk[0]) == (
+        "<|user|>the cat\n<|assistant|>sat on<|endoftext|>\n"
+        "<|user|>a mat\n<|assistant|>ran<|endoftext|>"
+    )
+    assert counted(talk) == "sat on<|endoftext|>\nran<|endoftext|>"
+    assert counted(open_end) == "sat on<|endoftext|>\n" and open_end[0][-1] == end
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(tokenizer)
+    other.add_special_tokens({"bos_token": "<s>"})
+    start, end = other.bos_token_id, other.eos_token_id
+    other.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", start)]
+    )
+    other.save_pretrained(tmp_path / "llama")
+    both = [{"text": "the cat"}, {"prompt": "a", "response": "b"}]
+    source = write_jsonl(tmp_path / "a.jsonl", both)
+    made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "llama", "--val_fraction", 0)
+    plain = AutoTokenizer.from_pretrained(tokenizer)
+    text, pair = read(tmp_path / "o")
+    assert text[0] == [start, *plain("the cat")["input_ids"], end]
+    assert pair == ([start, *plain("a")["input_ids"], *plain("b")["input_ids"], end],
+                    [0, 0, 1, 1])  # fmt: skip
+
+
+def test_parquet_and_packed_files(tmp_path, made):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    zstandard = pytest.importorskip("zstandard")
+    found = texts(500)
+    pq.write_table(pa.table({"id": range(500), "body": found}), tmp_path / "a.parquet",
+                   row_group_size=120)  # fmt: skip
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in found)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    for name in ("a.parquet", "b.jsonl.gz", "c.jsonl.zst"):
+        made(tmp_path / name, "--out", tmp_path / name[0], "--text_field", "body")
+    a, b, c = (files_of(tmp_path / name) for name in "abc")
+    assert a == b == c and len(read(tmp_path / "a")) > 480
+    pairs = dict(prompt=["a", "b"], response=["c", "d"])
+    pq.write_table(pa.table(pairs), tmp_path / "pairs.parquet")
+    made(tmp_path / "pairs.parquet", "--out", tmp_path / "p", "--val_fraction", 0)
+    assert read(tmp_path / "p")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
+    told = made(tmp_path / "a.parquet", "--out", tmp_path / "x", expect=2)
+    assert "columns id, body; expected text (see --text_field)" in told
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-100])
+    assert "cannot be unpacked" in made(tmp_path / "torn.jsonl.gz", "--out", tmp_path / "x",
+                                        "--text_field", "body", expect=2)  # fmt: skip
+
+
+def test_pyarrow_missing_is_said(tmp_path, made, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    told = made(tmp_path / "a.parquet", "--out", tmp_path / "o", expect=2)
+    assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
+
+
+BAD = {
+    "not JSON": b'{"text": "a"',
+    "not UTF-8": b'{"text": "\xff"}',
+    "not an object": b'["text"]',
+    "nothing that is known": b'{"words": "a"}',
+    "no text": b'{"text": 3}',
+    "half a character": b'{"text": "\\ud800"}',
+    "messages without a template": b'{"messages": [{"role": "user", "content": "a"}]}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
+    lines = [b'{"text": "line %d"}' % i for i in range(1000)]
+    lines[700] = BAD[bad]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", expect=2)
+    assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
+    if "template" in bad:
+        assert "chat template" in told  # all lines will be so: it cannot be left out
+        return
+    assert f"{tmp_path / 'a.jsonl'}:701: " in told and "--skip_bad" in told
+    told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad")
+    assert "left out         1 lines" in told
+    assert len(read(tmp_path / "o")) + len(read(tmp_path / "o", "val")) == 999
+
+
+def test_text_that_is_not_utf8(tmp_path, made, tokenizer):
+    (tmp_path / "a.txt").write_bytes(b"the cat\n\xffsat\n")
+    flags = [tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0]
+    assert "not UTF-8 at byte 8" in made(*flags, "--tokenizer", tokenizer, expect=2)
+    made(*flags, "--tokenizer", tokenizer, "--skip_bad")
+    made(*flags)  # to the tokenizer of bytes all are alike
+    assert read(tmp_path / "o")[0][0] == [*b"the cat\n\xffsat\n", 256]
+
+
+def test_an_id_never_wraps(tmp_path):
+    writer = prepare.TokenWriter(tmp_path / "train.bin", 50257)
+    with pytest.raises(ConfigError, match="to 70000; expected ids below 50257"):
+        writer.add(np.array([5, 70000]), np.array([2]), None, 9)
+    large = prepare.TokenWriter(tmp_path / "val.bin", 100_000)
+    large.add(np.array([5, 70000]), np.array([2]), None, 9)
+    assert large.close() and read(tmp_path, "val") == [([5, 70000], [1, 1])]
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, made):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    for arguments, words in (
+        ([source], "--out DIR: expected"),
+        ([], "required: INPUT"),
+        ([source, "--out", "o", "--tokeniser", "b"], "did you mean --tokenizer?"),
+        ([tmp_path / "nothing", "--out", "o"], "no such file"),
+        ([tmp_path / "*.txt", "--out", "o"], "no such file"),
+        ([ROOT / "README.md", ROOT / "train.py", "--out", "o"], "train.py: expected a name"),
+        ([source, "--out", source], "cannot be made"),
+        ([source, "--out", tmp_path / "o", "--tokenizer", tmp_path], "cannot be loaded"),
+        ([source, "--out", tmp_path / "o", "--val_fraction", 1], "--val_fraction 1.0"),
+        ([source, "--out", tmp_path / "o", "--train_tokenizer", 9], "expected more than 256"),
+        (["show", tmp_path], "expected: data.py show RUN_DIR STEP"),
+    ):
+        told = made(*arguments, expect=2)
+        assert words in told and told.count("\n") == 1, told
+    (tmp_path / "empty.txt").touch()
+    told = made(tmp_path / "empty.txt", "--out", tmp_path / "o", expect=2)
+    assert "no document to train on" in told
+
+
+def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts(50)])
+    made(source, "--out", tmp_path / "o")
+    before = files_of(tmp_path / "o")
+    large = tmp_path / "large.jsonl"
+    with open(large, "w") as file:
+        for _ in range(200):
+            file.write((json.dumps({"text": "x" * 10_000}) + "\n") * 50)
+    for number, left in ((signal.SIGINT, False), (signal.SIGKILL, True)):
+        shutil.rmtree(tmp_path / "o/.preparing", ignore_errors=True)
+        command = [sys.executable, str(ROOT / "data.py"), str(large), "--out", str(tmp_path / "o")]
+        process = subprocess.Popen(command, env=environment(), start_new_session=True,
+                                   stderr=subprocess.PIPE, text=True)  # fmt: skip
+        draft = tmp_path / "o/.preparing/train.bin"
+        while process.poll() is None and not (draft.exists() and draft.stat().st_size > 10**6):
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        told = process.communicate()[1]
+        assert process.returncode == (-9 if left else 130), told
+        assert (tmp_path / "o/.preparing").exists() == left
+        now = files_of(tmp_path / "o")
+        assert {name: now[name] for name in before} == before
+        assert all(name in before or name.startswith(".preparing") for name in now)
+        assert "Traceback" not in told
+    assert len(data.find_files(str(tmp_path / "o"), "train")) == 1
+    made(source, "--out", tmp_path / "o")  # and that of the killed one is gone
+    assert files_of(tmp_path / "o") == before
+
+
+def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeypatch):
+    """Stopped anywhere while the old are replaced, there is no dataset made of both."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": t, "response": t} for t in texts(50)])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts(60, 1)])
+    plain = prepare.Path.rename
+    for fails_at in range(6):
+        moved = iter(range(99))
+
+        def rename(self, target, moved=moved, fails_at=fails_at):
+            if next(moved) == fails_at:
+                raise KeyboardInterrupt
+            return plain(self, target)
+
+        made(source, "--out", tmp_path / "o", "--val_fraction", 0.2)
+        monkeypatch.setattr(prepare.Path, "rename", rename)
+        data.main([str(other), "--out", str(tmp_path / "o"), "--val_fraction", "0.2"])
+        monkeypatch.undo()
+        assert data.find_files(str(tmp_path / "o"), "train") == []
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """400 MB of lines in a small file, and one large row group of Parquet."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lines = "".join(json.dumps({"text": f"{i} " * 2000}) + "\n" for i in range(100)).encode()
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(400_000_000 // len(lines)):
+            file.write(lines)
+    column = pa.array([f"{i:015d}" * 400 for i in range(30_000)])  # 180 MB in one row group
+    pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet", use_dictionary=False)
+    code = (
+        "import resource, sys, prepare\n"
+        "inputs, out = sys.argv[1:]\n"
+        "print(prepare.prepare([inputs], prepare.Options(out=out, workers=2)))\n"
+        "print(max(resource.getrusage(who).ru_maxrss for who in\n"
+        "          (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))\n"
+    )
+    for name in ("a.jsonl.gz", "b.parquet"):
+        command = [sys.executable, "-c", code, str(tmp_path / name), str(tmp_path / "o")]
+        # from a shell, so that the figure is not that of this process, which it would begin with
+        done = subprocess.run(shlex.join(command) + "; exit $?", shell=True, env=environment(),
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        peak = int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+        assert peak < 250e6, (name, peak)
+
+
+def test_a_trained_tokenizer_is_loaded_offline_and_trained_on(tmp_path, made, run):
+    (tmp_path / "a.txt").write_text("\n".join(texts(800)))
+    told = made(tmp_path / "a.txt", "--out", tmp_path / "o", "--train_tokenizer", 300,
+                "--val_fraction", 0.1)  # fmt: skip
+    assert "vocabulary 300 (bpe-300@" in told
+    code = (
+        "from transformers import AutoTokenizer\n"
+        f"t = AutoTokenizer.from_pretrained('{tmp_path}/o/tokenizer')\n"
+        "assert t.decode(t('naïve 猫')['input_ids']) == 'naïve 猫' and len(t) == 300\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True,
+                   env=environment() | {"HF_HUB_OFFLINE": "1"})  # fmt: skip
+    told = run("--data", tmp_path / "o", "--out_dir", "r")
+    assert "vocabulary 300" in told and "bits_per_byte" in told
+    sample = told.split("sample  of what it writes:")[1]
+    assert any(word in sample for word in ("the", "cat", "mat", "a"))
+    made(tmp_path / "a.txt", "--out", tmp_path / "p", "--train_tokenizer", 280)
+    told = run("--data", tmp_path / "o", tmp_path / "p", "--out_dir", "s", expect=2)
+    assert "sources with different tokenizers" in told
