@@ -37,7 +37,7 @@ import numpy as np
 
 from config import ConfigError, option, usable_cores
 
-CHUNK_BYTES = 1 << 20  # of text that is read, tokenized and written at once
+CHUNK_BYTES = 1 << 18  # of text that is read, tokenized and written at once
 LONGEST_LINE = 1 << 24  # bytes; a text without line ends is cut there
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 CUT_BYTES = 100_000  # a text file of this size is cut in two; smaller ones are for one split whole
@@ -571,13 +571,13 @@ def progress(total: int, what: str):
 
 # --- all of it -------------------------------------------------------------------------------
 
-_encoder = None  # of a worker process
+_encoder = None  # a process that is forked has it from its parent
 
 
 def start_worker(folder: str | None, options: Options):
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that reads and writes ends this one
-    _encoder = Encoder(folder, options)
+    _encoder = _encoder or Encoder(folder, options)
 
 
 def encode_in_worker(chunk: Chunk):
@@ -590,6 +590,8 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder, folder: str | None, wo
         for chunk in chunks:
             yield chunk, encoder(chunk)
         return
+    global _encoder
+    _encoder = encoder
     with ProcessPoolExecutor(
         workers, initializer=start_worker, initargs=(folder, encoder.options)
     ) as pool:
