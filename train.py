@@ -889,6 +889,9 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     option = "--val_data" if cfg.val_data else "--data"
     val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option,
                             cfg.data_mode, cfg.packing)  # fmt: skip
+    if val_data and val_data.tokenizer != train_data.tokenizer:
+        raise ConfigError(f"{option}: made with {val_data.tokenizer}, --data with "
+                          f"{train_data.tokenizer}")  # fmt: skip
     if val_data:  # all that is evaluated, sorted
         val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
     backup = None

@@ -291,6 +291,8 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
     np.array([0, 10, 900], np.uint64).tofile(plain / "train.bin.docs")
     told = run("--data", plain, "--data_mode", "documents", expect=2)
     assert "does not belong to train.bin: its documents end at 900 of 1,000 tokens" in told
+    told = run("--val_data", plain / "train.bin", expect=2)
+    assert "--val_data: made with None, --data with bytes" in told
     told = run("--data", folder, "--data_mode", "stream", "--packing", expect=2)
     assert "--data_mode stream: expected documents, for --packing" in told
     (plain / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
