@@ -39,8 +39,8 @@ SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0)
 # What a checkpoint and the run that goes on from it must agree on: always, and if not allowed.
 WEIGHTS = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
            "tie_embeddings", "qkv_bias", "qk_norm")  # fmt: skip
-TRAJECTORY = ("seed", "batch_size", "seq_len", "rope_theta", "norm_eps", "data_mode", "packing",
-              "group_window")  # fmt: skip
+TRAJECTORY = ("seed", "batch_size", "seq_len", "rope_theta", "rope_scaling", "norm_eps",
+              "data_mode", "packing", "group_window")  # fmt: skip
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),
@@ -118,6 +118,9 @@ class Config:
     allow_change: list[str] = option(
         [], "what may differ from the checkpoint that is continued: seed, batch_size, data, ..."
     )
+    eval_only: bool = option(
+        False, "only evaluate the weights of --resume or --init_from on the validation data"
+    )
     seed: int = option(1337, "seed of the weights, the data order and dropout")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to train")
 
@@ -147,7 +150,14 @@ class Config:
     prefetch_factor: int = option(2, "micro-batches that each loader process keeps ready")
 
     # --- model ---
-    model: Literal[tuple(MODELS)] = option("default", "shape by name; the flags below change it")
+    init_from: str | None = option(
+        None, "start from the weights in this Hugging Face folder, or of this name on the hub"
+    )
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
+    model: Literal[(*MODELS, "transformers")] = option(
+        "default", "shape by name, which the flags below change; transformers is what --init_from "
+        "sets where the model is of another kind than ours"
+    )  # fmt: skip
     n_layer: int | None = option(None, "transformer blocks (default: from --model, as all these)")
     n_head: int | None = option(None, "query heads")
     n_kv_head: int | None = option(None, "key and value heads; fewer than n_head is GQA")
@@ -159,6 +169,13 @@ class Config:
     qk_norm: bool | None = switch("RMSNorm on queries and keys (Qwen3)")
     tie_embeddings: bool | None = switch("use one matrix for the embedding and the output")
     rope_theta: float | None = option(None, "base of the rotary embedding's wavelengths")
+    rope_scaling: list[float] = option(
+        [], "factor that stretches the rotary embedding; or factor, low and high frequency factor, "
+        "and original context, as in Llama 3.1"
+    )  # fmt: skip
+    max_position: int | None = option(
+        None, "positions an exported model is said to tell apart (default: seq_len)"
+    )
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms")
     dropout: float = option(0.0, "probability, on attention, each block's outputs and embeddings")
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
@@ -373,7 +390,7 @@ def write_yaml(cfg: Config, path: str, notes: dict[str, str]):
     """
     values = dataclasses.asdict(cfg)
     for name in ("config", "preset", "out_dir", "overwrite", "auto_resume", "resume",
-                 "allow_change", "check_checkpoints", "verify_resume"):  # fmt: skip
+                 "allow_change", "check_checkpoints", "verify_resume", "eval_only"):  # fmt: skip
         del values[name]
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(f"# {k}: {v}\n" for k, v in notes.items())
@@ -389,10 +406,12 @@ def resolve(cfg: Config) -> Config:
     What depends on the machine (device, precision, compile, workers, micro-batch) is left as it
     was asked for, so that a run can be continued on another one. Raises ConfigError.
     """
-    shape = SHAPE_DEFAULTS | MODELS[cfg.model]
+    shape = SHAPE_DEFAULTS | MODELS.get(cfg.model, {})  # of transformers: set by --init_from
     cfg = dataclasses.replace(
         cfg, **{name: value for name, value in shape.items() if getattr(cfg, name) is None}
     )
+    if cfg.model == "transformers" and not cfg.init_from:
+        raise ConfigError("--model transformers: expected --init_from with it")
     if cfg.warmup_steps is None:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)
     if cfg.head_dim is None and cfg.n_head > 0 and cfg.d_model % cfg.n_head == 0:
@@ -420,6 +439,7 @@ def resolve(cfg: Config) -> Config:
     need(cfg.head_dim >= 2 and cfg.head_dim % 2 == 0, "head_dim",
          "an even number, for the rotary embedding")  # fmt: skip
     need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
+    need(len(cfg.rope_scaling) in (0, 1, 4), "rope_scaling", "one number, or four")
     need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
          f"at most learning_rate {cfg.learning_rate}")  # fmt: skip
     need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
@@ -434,6 +454,8 @@ def resolve(cfg: Config) -> Config:
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
+    if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
+        raise ConfigError("--eval_only: expected the weights to evaluate: --resume or --init_from")
     if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
         raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
     return cfg

@@ -9,6 +9,10 @@ Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 
 import contextlib
 import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +20,27 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from config import Config, ConfigError
+from config import Config, ConfigError, make_parser, option, read_flags
 
 IGNORE = -100  # a target that does not count
 
 
-def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding (arXiv:2104.09864), each [length, 1, D / 2]."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (arXiv:2104.09864), each [seq_len, 1, D / 2].
+
+    rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] divides
+    those whose wavelength is longer than original / low, and fewer and fewer up to original / high
+    (Llama 3.1, arXiv:2407.21783).
+    """
+    length, head_dim, theta = cfg.seq_len, cfg.head_dim, cfg.rope_theta
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if len(cfg.rope_scaling) == 1:
+        frequency = frequency / cfg.rope_scaling[0]
+    elif cfg.rope_scaling:
+        factor, low, high, original = cfg.rope_scaling
+        turns = original * frequency / (2 * math.pi)  # in the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(length, dtype=torch.float32)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -114,7 +131,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, padded_vocab, bias=False)
-        cos, sin = rope_table(cfg.seq_len, cfg.head_dim, cfg.rope_theta)
+        cos, sin = rope_table(cfg)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
@@ -159,6 +176,10 @@ class Transformer(nn.Module):
         """[..., C] → fp32 logits [..., V], without the rows that only pad the matrix."""
         return self.head(hidden)[..., : self.cfg.vocab_size].float()
 
+    def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens [B, T] → fp32 logits [B, T, V]."""
+        return self.logits(self.hidden(tokens, documents=documents))
+
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
                 by_sequence: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
         """tokens, targets [B, T] → (sum of cross-entropies in nats, number of real targets).
@@ -167,7 +188,7 @@ class Transformer(nn.Module):
         micro-batches and ranks of unequal length and still get the mean over all tokens.
         documents: as in `hidden`. by_sequence: both for each row, [B].
         """
-        logits = self.logits(self.hidden(tokens, documents=documents)).flatten(0, 1)
+        logits = self.predict(tokens, documents).flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
         losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
         return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
@@ -197,9 +218,9 @@ def output_health(model: Transformer, tokens: Tensor, targets: Tensor,
     """
     rows = slice(max(1, 256 // tokens.shape[1]))
     model.eval()
-    hidden = model.hidden(tokens[rows], documents=None if documents is None else documents[rows])
+    logits = model.predict(tokens[rows], None if documents is None else documents[rows])
     model.train()
-    logp = model.logits(hidden).log_softmax(-1)
+    logp = logits.log_softmax(-1)
     weight = (targets[rows] != IGNORE).float()
     entropy, top1 = -(logp.exp() * logp).sum(-1), logp.amax(-1).exp()
     return {f"health/output_{name}": (values * weight).sum() / weight.sum().clamp(min=1)
@@ -215,7 +236,8 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
     6 N for the N weights of the matrix products, of which a lookup in the embedding is none, and
     12 H D T a layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+    weights += model.head.weight.numel()
     length = length or cfg.seq_len
     return 6 * weights + round(12 * cfg.n_layer * cfg.n_head * cfg.head_dim * length)
 
@@ -290,17 +312,25 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
+    stop: int | None = None,
+    on_token=lambda new: None,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """Continue tokens [B, T], T ≥ 1, by max_new_tokens; returns [B, T + max_new_tokens].
+    """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
-    temperature 0 takes the likeliest token; top_k 0 draws from the whole vocabulary. When the
-    context (cfg.seq_len) is full, the older half of it is forgotten.
+    temperature 0 takes the likeliest token; top_k 0 draws from the whole vocabulary, top_p from the
+    fewest tokens that together are as likely. A row ends with `stop`, which fills what is left of
+    it. on_token is called with each column of new ones, [B]. When the context (cfg.seq_len) is
+    full, the older half of it is forgotten.
     """
+    if not isinstance(model, Transformer):
+        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop)
     was_training, context = model.training, model.cfg.seq_len
     model.eval()
     start, caches = 0, None  # the model sees tokens[:, start:]
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
@@ -309,15 +339,139 @@ def generate(
         else:
             unseen = tokens[:, start:]
             caches = [KVCache(context) for _ in model.blocks] if use_cache else None
-        logits = model.logits(model.hidden(unseen, caches)[:, -1])  # [B, V]
-        if temperature == 0:
-            new = logits.argmax(-1, keepdim=True)
-        else:
-            if top_k:
-                kept = logits.topk(min(top_k, logits.shape[-1])).values
-                logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
-            probabilities = (logits / temperature).softmax(-1)
-            new = torch.multinomial(probabilities, 1, generator=generator)
+        new = draw(model.logits(model.hidden(unseen, caches)[:, -1]), temperature, top_k, top_p,
+                   generator)  # fmt: skip
+        if stop is not None:
+            new = new.masked_fill(ended[:, None], stop)
+            ended |= new[:, 0] == stop
         tokens = torch.cat((tokens, new), dim=1)
+        on_token(new[:, 0])
+        if stop is not None and ended.all():
+            break
     model.train(was_training)
     return tokens
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator) -> Tensor:
+    """logits [B, V] → a token for each row, [B, 1]; arguments as in `generate`."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k:
+        kept = logits.topk(min(top_k, logits.shape[-1])).values
+        logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
+    probabilities = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        likeliest, order = probabilities.sort(descending=True)
+        before = likeliest.cumsum(-1) - likeliest
+        likeliest = likeliest.masked_fill(before >= top_p, 0.0)
+        probabilities = torch.zeros_like(likeliest).scatter(1, order, likeliest)
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
+# --- python model.py -------------------------------------------------------------------------
+
+
+@dataclass
+class GenerateOptions:
+    prompt: list[str] = option(["\n"], "what to continue; more than one are taken one by one")
+    max_new_tokens: int = option(200, "tokens to write, at most")
+    temperature: float = option(0.8, "0 takes the likeliest token, 1 draws as the model says")
+    top_k: int = option(50, "draw from so many likeliest tokens; 0 from all")
+    top_p: float = option(1.0, "draw from the fewest tokens that together are so likely")
+    seed: int = option(0, "of the dice")
+    n: int = option(1, "answers to each prompt, written together")
+    chat: bool = option(False, "put the prompt into the tokenizer's chat template")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
+
+
+@dataclass
+class ExportOptions:
+    dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "type of the weights in the files")
+
+
+USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
+       model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
+
+
+def write_text(source: str, options: GenerateOptions):
+    """Print what the model of a run, a checkpoint or a Hugging Face folder makes of the prompts."""
+    from convert import open_model
+
+    for name in ("max_new_tokens", "n"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: expected at least 1")
+    model, tokenizer = open_model(Path(source), options.max_new_tokens + 4096)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).eval()
+    torch.manual_seed(options.seed)
+    stop = tokenizer.eos_token_id
+    for prompt in options.prompt:
+        if options.chat:
+            if not tokenizer.chat_template:
+                raise ConfigError(f"--chat: the tokenizer of {source} has no chat template")
+            prompt = tokenizer.apply_chat_template(
+                [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True
+            )
+        ids = tokenizer(prompt, add_special_tokens=not options.chat)["input_ids"] or [stop]
+        ids = [i for i in ids[:-1] if i is not None] + ids[-1:]
+        written, shown = [], 0
+
+        def stream(new, written=written):
+            nonlocal shown
+            written.append(int(new[0]))
+            text = tokenizer.decode(written, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # else in the middle of a character
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+
+        one = options.n == 1
+        if one and not options.chat:
+            print(prompt, end="", flush=True)
+        tokens = generate(
+            model, torch.tensor([ids] * options.n, device=device), options.max_new_tokens,
+            options.temperature, options.top_k, options.top_p, stop,
+            stream if one else lambda new: None,
+        )  # fmt: skip
+        texts = tokenizer.batch_decode(tokens[:, len(ids) :], skip_special_tokens=True)
+        if one:
+            print(texts[0][shown:])
+        else:
+            for i, text in enumerate(texts):
+                print(f"--- {i + 1} of {options.n}\n{'' if options.chat else prompt}{text}")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    generates = argv[:1] != ["export"]
+    about = "Let a model write, or export it to Hugging Face's format."
+    parser = make_parser(GenerateOptions if generates else ExportOptions, "model.py", USAGE, about)
+    parser.add_argument("command", choices=("generate", "export"))
+    parser.add_argument("source", help="run directory, checkpoint or Hugging Face folder")
+    if not generates:
+        parser.add_argument("out", help="folder to make")
+    try:
+        given = vars(read_flags(parser, argv))
+        source = given.pop("source")
+        given.pop("command")
+        if generates:
+            write_text(source, GenerateOptions(**given))
+        else:
+            from convert import export
+
+            dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
+            print(export(Path(source), Path(given["out"]), dtypes[given["dtype"]]))
+    except ConfigError as e:
+        print(f"model.py: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    import model  # the classes that other modules know are those of this name, not of __main__
+
+    sys.exit(model.main(sys.argv[1:]))

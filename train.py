@@ -400,6 +400,7 @@ def save_checkpoint(run: "Run", is_best: bool = False):
         config=dataclasses.asdict(run.cfg),
         data=run.train_data.fingerprint(),
         tokenizer=run.train_data.tokenizer,
+        end_of_text=run.train_data.end_of_text,
         vocab_size=run.train_data.vocab_size,
     )  # fmt: skip
     run.writer.save(run.step, state, is_best)
@@ -451,11 +452,15 @@ def refuse_changes(run: "Run", path: Path, state: dict):
     """Raise ConfigError where what makes up the trajectory is not what it was in the checkpoint."""
     cfg, saved, data = run.cfg, state["config"], run.train_data
     names = config.WEIGHTS + config.TRAJECTORY
+    if cfg.eval_only:
+        names = (*config.WEIGHTS, "rope_theta", "rope_scaling", "norm_eps")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in names
                if name in saved and saved[name] != getattr(cfg, name)}  # fmt: skip
     if state["tokenizer"] != data.tokenizer:
         changed["tokenizer"] = f"{state['tokenizer']} -> {data.tokenizer}"
     mine, theirs = data.fingerprint(), state["data"]
+    if cfg.eval_only:
+        mine, saved = theirs, saved | {"data": cfg.data}
     if [split_weight(spec)[1] for spec in cfg.data] != [split_weight(s)[1] for s in saved["data"]]:
         changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
     if mine != theirs:
@@ -819,8 +824,9 @@ def describe(run: Run, attention: str, compiled: bool) -> str:
     return "\n".join((
         f"device  {run.world_size} x {run.device.type} ({name}), {dtype}, {attention} attention, "
         f"compile {'on' if compiled else 'off'}",
-        f"model   {cfg.model}: {count / 1e6:.2f} M parameters, {cfg.n_layer} layers of width "
-        f"{cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), vocabulary {cfg.vocab_size}",
+        f"model   {cfg.init_from or cfg.model}: {count / 1e6:.2f} M parameters, {cfg.n_layer} "
+        f"layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
+        f"vocabulary {cfg.vocab_size}",
         f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
         f"step    {tokens} = {cfg.batch_size} x {cfg.seq_len}: "
         f"{run.world_size} x {accumulation} micro-batches of {run.micro_batch}, {cfg.optimizer}",
@@ -859,6 +865,68 @@ def rank_and_world() -> tuple[int, int, int, int]:
     return tuple(int(os.environ.get(name, alone)) for name, alone in names.items())
 
 
+def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
+    """The training and the validation data; fills in cfg.vocab_size and cfg.data_mode."""
+    val_option = "--val_data" if cfg.val_data else "--data"
+
+    def load(paths: list[str], split: str, option: str, seed: int):
+        return load_mixture(paths, split, cfg.seq_len, seed, cfg.vocab_size, option, cfg.data_mode,
+                            cfg.packing)  # fmt: skip
+
+    if cfg.eval_only:  # what was trained on need not be there
+        train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+        if train_data is None:
+            raise ConfigError("--eval_only: no validation data; name some with --val_data")
+    else:
+        train_data = load(cfg.data, "train", "--data", cfg.seed)
+        train_data.group_by_length(cfg.group_window, cfg.batch_size)
+    cfg.vocab_size = train_data.vocab_size
+    cfg.data_mode = "stream" if train_data.is_stream else "documents"
+    val_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+    if val_data:
+        if val_data.tokenizer != train_data.tokenizer:
+            raise ConfigError(f"{val_option}: made with {val_data.tokenizer}, --data with "
+                              f"{train_data.tokenizer}")  # fmt: skip
+        # all that is evaluated, sorted
+        val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
+    return train_data, val_data
+
+
+def join_ranks(rank: int, world_size: int, device: torch.device):
+    """Make this process one of a group, where there are more."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        cuda = device.type == "cuda"
+        store = next(dist.rendezvous("env://", rank, world_size))[0]
+        # torchrun keeps the store over a restart: the addresses in it are those of dead processes
+        store = dist.PrefixStore(f"attempt {os.environ.get(RESTARTS, 0)}", store)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+            device_id=device if cuda else None,
+        )  # fmt: skip
+
+
+def make_model(cfg: Config, rank: int, fresh: bool) -> nn.Module:
+    """The model; where it is fresh, and no checkpoint follows, with the weights of --init_from."""
+    if cfg.model == "transformers":
+        from convert import Foreign
+
+        model = Foreign(cfg)
+        if rank == 0:
+            print(f"model   {cfg.init_from} is trained through transformers' own module, without "
+                  "what makes steady's fast")  # fmt: skip
+        return model
+    model = Transformer(cfg)
+    if cfg.init_from and fresh:
+        from convert import fetch, load_weights
+
+        left = load_weights(model, fetch(cfg.init_from))
+        if left and rank == 0:
+            print(f"warning: {cfg.init_from}: left out: {', '.join(left)}", flush=True)
+    return model
+
+
 def set_up(argv: list[str], cfg: Config) -> Run:
     """The run that `argv`, parsed as `cfg`, asks for, ready for its next step.
 
@@ -874,6 +942,11 @@ def set_up(argv: list[str], cfg: Config) -> Run:
         if (cfg.resume or cfg.auto_resume) and old_run and (old_run / "config.yaml").exists():
             # flags need not be repeated
             cfg = restarted(config.parse(argv, saved=str(old_run / "config.yaml")))
+    resumed = bool(cfg.resume) or bool(out_dir and cfg.auto_resume and holds_a_run(out_dir))
+    if cfg.init_from and (cfg.model == "transformers" or not resumed):
+        from convert import adopt
+
+        cfg = adopt(cfg)
     cfg = config.resolve(cfg)
     micro_batch = config.micro_batch_size(cfg, world_size)
     device = pick_device(cfg.device, local_rank)
@@ -881,33 +954,11 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     set_attention_backend(cfg.attention)
     attention = attention_backend(cfg, device, dtype)
     torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
-    train_data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
-                              mode=cfg.data_mode, packing=cfg.packing)  # fmt: skip
-    train_data.group_by_length(cfg.group_window, cfg.batch_size)
-    cfg.vocab_size = train_data.vocab_size
-    cfg.data_mode = "stream" if train_data.is_stream else "documents"
-    option = "--val_data" if cfg.val_data else "--data"
-    val_data = load_mixture(cfg.val_data or cfg.data, "val", cfg.seq_len, 0, cfg.vocab_size, option,
-                            cfg.data_mode, cfg.packing)  # fmt: skip
-    if val_data and val_data.tokenizer != train_data.tokenizer:
-        raise ConfigError(f"{option}: made with {val_data.tokenizer}, --data with "
-                          f"{train_data.tokenizer}")  # fmt: skip
-    if val_data:  # all that is evaluated, sorted
-        val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
+    train_data, val_data = load_data(cfg)
     backup = None
     if cfg.backup_to and rank == 0:
         backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size > 1 and not dist.is_initialized():
-        cuda = device.type == "cuda"
-        store = next(dist.rendezvous("env://", rank, world_size))[0]
-        # torchrun keeps the store over a restart: the addresses in it are those of dead processes
-        store = dist.PrefixStore(f"attempt {os.environ.get(RESTARTS, 0)}", store)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-            device_id=device if cuda else None,
-        )  # fmt: skip
+    join_ranks(rank, world_size, device)
     stop = Stop(world_size)
 
     start, held = cfg.resume, None
@@ -924,7 +975,7 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     start = stop.agree(start and str(start))
 
     torch.manual_seed(cfg.seed)
-    model = Transformer(cfg).to(device)
+    model = make_model(cfg, rank, fresh=not start).to(device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
         fits = stop.least(largest_micro_batch(model, cfg, world_size, autocast, device))
@@ -943,6 +994,8 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     )  # fmt: skip
     if start:
         load_checkpoint(run, Path(start))
+    if cfg.eval_only:
+        return run
     if run.step >= cfg.max_steps:
         if rank == 0:
             print(f"{start} has made all {cfg.max_steps} steps: nothing to do")
@@ -958,6 +1011,10 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     if rank == 0:
         run.out_dir, run.lock = (out_dir, held) if held else claim(out_dir)
         prepare_directory(run.out_dir, cfg, run.step)
+        if train_data.tokenizer_folder and Path(train_data.tokenizer_folder).is_dir():
+            shutil.copytree(
+                train_data.tokenizer_folder, run.out_dir / "tokenizer", dirs_exist_ok=True
+            )  # so that the run says all that export and generation need
         with replacing(run.out_dir / "config.yaml") as draft:
             config.write_yaml(cfg, draft, provenance())
         run.writer = Writer(
@@ -980,6 +1037,12 @@ def main(argv: list[str]) -> int:
     if cfg.verify_resume:
         return verify_resume(argv, cfg)
     run = set_up(argv, cfg)
+    if run.cfg.eval_only:
+        run.cfg.tensorboard, run.out_dir = False, None
+        run.monitor = make_monitor(run)
+        evaluate(run, run.step)
+        run.monitor.close()
+        return 0
     if run.step >= run.cfg.max_steps:
         return 0
     with run.stop:

@@ -68,6 +68,12 @@ TABLE = {
     "one checkpoint kept and an early best": "test_one_newest_and_the_best_both_stay",
     "finished run": "test_kill_and_auto_resume_is_the_undisturbed_run_bit_for_bit",
     "clock jumps backwards": "test_a_clock_that_jumps_back",
+    "code that comes with a model": "test_code_of_others_is_not_run_unless_it_is_trusted",
+    "all targets of a micro-batch ignored": "test_documents_with_nothing_to_learn_are_no_nan",
+    "a malformed line among many; not UTF-8": "test_a_bad_line_is_named_or_left_out_and_counted",
+    "preparation interrupted": "test_what_is_interrupted_leaves_the_old_data_alone",
+    "a token id that its type cannot hold": "test_an_id_never_wraps",
+    "documents resumed on other ranks": "test_other_ranks_and_a_resume_see_the_same_samples",
 }  # fmt: skip
 FLAGS = [*TINY, "--eval_interval", "0", "--no_tensorboard"]
 

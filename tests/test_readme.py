@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, TINY, Process, column, environment
 
 import config
+import model
 import prepare
 
 README = (ROOT / "README.md").read_text()
@@ -23,7 +24,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """The files of the repository in a folder of their own."""
-    for name in ("checkpoint", "config", "data", "model", "monitor", "prepare", "train"):
+    for name in ("checkpoint", "config", "convert", "data", "model", "monitor", "prepare", "train"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     return tmp_path
@@ -87,7 +88,8 @@ def test_patches_apply_and_train(clone, corpus, unpatched, patch, changed):
 def test_options_and_files_it_names_exist():
     fields = {f.name for f in config.dataclasses.fields(config.Config)}
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z_-]*[a-z])", README)}
-    fields |= {f.name for f in config.dataclasses.fields(prepare.Options)}
+    for options in (prepare.Options, model.GenerateOptions, model.ExportOptions):
+        fields |= {f.name for f in config.dataclasses.fields(options)}
     known = fields | {"nproc_per_node", "max_restarts", "help"}
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
     known |= set(re.findall(r"\"--(\w+)\"", (ROOT / "monitor.py").read_text()))

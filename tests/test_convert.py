@@ -1,0 +1,399 @@
+"""Weights of others come in, ours go out, and the numbers are the same on both sides."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY, column, environment
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import config
+import convert
+import model as model_module
+import train
+from config import Config, ConfigError
+from model import Transformer, generate
+
+SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+             eos_token_id=256, bos_token_id=None, pad_token_id=None)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
+              high_freq_factor=4.0, original_max_position_embeddings=32)  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "llama, head_dim": lambda: LlamaConfig(**SMALL, head_dim=24, rms_norm_eps=1e-5),
+    "llama3 rope": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "linear rope": lambda: LlamaConfig(**SMALL, rope_parameters=dict(
+        rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SMALL),
+    "qwen2, tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=32),
+}  # fmt: skip
+
+
+def save_random(folder, found, **how):
+    """A model of transformers with random weights, biases and norms, none of them 0 or 1."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(found)
+    for name, p in theirs.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.1)
+    theirs.save_pretrained(folder, **how)
+    return theirs.eval()
+
+
+def ours_of(folder, **changes):
+    cfg = convert.adopt(Config(init_from=str(folder), **changes))
+    ours = Transformer(config.resolve(cfg))
+    assert convert.load_weights(ours, folder) == []
+    return ours.eval()
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.fixture
+def tokens():
+    torch.manual_seed(1)
+    return torch.randint(257, (2, 100))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family):
+    theirs = save_random(tmp_path, FAMILIES[family]())
+    ours = ours_of(tmp_path)
+    assert relative(ours.predict(tokens), theirs(tokens).logits) < 1e-4
+    targets = tokens.roll(-1, 1)
+    loss, count = ours(tokens, targets)
+    (loss / count).backward()
+    logits = theirs(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    expected, gradients = dict(theirs.named_parameters()), {n: p.grad for n, p in
+                                                             ours.named_parameters()}  # fmt: skip
+    for name, (mine, rows) in convert.names(ours.cfg).items():
+        assert relative(gradients[mine][rows], expected[name].grad) < 1e-3, name
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        a, b = ours.predict(tokens).float(), theirs(tokens).logits.float()
+    assert relative(a, b) < 0.05
+
+
+@pytest.mark.parametrize("family", ["llama3 rope", "mistral", "qwen2", "qwen3"])
+def test_greedy_generations_are_equal_token_for_token(tmp_path, tokens, family):
+    theirs, ours = save_random(tmp_path, FAMILIES[family]()), ours_of(tmp_path)
+    prompt = tokens[:, :10]
+    expected = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None,
+                               pad_token_id=0)  # fmt: skip
+    assert torch.equal(generate(ours, prompt, 60, temperature=0), expected)
+
+
+def test_shards_are_read_one_by_one(tmp_path, tokens, monkeypatch):
+    theirs = save_random(tmp_path, FAMILIES["qwen3"](), max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert relative(ours_of(tmp_path).predict(tokens), theirs(tokens).logits) < 1e-4
+
+
+def test_memory_is_the_model_and_a_shard(tmp_path):
+    """200 MB in shards of 20 MB."""
+    wide = SMALL | dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=6)
+    AutoModelForCausalLM.from_config(LlamaConfig(**wide)).save_pretrained(
+        tmp_path, max_shard_size="20MB"
+    )
+    code = (
+        "import re, sys, torch, config, convert\n"
+        "from pathlib import Path\n"
+        "def status(name):\n"
+        "    text = open('/proc/self/status').read()\n"
+        "    return int(re.search(name + r':\\s+(\\d+)', text)[1]) * 1024\n"
+        "cfg = config.resolve(convert.adopt(config.Config(init_from=sys.argv[1])))\n"
+        "before = status('VmRSS')\n"
+        "model = convert.Transformer(cfg)\n"
+        "convert.load_weights(model, Path(sys.argv[1]))\n"
+        "size = sum(p.numel() for p in model.parameters()) * 4\n"
+        "print(size, status('VmHWM') - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(),
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    size, used = map(int, done.stdout.split())
+    assert used < size + 60e6, (size, used)
+
+
+def test_what_does_not_fit_is_told(tmp_path, run):
+    save_random(tmp_path / "m", FAMILIES["qwen2"]())
+    flags = ["--init_from", tmp_path / "m"]
+    for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "at most 128"),
+                        (["--model", "1b"], "--model 1b: the shape is that")):  # fmt: skip
+        assert words in run(*flags, *more, bare=True, expect=2)
+    assert "no such folder" in run("--init_from", tmp_path / "none", bare=True, expect=2)
+    (tmp_path / "empty").mkdir()
+    assert "--init_from" in run("--init_from", tmp_path / "empty", bare=True, expect=2)
+    cfg = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers="two")))
+    assert "--init_from" in run(*flags, bare=True, expect=2)
+    del cfg["layer_types"]
+    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=3)))
+    with pytest.raises(ConfigError, match="has no model.layers.2"):
+        ours_of(tmp_path / "m")
+    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(intermediate_size=80)))
+    with pytest.raises(ConfigError, match=r"mlp.\w+_proj.weight is .*; expected"):
+        ours_of(tmp_path / "m")
+    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=1)))
+    ours = Transformer(config.resolve(convert.adopt(Config(init_from=str(tmp_path / "m")))))
+    left = convert.load_weights(ours, tmp_path / "m")
+    assert len(left) == 12 and all("layers.1." in name for name in left)
+
+
+def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
+    touched = tmp_path / "touched"
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/odd.py").write_text(
+        f"open({str(touched)!r}, 'w')\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class C(LlamaConfig): model_type = 'odd'\n"
+        "class M(LlamaForCausalLM): config_class = C\n"
+    )
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    path = tmp_path / "m/config.json"
+    found = json.loads(path.read_text()) | dict(model_type="odd", auto_map={
+        "AutoConfig": "odd.C", "AutoModelForCausalLM": "odd.M"})  # fmt: skip
+    path.write_text(json.dumps(found))
+    flags = ["--init_from", tmp_path / "m"]
+    assert "--trust_remote_code" in tune(*flags, expect=2) and not touched.exists()
+    told = tune(*flags, "--trust_remote_code")
+    assert touched.exists() and "through transformers' own module" in told
+
+
+FINE = ["--seq_len", 32, "--batch_size", 8, "--max_steps", 20, "--log_interval", 1, "--eval_steps",
+        2, "--warmup_steps", 2]  # fmt: skip
+
+
+@pytest.fixture
+def tune(run, corpus):
+    """run with the corpus and no shape."""
+    return lambda *flags, **how: run("--data", corpus, *FINE, *flags, bare=True, **how)
+
+
+def test_twenty_steps_are_the_same_in_both_worlds(tmp_path, tune, corpus):
+    theirs = save_random(tmp_path / "m", FAMILIES["qwen2"]()).train()
+    tune("--init_from", tmp_path / "m", "--out_dir", "r", "--optimizer", "adamw",
+         "--learning_rate", 1e-3, "--lr_schedule", "constant", "--precision", "fp32")  # fmt: skip
+    saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
+    in_blocks = [p for n, p in theirs.named_parameters() if p.ndim == 2 and "layers." in n]
+    others = [p for p in theirs.parameters() if not any(p is q for q in in_blocks)]
+    optimizer = torch.optim.AdamW(
+        [dict(params=in_blocks, weight_decay=saved.weight_decay), dict(params=others,
+         weight_decay=0.0)], lr=1e-3, betas=(saved.beta1, saved.beta2))  # fmt: skip
+    mixture = train.load_mixture([str(corpus)], "train", 32, saved.seed)
+    losses = {}
+    for step in range(20):
+        tokens, targets, *_ = train.to_device(mixture.batch(8 * step, 8 * step + 8),
+                                              torch.device("cpu"))  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(step, saved)
+        logits = theirs(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), saved.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step + 1] = loss.item()
+    assert column(tmp_path / "r", "train/loss") == pytest.approx(losses, rel=1e-3)
+    assert losses[20] < 0.7 * losses[1]
+    convert.export(tmp_path / "r", tmp_path / "out", torch.float32)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert back.config.max_position_embeddings == 128 and saved.seq_len == 32
+    probe = tokens[:1]
+    assert relative(back(probe).logits, theirs.eval()(probe).logits) < 0.01
+
+
+KINDS = {"qwen3": [], "qwen3, head_dim": ["--head_dim", 24], "llama": ["--no_qk_norm"],
+         "qwen2": ["--qkv_bias", "--no_qk_norm"], "tied": ["--tie_embeddings"],
+         "llama3 rope": ["--rope_scaling", 8, 1, 4, 16]}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, flags):
+    run("--out_dir", "r", "--max_steps", 3, *flags)
+    assert model_module.main(["export", "r", "out"]) == 0
+    state = convert.read_state(tmp_path / "r")[0]
+    ours = ours_of(tmp_path / "out")
+    size = state["vocab_size"]
+    for name, tensor in ours.state_dict().items():
+        rows = slice(size) if name in ("embedding.weight", "head.weight") else slice(None)
+        assert torch.equal(tensor[rows], state["model"][name][rows]), name
+    assert convert.export(tmp_path / "r/checkpoints/step_00000003.pt", tmp_path / "b",
+                          torch.bfloat16).endswith("with the tokenizer bytes")  # fmt: skip
+    assert json.loads((tmp_path / "b/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_fresh_process_loads_it_offline_without_code(run, tmp_path):
+    run("--out_dir", "r")
+    model_module.main(["export", "r", "out"])
+    code = (
+        "import sys, torch\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
+        "folder = sys.argv[1]\n"
+        "model, tokenizer = (kind.from_pretrained(folder) for kind in\n"
+        "                    (AutoModelForCausalLM, AutoTokenizer))\n"
+        "text = 'naïve 猫 1 + 2 =\\n'\n"
+        "ids = tokenizer(text)['input_ids']\n"
+        "assert ids == list(text.encode()) and tokenizer.decode(ids) == text\n"
+        "out = model.generate(torch.tensor([ids[-5:]]), max_new_tokens=8, do_sample=False)\n"
+        "print(out.tolist(), model.generation_config.eos_token_id, type(model).__name__)\n"
+    )
+    env = environment() | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    command = [sys.executable, "-c", code, "out"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("256 Qwen3ForCausalLM\n")
+    ours, _ = convert.open_model(tmp_path / "r", 100)
+    expected = generate(ours, torch.tensor([list("猫 1 + 2 =\n".encode()[-5:])]), 8, 0)
+    assert done.stdout.startswith(str(expected.tolist()))
+
+
+def test_what_must_not_be_exported(run, tmp_path, capsys):
+    run("--out_dir", "r", "--max_steps", 3)
+    path = tmp_path / "r/checkpoints/step_00000003.pt"
+    good = path.read_bytes()
+    broken = bytearray(good)
+    broken[len(good) // 2] ^= 1
+    path.write_bytes(broken)
+    assert model_module.main(["export", str(path), "out"]) == 2
+    assert "not a checkpoint that can be read" in capsys.readouterr().err
+    path.write_bytes(good)
+    state = torch.load(path, weights_only=True)
+    state["model"]["norm.weight"][0] = float("nan")
+    writer = convert.checkpoint.Writer(tmp_path / "nan/checkpoints", 1, 0, None)
+    (tmp_path / "nan/checkpoints").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert.checkpoint, "problem", lambda p: None)
+        torch.save(state, tmp_path / "nan/checkpoints/step_00000003.pt")
+        assert model_module.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
+    assert "not finite, first norm.weight" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and writer
+    assert model_module.main(["export", "none", "out"]) == 2
+    assert model_module.main(["export", "r", "r"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_other_architectures_train_through_transformers(tmp_path, tune):
+    found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64,
+                       resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None,
+                       eos_token_id=256)  # fmt: skip
+    save_random(tmp_path / "gpt2", found)
+    flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
+    told = tune(*flags, "--out_dir", "r", "--monitor", "full")
+    assert "through transformers' own module" in told and "health/output_entropy" not in told
+    losses = column(tmp_path / "r", "train/loss")
+    assert losses[20] < 0.9 * losses[1]
+    (tmp_path / "r/checkpoints/step_00000020.pt").unlink()
+    (tmp_path / "r/checkpoints/best.pt").unlink()
+    tune("--out_dir", "r", "--auto_resume", *flags[:2])
+    assert column(tmp_path / "r", "train/loss")[20] == losses[20]
+    assert model_module.main(["export", "r", "out"]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.config.model_type == "gpt2"
+    assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
+
+
+def test_eval_only(tmp_path, tune, run, corpus):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    tune("--init_from", tmp_path / "m", "--out_dir", "r", "--learning_rate", 1e-3)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
+    told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", bare=True)
+    assert f"validation loss {column(tmp_path / 'r', 'val/loss')[20]:.4f}" in told
+    assert "perplexity" in told and "bits_per_byte" in told
+    other = tmp_path / "other"
+    other.mkdir()
+    for end in ("", ".json", ".docs"):
+        (other / f"val.bin{end}").write_bytes((corpus / f"train.bin{end}").read_bytes())
+    told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", "--val_data", corpus,
+               other, bare=True)  # fmt: skip
+    assert "loss/other" in told and f"loss/{corpus.name}" in told
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
+    told = run("--eval_only", "--init_from", tmp_path / "m", "--val_data", corpus, bare=True)
+    assert "step 0: validation loss" in told and not (tmp_path / "runs").exists()
+    assert "expected the weights to evaluate" in run("--eval_only", bare=True, expect=2)
+
+
+# --- generation ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    run("--out_dir", "r", "--max_steps", 60)
+    return tmp_path / "r"
+
+
+def test_generate_from_the_command_line(trained, capsys):
+    def write(*flags):
+        assert model_module.main(["generate", "r", *map(str, flags)]) == 0
+        return capsys.readouterr().out
+
+    prompt = ["--prompt", "12 + 3 = ", "--max_new_tokens", 30]
+    assert write(*prompt).startswith("12 + 3 = ")
+    assert write(*prompt, "--seed", 1) == write(*prompt, "--seed", 1) != write(*prompt)
+    greedy = write(*prompt, "--temperature", 0)
+    assert greedy == write(*prompt, "--temperature", 0, "--seed", 9)
+    assert write(*prompt, "--top_k", 1) == greedy == write(*prompt, "--top_p", 1e-9)
+    many = write(*prompt, "--n", 3)
+    assert many.count("of 3\n12 + 3 = ") == 3 and len(set(many.split("--- ")[1:])) == 3
+    code = [sys.executable, str(ROOT / "model.py"), "generate", "r", "--prompt", "1 + 1",
+            "--max-new-tokens", "5"]  # fmt: skip
+    done = subprocess.run(code, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 and done.stdout.startswith("1 + 1"), done.stderr
+    for arguments in (["generate", "none"], ["generate", "r", "--chat"], ["generate", "r", "--n=0"],
+                      ["write", "r"], ["generate", "r", "--promt", "x"]):  # fmt: skip
+        assert model_module.main(arguments) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("model.py: error:") and told.count("\n") == 1
+
+
+def test_what_is_exported_writes_the_same(trained, capsys):
+    model_module.main(["export", "r", "out"])
+    modes = {p.stat().st_mode for p in (trained.parent / "out").iterdir()}
+    assert len(modes) == 1
+    capsys.readouterr()
+    texts = []
+    for source in ("r", "out"):
+        flags = ["--prompt", "12 + 3 = ", "--max_new_tokens", "20", "--temperature", "0"]
+        assert model_module.main(["generate", source, *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    torch.manual_seed(0)
+    for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.81, 3), (1.0, 4)):
+        drawn = model_module.draw(logits, 1.0, 0, top_p, None)
+        assert set(drawn.flatten().tolist()) == set(range(kept))
+    net, _ = convert.open_model(trained, 64)
+    prompt = torch.tensor([list(b"1 + 2"), list(b"1 + 9")])
+    torch.manual_seed(0)
+    free = generate(net, prompt, 25)
+    stop = int(free[0, 9])
+    torch.manual_seed(0)
+    columns = []
+    ended = generate(net, prompt, 25, stop=stop, on_token=columns.append)
+    assert torch.equal(torch.stack(columns, 1), ended[:, 5:])
+    for row, plain in zip(ended.tolist(), free.tolist(), strict=True):
+        at = row.index(stop, 5) if stop in row[5:] else len(row)
+        assert row[: at + 1] == plain[: at + 1] and set(row[at:]) <= {stop}
+
+
+def test_options_of_the_new_commands_have_help():
+    for options in (model_module.GenerateOptions, model_module.ExportOptions):
+        assert all(f.metadata["help"] for f in dataclasses.fields(options))
+    assert TINY
