@@ -312,11 +312,11 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int = 0,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
     top_p: float = 1.0,
     stop: int | None = None,
     on_token=lambda new: None,
-    generator: torch.Generator | None = None,
-    use_cache: bool = True,
 ) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
@@ -431,8 +431,8 @@ def write_text(source: str, options: GenerateOptions):
             print(prompt, end="", flush=True)
         tokens = generate(
             model, torch.tensor([ids] * options.n, device=device), options.max_new_tokens,
-            options.temperature, options.top_k, options.top_p, stop,
-            stream if one else lambda new: None,
+            options.temperature, options.top_k, top_p=options.top_p, stop=stop,
+            on_token=stream if one else lambda new: None,
         )  # fmt: skip
         texts = tokenizer.batch_decode(tokens[:, len(ids) :], skip_special_tokens=True)
         if one:
