@@ -390,7 +390,8 @@ def write_yaml(cfg: Config, path: str, notes: dict[str, str]):
     """
     values = dataclasses.asdict(cfg)
     for name in ("config", "preset", "out_dir", "overwrite", "auto_resume", "resume",
-                 "allow_change", "check_checkpoints", "verify_resume", "eval_only"):  # fmt: skip
+                 "allow_change", "check_checkpoints", "verify_resume", "eval_only",
+                 "trust_remote_code"):  # fmt: skip
         del values[name]
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(f"# {k}: {v}\n" for k, v in notes.items())

@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkpoint
 from config import Config, ConfigError
-from model import IGNORE, Transformer
+from model import Transformer, sum_losses
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 # What a run has that starts from weights of others, unless it is told.
@@ -33,8 +32,14 @@ def fetch(name: str, code: bool = False) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=kinds))
     except Exception as e:  # offline, no such model, no permission: each has a class of its own
-        reason = str(e).strip().splitlines()[0]
-        raise ConfigError(f"{name}: no such folder, and not from the hub: {reason}") from None
+        raise ConfigError(f"{name}: no such folder, and not from the hub: {reason(e)}") from None
+
+
+def reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return ("it needs code of its own, which runs on this machine: read it, and then give "
+                "--trust_remote_code")  # fmt: skip
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def adopt(cfg: Config) -> Config:
@@ -49,18 +54,14 @@ def adopt(cfg: Config) -> Config:
             fetch(cfg.init_from, cfg.trust_remote_code), trust_remote_code=cfg.trust_remote_code
         )
     except Exception as e:  # what is in a config.json can be wrong in many ways
-        why = str(e).strip().splitlines()[0]
-        if "trust_remote_code" in str(e):
-            why = "it needs code of its own, which runs on this machine: read it, and then give " \
-                  "--trust_remote_code"  # fmt: skip
-        raise ConfigError(f"--init_from {cfg.init_from}: {why}") from None
+        raise ConfigError(f"--init_from {cfg.init_from}: {reason(e)}") from None
     shape = native_shape(found)
     foreign = shape is None
     if foreign:
         if cfg.packing:
             raise ConfigError(f"--packing: not with a {found.model_type}, which is trained through "
                               "transformers' own module")  # fmt: skip
-        heads = found.num_attention_heads
+        heads = getattr(found, "num_attention_heads", None) or 1
         shape = dict(
             n_layer=found.num_hidden_layers, n_head=heads, n_kv_head=heads, d_ff=1,
             d_model=found.hidden_size, vocab_size=found.vocab_size,
@@ -179,12 +180,18 @@ class Foreign(nn.Module):
         from transformers import AutoModelForCausalLM
 
         self.cfg = cfg
-        self.module = AutoModelForCausalLM.from_pretrained(
-            fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
-            trust_remote_code=cfg.trust_remote_code,
-        )  # fmt: skip
+        try:
+            self.module = AutoModelForCausalLM.from_pretrained(
+                fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
+                trust_remote_code=cfg.trust_remote_code,
+            )  # fmt: skip
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
         if cfg.activation_checkpointing == "full":
             self.module.gradient_checkpointing_enable()
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = cfg.dropout
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
         self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
         self.__dict__["head"] = self.module.get_output_embeddings()
@@ -194,10 +201,7 @@ class Foreign(nn.Module):
         return self.module(tokens, use_cache=False).logits.float()
 
     def forward(self, tokens: Tensor, targets: Tensor, by_sequence: bool = False):
-        losses = F.cross_entropy(self.predict(tokens).flatten(0, 1), targets.flatten(),
-                                 ignore_index=IGNORE, reduction="none")  # fmt: skip
-        losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
-        return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
+        return sum_losses(self.predict(tokens), targets, by_sequence)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | None) -> Tensor:  # fmt: skip
@@ -205,10 +209,27 @@ class Foreign(nn.Module):
         how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
         how |= dict(temperature=temperature) if temperature > 0 else {}
         most = getattr(self.module.config, "max_position_embeddings", 1 << 60)
+        if tokens.shape[1] >= most:
+            tokens = tokens[:, -(most // 2) :]
         return self.module.generate(
             tokens, max_new_tokens=min(max_new_tokens, most - tokens.shape[1]),
             attention_mask=torch.ones_like(tokens), pad_token_id=0, **how,
         )  # fmt: skip
+
+
+def check_tokenizer(name: str, data):
+    """Raise ConfigError where data is made with another tokenizer than a model's own."""
+    from tokenizers import Tokenizer
+
+    theirs, mine = fetch(name) / "tokenizer.json", None
+    if data.tokenizer == "bytes":
+        mine = byte_tokenizer().get_vocab()
+    elif data.tokenizer_folder and (Path(data.tokenizer_folder) / "tokenizer.json").exists():
+        mine = Tokenizer.from_file(f"{data.tokenizer_folder}/tokenizer.json").get_vocab()
+    if mine and theirs.exists() and mine != Tokenizer.from_file(str(theirs)).get_vocab():
+        raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "
+                          f"{data.tokenizer}; prepare it with python data.py ... --tokenizer "
+                          f"{name}, or --allow_change tokenizer")  # fmt: skip
 
 
 # --- out -------------------------------------------------------------------------------------
@@ -233,12 +254,14 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     return state, checkpoint.run_of(Path(path)), Path(path)
 
 
-def config_of(state: dict) -> Config:
+def config_of(state: dict, trust_remote_code: bool) -> Config:
+    """That of a checkpoint, which has no say in what may be run here."""
     known = Config.__dataclass_fields__
-    return Config(**{name: value for name, value in state["config"].items() if name in known})
+    cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
+    return replace(cfg, trust_remote_code=trust_remote_code)
 
 
-def export(source: Path, out: Path, dtype: torch.dtype) -> str:
+def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
     Raises ConfigError for one that is damaged or has weights that are not finite.
@@ -247,12 +270,14 @@ def export(source: Path, out: Path, dtype: torch.dtype) -> str:
     from transformers import AutoConfig, GenerationConfig
 
     state, run_dir, path = read_state(source)
-    cfg = config_of(state)
+    cfg = config_of(state, trust_remote_code)
     bad = [n for n, t in state["model"].items() if t.is_floating_point() and not t.isfinite().all()]
     if bad:
         raise ConfigError(f"{path}: weights that are not finite, first {bad[0]}; not exported")
-    if out.exists() and any(out.iterdir()):
+    if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty")
+    if cfg.qk_norm and cfg.qkv_bias:
+        raise ConfigError(f"{path}: no family has both --qk_norm and --qkv_bias")
     out.mkdir(parents=True, exist_ok=True)
     end = state.get("end_of_text")
     if cfg.model == "transformers":
@@ -260,10 +285,8 @@ def export(source: Path, out: Path, dtype: torch.dtype) -> str:
         model.load_state_dict(state["model"])
         model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
     else:
-        tensors = {theirs: state["model"][ours][rows].to(dtype).contiguous().clone()
+        tensors = {theirs: state["model"][ours][rows].to(dtype, copy=True)
                    for theirs, (ours, rows) in names(cfg).items()}  # fmt: skip
-        if cfg.qk_norm and cfg.qkv_bias:
-            raise ConfigError(f"{path}: no family has both --qk_norm and --qkv_bias")
         kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
         rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
         if len(cfg.rope_scaling) == 1:
@@ -326,23 +349,23 @@ def byte_tokenizer():
 # --- text from a model -----------------------------------------------------------------------
 
 
-def open_model(source: Path, length: int) -> tuple[nn.Module, object]:
+def open_model(source: Path, length: int, trust_remote_code: bool = False):
     """(model, tokenizer of transformers) of a run, a checkpoint, or a Hugging Face folder.
 
     length: tokens that it is to see at once, if it can.
     """
-    from transformers import AutoTokenizer
+    from prepare import load_tokenizer
 
     if source.is_dir() and (source / "config.json").exists() or not source.exists():
-        cfg = adopt(Config(init_from=str(source)))
+        cfg = adopt(Config(init_from=str(source), trust_remote_code=trust_remote_code))
         folder = fetch(str(source))
         if cfg.model == "transformers":
-            return Foreign(cfg), AutoTokenizer.from_pretrained(folder)
+            return Foreign(cfg), load_tokenizer(str(folder), needs_end=False)
         model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
         load_weights(model, folder)
-        return model, AutoTokenizer.from_pretrained(folder)
+        return model, load_tokenizer(str(folder), needs_end=False)
     state, run_dir, path = read_state(source)
-    cfg = config_of(state)
+    cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # what it has learned before
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
     model = Foreign(cfg) if cfg.model == "transformers" else Transformer(cfg)
@@ -351,4 +374,4 @@ def open_model(source: Path, length: int) -> tuple[nn.Module, object]:
         return model, byte_tokenizer()
     if not run_dir or not (run_dir / "tokenizer").is_dir():
         raise ConfigError(f"{path}: its run has no tokenizer, only token ids")
-    return model, AutoTokenizer.from_pretrained(run_dir / "tokenizer")
+    return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)

@@ -73,6 +73,7 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     by_remainder = sorted(range(len(weights)), key=lambda k: counts[k] - weights[k] * length)
     for k in by_remainder[: length - sum(counts)]:
         counts[k] += 1
+    counts = [max(1, n) for n in counts]  # a small dataset is rare, but not left out
     slots = [(Fraction(2 * i + 1, 2 * c), k) for k, c in enumerate(counts) for i in range(c)]
     return np.array([k for _, k in sorted(slots)])
 
@@ -264,6 +265,10 @@ class Documents(Dataset):
             raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
         self.rows = pack(self.lengths, self.seq_len) if packing else None
         targets = np.concatenate(targets)
+        self.n_empty = int((targets == 0).sum())
+        if not targets.any():
+            raise ConfigError(f"{self.files[0].path}: nothing to train on: no response in the "
+                              f"first --seq_len {self.seq_len} tokens of any document")  # fmt: skip
         self.sample_lengths, self.sample_targets = self.lengths, targets
         if packing:
             order, starts = self.rows
@@ -356,8 +361,8 @@ class Mixture:
         self.tokenizer = next(iter(known), None)
         self.tokenizer_folder = None
         if self.tokenizer not in (None, "bytes"):
-            beside = known[self.tokenizer].parent / "tokenizer"
-            self.tokenizer_folder = str(beside) if beside.is_dir() else self.tokenizer
+            beside = (file.path.parent / "tokenizer" for file in files)
+            self.tokenizer_folder = next((str(path) for path in beside if path.is_dir()), None)
         self.end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
         n_bytes = [meta.get("bytes") for meta in metas]
         self.bytes_per_token = None
@@ -530,7 +535,7 @@ class Mixture:
         return retry(lambda: self.batch(positions.start, positions.stop))
 
     def decode(self, ids: list[int]) -> str:
-        return decode(self.tokenizer_folder or self.tokenizer, ids)
+        return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
 
 
 IGNORE = -100  # a target that the loss does not count

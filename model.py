@@ -188,10 +188,15 @@ class Transformer(nn.Module):
         micro-batches and ranks of unequal length and still get the mean over all tokens.
         documents: as in `hidden`. by_sequence: both for each row, [B].
         """
-        logits = self.predict(tokens, documents).flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
-        losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
-        return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
+        return sum_losses(self.predict(tokens, documents), targets, by_sequence)
+
+
+def sum_losses(logits: Tensor, targets: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
+    """logits [B, T, V], targets [B, T] → what `Transformer.forward` returns."""
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
+                             reduction="none")  # fmt: skip
+    losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
+    return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
 
 
 def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,10 +330,12 @@ def generate(
     it. on_token is called with each column of new ones, [B]. When the context (cfg.seq_len) is
     full, the older half of it is forgotten.
     """
-    if not isinstance(model, Transformer):
-        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop)
     was_training, context = model.training, model.cfg.seq_len
     model.eval()
+    if not isinstance(model, Transformer):
+        tokens = model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop)
+        model.train(was_training)
+        return tokens
     start, caches = 0, None  # the model sees tokens[:, start:]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
@@ -382,11 +389,13 @@ class GenerateOptions:
     n: int = option(1, "answers to each prompt, written together")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
 @dataclass
 class ExportOptions:
     dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "type of the weights in the files")
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
@@ -397,13 +406,22 @@ def write_text(source: str, options: GenerateOptions):
     """Print what the model of a run, a checkpoint or a Hugging Face folder makes of the prompts."""
     from convert import open_model
 
-    for name in ("max_new_tokens", "n"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: expected at least 1")
-    model, tokenizer = open_model(Path(source), options.max_new_tokens + 4096)
+    for name, ok, expected in (
+        ("max_new_tokens", options.max_new_tokens >= 1, "at least 1"),
+        ("n", options.n >= 1, "at least 1"),
+        ("temperature", options.temperature >= 0, "at least 0"),
+        ("top_k", options.top_k >= 0, "at least 0"),
+        ("top_p", 0 < options.top_p <= 1, "more than 0, at most 1"),
+    ):
+        if not ok:
+            raise ConfigError(f"--{name} {getattr(options, name)}: expected {expected}")
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not getattr(torch, device).is_available():
+        raise ConfigError(f"--device {device}: torch {torch.__version__} finds none here")
+    length = options.max_new_tokens + 4096  # what is seen at once
+    model, tokenizer = open_model(Path(source), length, options.trust_remote_code)
     model.to(device).eval()
     torch.manual_seed(options.seed)
     stop = tokenizer.eos_token_id
@@ -415,7 +433,9 @@ def write_text(source: str, options: GenerateOptions):
                 [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True
             )
         ids = tokenizer(prompt, add_special_tokens=not options.chat)["input_ids"] or [stop]
-        ids = [i for i in ids[:-1] if i is not None] + ids[-1:]
+        if ids == [None]:
+            raise ConfigError("--prompt: expected text: the tokenizer has no end-of-text to begin "
+                              "with")  # fmt: skip
         written, shown = [], 0
 
         def stream(new, written=written):
@@ -461,7 +481,8 @@ def main(argv: list[str]) -> int:
             from convert import export
 
             dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
-            print(export(Path(source), Path(given["out"]), dtypes[given["dtype"]]))
+            trust = given["trust_remote_code"]
+            print(export(Path(source), Path(given["out"]), dtypes[given["dtype"]], trust))
     except ConfigError as e:
         print(f"model.py: error: {e}", file=sys.stderr)
         return 2

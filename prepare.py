@@ -107,19 +107,18 @@ class TokenWriter:
         self.bytes += n_bytes
         self.documents += len(ends)
 
-    def close(self) -> bool:
-        """Whether there is anything in it; if not, no file is left."""
+    def close(self):
+        """Write the sidecar; where there are no tokens no file is left."""
         for file in (self.file, self.docs, self.mask):
             if file:
                 file.close()
         if not self.tokens:
             os.remove(self.path)
             os.remove(f"{self.path}.docs")
-            return False
+            return
         meta = dict(self.meta, dtype=str(self.dtype), tokens=self.tokens, bytes=self.bytes,
                     documents=self.documents, checksum=self.sha.hexdigest())  # fmt: skip
         Path(f"{self.path}.json").write_text(json.dumps(meta, indent=1) + "\n")
-        return True
 
 
 def write_tokens(path: Path, documents: list[bytes]):
@@ -364,7 +363,7 @@ class Encoder:
     """
 
     def __init__(self, folder: str | None, options: Options):
-        self.options, self.tokenizer, self.prefix = options, None, []
+        self.folder, self.options, self.tokenizer, self.prefix = folder, options, None, []
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
@@ -410,7 +409,9 @@ class Encoder:
                 record = json.loads(item) if chunk.kind == "lines" else item
                 parts = [(text, counts) for text, counts in self.parts(record) if text]
                 key = "\0".join(text for text, _ in parts).encode()
-            except (ValueError, KeyError, TypeError, RecursionError) as e:
+            except ConfigError:
+                raise
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.options.skip_bad:
                     raise ConfigError(f"{chunk.file}:{number}: {e}; --skip_bad leaves such "
                                       "lines out") from None  # fmt: skip
@@ -459,7 +460,7 @@ class Encoder:
 
         whole, parts, done = written(len(messages)), [], 0
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or i == 0:  # a greeting answers nobody
                 continue
             before, after = written(i, reply_follows=True), written(i + 1)
             if i + 1 == len(messages):
@@ -507,15 +508,16 @@ class Encoder:
         return ids, where, mask, n_bytes
 
 
-def load_tokenizer(name: str):
+def load_tokenizer(name: str, needs_end: bool = True):
+    """Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"--tokenizer {name}: cannot be loaded: {str(e).splitlines()[0]}") from e
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"--tokenizer {name}: has no end-of-text (eos_token)")
+    except Exception as e:  # of transformers, tokenizers and the hub
+        raise ConfigError(f"tokenizer {name}: cannot be loaded: {str(e).splitlines()[0]}") from e
+    if needs_end and tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
     return tokenizer
 
 
@@ -584,7 +586,7 @@ def encode_in_worker(chunk: Chunk):
     return _encoder(chunk)
 
 
-def encode_all(chunks: Iterator[Chunk], encoder: Encoder, folder: str | None, workers: int):
+def encode_all(chunks: Iterator[Chunk], encoder: Encoder, workers: int):
     """(chunk, what became of it) in order; as many chunks at once as keeps the workers busy."""
     if workers == 1:
         for chunk in chunks:
@@ -593,7 +595,7 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder, folder: str | None, wo
     global _encoder
     _encoder = encoder
     with ProcessPoolExecutor(
-        workers, initializer=start_worker, initargs=(folder, encoder.options)
+        workers, initializer=start_worker, initargs=(encoder.folder, encoder.options)
     ) as pool:
         try:
             pending = deque()
@@ -631,7 +633,7 @@ def prepare(inputs: list[str], options: Options) -> str:
         text = write_dataset(files, options, draft)
         publish(draft, out)
     except OSError as e:
-        raise ConfigError(f"--out {out}: {e}") from e
+        raise ConfigError(f"{e.filename or out}: {e.strerror or e}") from e
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return f"{text}\nseconds          {time.time() - began:.1f}\nin               {out}"
@@ -656,7 +658,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
     }  # fmt: skip
     skipped, total = 0, sum(file.stat().st_size for file in files)
     workers = options.workers or usable_cores()
-    chunks = encode_all(read_chunks(files, options), encoder, folder and str(folder), workers)
+    chunks = encode_all(read_chunks(files, options), encoder, workers)
     with progress(total, "tokens") as bar:
         for chunk, (found, bad) in chunks:
             for split, *rest in found:

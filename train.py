@@ -364,11 +364,12 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     torch.manual_seed(0)
     with run.autocast:
         tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
+    decode = run.train_data.decode
     if not data.has_prompts:
-        return data.decode(tokens[0, 1:].tolist())
+        return decode(tokens[0, 1:].tolist())
     written = tokens[0, prompt.shape[1] :].tolist()
     written = written[: written.index(end)] if end in written else written
-    return f"{data.decode(prompt[0].tolist())}\n→ {data.decode(written)}"
+    return f"{decode(prompt[0].tolist())}\n→ {decode(written)}"
 
 
 # --- checkpoints -----------------------------------------------------------------------------
@@ -446,6 +447,9 @@ def load_checkpoint(run: "Run", path: Path):
     run.best_loss = state["best_loss"]
     position = state.get("position", run.step * state["config"]["batch_size"])
     run.offset = position - run.step * run.cfg.batch_size
+    if run.train_data.group and run.offset and run.rank == 0:
+        print("warning: of the documents in the --group_window at hand some come twice or not at "
+              "all: it begins elsewhere with another batch_size")  # fmt: skip
 
 
 def refuse_changes(run: "Run", path: Path, state: dict):
@@ -798,6 +802,16 @@ def prepare_directory(out_dir: Path, cfg: Config, step: int):
             newer.rename(newer.with_suffix(".pt.set-aside"))
 
 
+def keep_tokenizer(folder: str | None, mine: Path, overwrite: bool):
+    """Copy it into the run, which then has all that generation and export need."""
+    if folder and Path(folder).resolve() == mine.resolve():
+        return
+    if folder or overwrite:
+        shutil.rmtree(mine, ignore_errors=True)
+    if folder:
+        shutil.copytree(folder, mine)
+
+
 def describe(run: Run, attention: str, compiled: bool) -> str:
     """What runs where, in a few lines."""
     cfg, model = run.cfg, run.model
@@ -816,6 +830,8 @@ def describe(run: Run, attention: str, compiled: bool) -> str:
         cut = sum(d.n_cut for d in data.datasets)
         sources += f", {sum(len(d.lengths) for d in data.datasets):,} documents"
         sources += f" ({cut:,} longer than --seq_len are cut)" if cut else ""
+        empty = sum(d.n_empty for d in data.datasets)
+        sources += f" ({empty:,} without a response)" if empty else ""
         sources += f" in {data.n_samples:,} rows" if data.is_packed else ""
     tokens = f"{si(cfg.batch_size * cfg.seq_len)} tokens"
     if not data.is_stream and not data.is_packed:
@@ -873,8 +889,9 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         return load_mixture(paths, split, cfg.seq_len, seed, cfg.vocab_size, option, cfg.data_mode,
                             cfg.packing)  # fmt: skip
 
+    val_data = None
     if cfg.eval_only:  # what was trained on need not be there
-        train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+        train_data = val_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
         if train_data is None:
             raise ConfigError("--eval_only: no validation data; name some with --val_data")
     else:
@@ -882,7 +899,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         train_data.group_by_length(cfg.group_window, cfg.batch_size)
     cfg.vocab_size = train_data.vocab_size
     cfg.data_mode = "stream" if train_data.is_stream else "documents"
-    val_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+    val_data = val_data or load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
         if val_data.tokenizer != train_data.tokenizer:
             raise ConfigError(f"{val_option}: made with {val_data.tokenizer}, --data with "
@@ -955,6 +972,10 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     attention = attention_backend(cfg, device, dtype)
     torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
     train_data, val_data = load_data(cfg)
+    if cfg.init_from and not resumed and "tokenizer" not in cfg.allow_change:
+        from convert import check_tokenizer
+
+        check_tokenizer(cfg.init_from, train_data)
     backup = None
     if cfg.backup_to and rank == 0:
         backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
@@ -963,16 +984,22 @@ def set_up(argv: list[str], cfg: Config) -> Run:
 
     start, held = cfg.resume, None
     if rank == 0 and start and "://" in start:
-        out_dir, held = claim(out_dir)
+        if cfg.eval_only:
+            out_dir = Path(tempfile.mkdtemp())
+        else:
+            out_dir, held = claim(out_dir)
         start = str(checkpoint.download(start, out_dir))
     elif rank == 0 and start:
         wrong = retry(lambda: checkpoint.problem(Path(start)))
         if wrong:
             raise ConfigError(f"{start}: not a checkpoint that can be read: {wrong}")
     elif rank == 0 and cfg.auto_resume and out_dir and out_dir.is_dir():
-        out_dir, held = claim(out_dir)
+        if not cfg.eval_only:
+            out_dir, held = claim(out_dir)
         start = checkpoint.newest_whole(out_dir / "checkpoints")
     start = stop.agree(start and str(start))
+    if cfg.eval_only and not (start or cfg.init_from):
+        raise ConfigError("--eval_only: there is no checkpoint to evaluate")
 
     torch.manual_seed(cfg.seed)
     model = make_model(cfg, rank, fresh=not start).to(device)
@@ -1011,10 +1038,7 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     if rank == 0:
         run.out_dir, run.lock = (out_dir, held) if held else claim(out_dir)
         prepare_directory(run.out_dir, cfg, run.step)
-        if train_data.tokenizer_folder and Path(train_data.tokenizer_folder).is_dir():
-            shutil.copytree(
-                train_data.tokenizer_folder, run.out_dir / "tokenizer", dirs_exist_ok=True
-            )  # so that the run says all that export and generation need
+        keep_tokenizer(train_data.tokenizer_folder, run.out_dir / "tokenizer", cfg.overwrite)
         with replacing(run.out_dir / "config.yaml") as draft:
             config.write_yaml(cfg, draft, provenance())
         run.writer = Writer(

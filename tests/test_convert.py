@@ -172,6 +172,10 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
     assert "--trust_remote_code" in tune(*flags, expect=2) and not touched.exists()
     told = tune(*flags, "--trust_remote_code")
     assert touched.exists() and "through transformers' own module" in told
+    touched.unlink()  # nor does a checkpoint say that it may be run
+    assert "trust_remote_code" not in (tmp_path / "runs/001/config.yaml").read_text()
+    assert "--trust_remote_code" in tune("--auto_resume", "--max_steps", 30, expect=2)
+    assert model_module.main(["generate", "runs/001"]) == 2 and not touched.exists()
 
 
 FINE = ["--seq_len", 32, "--batch_size", 8, "--max_steps", 20, "--log_interval", 1, "--eval_steps",
@@ -304,12 +308,21 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     assert model_module.main(["export", "r", "out"]) == 0
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert back.config.model_type == "gpt2"
+    net, _ = convert.open_model(tmp_path / "out", 64)
+    for p in net.train().modules():
+        p.p = 0.5  # of dropouts
+    prompt = torch.randint(257, (1, 64))  # as long as it can see
+    texts = {tuple(generate(net, prompt, 20, temperature=0)[0].tolist()) for _ in range(4)}
+    assert len(texts) == 1 and net.training
     assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
 
 
 def test_eval_only(tmp_path, tune, run, corpus):
     save_random(tmp_path / "m", FAMILIES["llama"]())
-    tune("--init_from", tmp_path / "m", "--out_dir", "r", "--learning_rate", 1e-3)
+    url = f"file://{tmp_path}/backup"
+    tune(
+        "--init_from", tmp_path / "m", "--out_dir", "r", "--learning_rate", 1e-3, "--backup_to", url
+    )
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
     told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", bare=True)
     assert f"validation loss {column(tmp_path / 'r', 'val/loss')[20]:.4f}" in told
@@ -325,6 +338,24 @@ def test_eval_only(tmp_path, tune, run, corpus):
     told = run("--eval_only", "--init_from", tmp_path / "m", "--val_data", corpus, bare=True)
     assert "step 0: validation loss" in told and not (tmp_path / "runs").exists()
     assert "expected the weights to evaluate" in run("--eval_only", bare=True, expect=2)
+    flags = ["--eval_only", "--auto_resume", "--data", corpus]
+    assert "no checkpoint to evaluate" in run(*flags, bare=True, expect=2)
+    told = run("--eval_only", "--resume", url, "--data", corpus, bare=True)
+    assert "step 20: validation loss" in told and not (tmp_path / "runs").exists()
+
+
+def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
+    from transformers import AutoTokenizer
+
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    convert.byte_tokenizer().save_pretrained(tmp_path / "m")
+    tune("--init_from", tmp_path / "m", "--max_steps", 2, "--out_dir", "r")
+    other = AutoTokenizer.from_pretrained(tmp_path / "m")
+    other.add_tokens(["cat"])
+    other.save_pretrained(tmp_path / "m")
+    told = tune("--init_from", tmp_path / "m", "--out_dir", "s", expect=2)
+    assert "its tokenizer is not that of --data, bytes" in told
+    tune("--init_from", tmp_path / "m", "--allow_change", "tokenizer", "--max_steps", 2)
 
 
 # --- generation ------------------------------------------------------------------------------
@@ -354,6 +385,8 @@ def test_generate_from_the_command_line(trained, capsys):
     done = subprocess.run(code, capture_output=True, text=True, env=environment())
     assert done.returncode == 0 and done.stdout.startswith("1 + 1"), done.stderr
     for arguments in (["generate", "none"], ["generate", "r", "--chat"], ["generate", "r", "--n=0"],
+                      ["generate", "r", "--top_p", "0"], ["generate", "r", "--top_k=-1"],
+                      ["generate", "r", "--device", "mps"], ["export", "r", "r/metrics.jsonl"],
                       ["write", "r"], ["generate", "r", "--promt", "x"]):  # fmt: skip
         assert model_module.main(arguments) == 2
         told = capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import column, rows, tiny_config
 
 import data
+import train
 from data import ConfigError, Documents, Mixture, load_mixture, pack
 from model import IGNORE, Transformer
 from prepare import TokenWriter
@@ -255,14 +256,18 @@ def test_the_loss_is_a_mean_over_targets_whatever_the_micro_batch(run, tmp_path,
 
 def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
     prompts = [([1, 2, 3, 256], [0, 0, 0, 0])] * 40
-    write_documents(tmp_path / "p", prompts, "val")
-    folder = write_documents(tmp_path / "p", [*prompts[:10], ([1, 2, 256], [0, 1, 1])])
+    last = ([1, 2, 256], [0, 1, 1])
+    write_documents(tmp_path / "p", [*prompts[:5], last], "val")
+    folder = write_documents(tmp_path / "p", [*prompts[:10], last])
     run("--data", folder, "--out_dir", "r", "--log_interval", 1, "--max_steps", 8,
         "--monitor", "full", "--group_window", 0)  # fmt: skip
     losses = column(tmp_path / "r", "train/loss")
     assert all(loss is not None for loss in losses.values())
     assert 0 in losses.values() and max(losses.values()) > 0
-    assert column(tmp_path / "r", "val/loss")[8] == 0
+    assert column(tmp_path / "r", "val/loss")[8] > 0
+    none = write_documents(tmp_path / "none", [([1] * 100, [0] * 50 + [1] * 50)] * 9)
+    told = run("--data", none, "--out_dir", "s", expect=2)
+    assert "nothing to train on: no response in the first --seq_len 32 tokens" in told
     assert sum(column(tmp_path / "r", "health/nonfinite_steps").values()) == 0
 
 
@@ -356,6 +361,33 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
     assert column(tmp_path / "off", "train/loss/a") == {}
     off = column(tmp_path / "off", "train/loss")
     assert off == pytest.approx(both, rel=1e-5)
+
+
+def test_a_small_dataset_is_not_left_out():
+    from fractions import Fraction
+
+    pattern = data.mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
+    assert np.bincount(pattern).tolist() == [10_000, 1, 1]
+
+
+def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
+    for name in ("a", "b"):
+        ids = [([1, 2, 3, 4, 5, 6, 7, 8], [1] * 8)] * 20
+        for split in ("train", "val"):
+            write_documents(tmp_path / name, ids, split)
+        for sidecar in (tmp_path / name).glob("*.json"):
+            sidecar.write_text(sidecar.read_text().replace('"bytes"', '"bpe@1"', 1))
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    assert "5 6 7" in run("--data", *paths, "--out_dir", "r", "--max_steps", 200)  # ids, no words
+    (tmp_path / "a/tokenizer").mkdir()
+    found = load_mixture(paths, "train", 8, 0)
+    assert found.tokenizer_folder == str(tmp_path / "a/tokenizer")
+    for folder, overwrite, left in ((tmp_path / "a/tokenizer", False, True), (None, False, True),
+                                    (None, True, False)):  # fmt: skip
+        train.keep_tokenizer(folder and str(folder), tmp_path / "r/tokenizer", overwrite)
+        assert (tmp_path / "r/tokenizer").exists() == left
+    train.keep_tokenizer(str(tmp_path / "a/tokenizer"), tmp_path / "a/tokenizer", True)
+    assert (tmp_path / "a/tokenizer").exists()
 
 
 def test_datasets_of_one_name_are_told_apart(tmp_path):

@@ -151,11 +151,11 @@ def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
     chat = [dict(role=role, content=content) for role, content in said]
     write_jsonl(tmp_path / "a.jsonl", [
         {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}, {"messages": chat},
-        {"messages": chat[:3]},
+        {"messages": chat[:3]}, {"messages": chat[1:]},
     ])  # fmt: skip
     made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tokenizer,
          "--val_fraction", 0)  # fmt: skip
-    text, pair, talk, open_end = read(tmp_path / "o")
+    text, pair, talk, open_end, greeting = read(tmp_path / "o")
     assert text == (alone("all of it")["input_ids"] + [end], [1] * len(text[0]))
     prompt, reply = alone("the cat")["input_ids"], alone(" sat")["input_ids"]
     assert pair == (prompt + reply + [end], [0] * len(prompt) + [1] * (len(reply) + 1))
@@ -169,6 +169,12 @@ def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
         "<|user|>a mat\n<|assistant|>ran<|endoftext|>"
     )
     assert counted(talk) == "sat on<|endoftext|>\nran<|endoftext|>"
+    assert counted(greeting) == "ran<|endoftext|>"
+    for bad in ("hello", ["hello"], [{"content": "a"}]):
+        write_jsonl(tmp_path / "b.jsonl", [{"messages": bad}, {"text": "a"}])
+        flags = [tmp_path / "b.jsonl", "--out", tmp_path / "p", "--tokenizer", tokenizer]
+        assert "b.jsonl:1: " in made(*flags, expect=2)
+        assert "left out         1 lines" in made(*flags, "--skip_bad", "--val_fraction", 0)
     assert counted(open_end) == "sat on<|endoftext|>\n" and open_end[0][-1] == end
 
 
@@ -230,6 +236,7 @@ BAD = {
     "not an object": b'["text"]',
     "nothing that is known": b'{"words": "a"}',
     "no text": b'{"text": 3}',
+    "no messages": b'{"messages": ["a"]}',
     "half a character": b'{"text": "\\ud800"}',
     "messages without a template": b'{"messages": [{"role": "user", "content": "a"}]}',
 }
@@ -242,8 +249,10 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", expect=2)
     assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
-    if "template" in bad:
-        assert "chat template" in told  # all lines will be so: it cannot be left out
+    if "messages" in bad:  # all lines will be so: it cannot be left out
+        assert "chat template" in told
+        assert "chat template" in made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad",
+                                       expect=2)  # fmt: skip
         return
     assert f"{tmp_path / 'a.jsonl'}:701: " in told and "--skip_bad" in told
     told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad")
@@ -266,7 +275,8 @@ def test_an_id_never_wraps(tmp_path):
         writer.add(np.array([5, 70000]), np.array([2]), None, 9)
     large = prepare.TokenWriter(tmp_path / "val.bin", 100_000)
     large.add(np.array([5, 70000]), np.array([2]), None, 9)
-    assert large.close() and read(tmp_path, "val") == [([5, 70000], [1, 1])]
+    large.close()
+    assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, made):
