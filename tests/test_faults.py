@@ -130,7 +130,7 @@ def test_killed_again_and_again(run, corpus, tmp_path, ranks):
         for log in tmp_path.glob("log*"):
             log.unlink()
         group = processes(tmp_path, ranks, [*flags, "--out_dir", "killed"])
-        if kills < (8 if ranks == 1 else 4):
+        if kills < (8 if ranks == 1 else 6):
             if dice.random() < 0.8:  # else while it starts
                 group[0].wait_for("\nstep ")
             time.sleep(dice.uniform(0, 0.3))
