@@ -151,6 +151,13 @@ def run_of(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
+def require_whole(path: Path):
+    """Raises ConfigError where a checkpoint is damaged."""
+    wrong = retry(lambda: problem(path))
+    if wrong:
+        raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
+
+
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint that is whole, with the damaged ones after it set aside.
 

@@ -56,6 +56,8 @@ class ConfigError(ValueError):
     """What was given cannot be run. The message is one line for the user; the exit code is 2."""
 
 
+IGNORE = -100  # a target that the loss does not count
+
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)  # fmt: skip
 

@@ -18,6 +18,8 @@ from config import Config, ConfigError
 from model import Transformer, sum_losses
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings")  # fmt: skip
 # What a run has that starts from weights of others, unless it is told.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5)
 
@@ -92,8 +94,7 @@ def native_shape(found) -> dict | None:
     if kind == "linear":
         scaling = [rope["factor"]]
     elif kind == "llama3":
-        scaling = [rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor",
-                                           "original_max_position_embeddings")]  # fmt: skip
+        scaling = [rope[name] for name in LLAMA3_ROPE]
     ours = found.model_type in NATIVE and kind in ("default", "linear", "llama3")
     odd = getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
     if not ours or odd or found.hidden_act != "silu":
@@ -136,7 +137,10 @@ def names(cfg: Config) -> dict[str, tuple[str, slice]]:
         for x, which in halves.items():
             out[f"{theirs}mlp.{x}_proj.weight"] = f"{ours}mlp.gate_up.weight", which
         for x in "qk" if cfg.qk_norm else "":
-            out[f"{theirs}self_attn.{x}_norm.weight"] = f"{ours}attention.{x}_norm.weight", ...
+            out[f"{theirs}self_attn.{x}_norm.weight"] = (
+                f"{ours}attention.{x}_norm.weight",
+                everything,
+            )
     return out
 
 
@@ -193,6 +197,7 @@ class Foreign(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = cfg.dropout
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
+        # not as submodules: each weight would have two names
         self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
         self.__dict__["head"] = self.module.get_output_embeddings()
 
@@ -242,16 +247,15 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     """
     path = source
     if source.is_dir():
-        path = checkpoint.newest_whole(source / "checkpoints")
+        path = checkpoint.newest_whole(source / "checkpoints")  # which has read every byte
         if path is None:
             raise ConfigError(f"{source}: no checkpoint in there, and no config.json")
-    elif not source.exists():
+    elif source.exists():
+        checkpoint.require_whole(source)
+    else:
         raise ConfigError(f"{source}: no such file or folder")
-    wrong = checkpoint.problem(Path(path))
-    if wrong:
-        raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return state, checkpoint.run_of(Path(path)), Path(path)
+    return state, checkpoint.run_of(path), path
 
 
 def config_of(state: dict, trust_remote_code: bool) -> Config:
@@ -292,14 +296,9 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         if len(cfg.rope_scaling) == 1:
             rope |= dict(rope_type="linear", factor=cfg.rope_scaling[0])
         elif cfg.rope_scaling:
-            factor, low, high, original = cfg.rope_scaling
-            rope |= dict(
-                rope_type="llama3",
-                factor=factor,
-                low_freq_factor=low,
-                high_freq_factor=high,
-                original_max_position_embeddings=int(original),
-            )
+            *factors, original = cfg.rope_scaling
+            rope |= dict(zip(LLAMA3_ROPE, [*factors, int(original)], strict=True))
+            rope["rope_type"] = "llama3"
         found = AutoConfig.for_model(
             kind, vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_ff,
             num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
@@ -332,12 +331,9 @@ def byte_tokenizer():
     """The "bytes" tokenizer as one of transformers: a byte-level BPE without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # GPT-2's letters for bytes: printable ones are themselves, the others follow from 256 on
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    vocab = {letters[b]: b for b in range(256)} | {"<|endoftext|>": 256}
+    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | {"<|endoftext|>": 256}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

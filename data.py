@@ -27,7 +27,16 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import DataLoader
 
-from config import Config, ConfigError, make_parser, parse, read_flags, retry, usable_cores
+from config import (
+    IGNORE,
+    Config,
+    ConfigError,
+    make_parser,
+    parse,
+    read_flags,
+    retry,
+    usable_cores,
+)
 
 # --- the order -------------------------------------------------------------------------------
 
@@ -126,7 +135,6 @@ class TokenFile:
         self.blocks = np.empty((0, self.seq_len + 1), self.dtype)
         if self.n_tokens > self.seq_len:
             self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
-
         masked = Path(f"{self.path}.mask")
         self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
 
@@ -200,15 +208,16 @@ class Dataset:
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))
 
-    def first_samples(self, counts: list[int]):
-        """Number samples through all files, that have so many each."""
-        self.first_sample = np.cumsum([0, *counts])  # of each file, and the end
-        self.n_samples = int(self.first_sample[-1])
+    def number(self, in_files: list[int], n_samples: int):
+        """Number blocks or documents through all files, that have so many each."""
+        self.first = np.cumsum([0, *in_files])  # of each file, and the end
+        self.n_samples = n_samples
         if self.weight is None:
-            self.weight = Fraction(max(1, self.n_samples))
+            self.weight = Fraction(max(1, n_samples))
 
-    def file_of(self, samples: np.ndarray) -> np.ndarray:
-        return self.first_sample.searchsorted(samples, "right") - 1
+    def file_of(self, numbers):
+        """Which of the files blocks or documents with these numbers are in."""
+        return self.first.searchsorted(numbers, "right") - 1
 
 
 class Stream(Dataset):
@@ -216,7 +225,8 @@ class Stream(Dataset):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.first_samples([len(file.blocks) for file in self.files])
+        in_files = [len(file.blocks) for file in self.files]
+        self.number(in_files, sum(in_files))
         if not self.n_samples:
             raise ConfigError(
                 f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more than "
@@ -231,13 +241,13 @@ class Stream(Dataset):
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
             mine = file_of_block == i
-            out[mine] = self.files[i].blocks[blocks[mine] - self.first_sample[i]]
+            out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
         return out
 
-    def find(self, block: int) -> tuple[Path, int]:
-        """The file that a block is in, and where in it the block begins, in tokens."""
-        i = int(self.file_of(block))
-        return self.files[i].path, int(block - self.first_sample[i]) * self.seq_len
+    def find(self, block: int, column: int = 0) -> tuple[Path, int]:
+        """The file that a block is in, and the token there that stands in this column of it."""
+        i = self.file_of(block)
+        return self.files[i].path, int(block - self.first[i]) * self.seq_len + column
 
 
 class Documents(Dataset):
@@ -248,19 +258,18 @@ class Documents(Dataset):
 
     def __init__(self, *args, packing: bool = False):
         super().__init__(*args)
-        begins, ends, targets, first = [], [], [], [0]
+        begins, ends, targets = [], [], []
         for file in self.files:
             at = file.documents()
             keep = np.diff(at) > 1  # one of a single token predicts nothing
             begins.append(at[:-1][keep])
             ends.append(at[1:][keep])
-            first.append(first[-1] + len(begins[-1]))
             targets.append(file.count_targets(begins[-1], ends[-1]))
+        in_files = [len(places) for places in begins]
         begins, ends = np.concatenate(begins), np.concatenate(ends)
         self.begins, lengths = begins, ends - begins - 1
         self.lengths = np.minimum(lengths, self.seq_len)  # of each document
         self.n_cut = int((lengths > self.seq_len).sum())
-        self.first_document = np.array(first)  # of each file, and the end
         if not len(begins):
             raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
         self.rows = pack(self.lengths, self.seq_len) if packing else None
@@ -274,7 +283,7 @@ class Documents(Dataset):
             order, starts = self.rows
             self.sample_lengths = np.add.reduceat(self.lengths[order], starts[:-1])
             self.sample_targets = np.add.reduceat(targets[order], starts[:-1])
-        self.first_samples([len(self.sample_lengths)])
+        self.number(in_files, len(self.sample_lengths))
 
     def documents_of(self, sample: int) -> np.ndarray:
         if self.rows is None:
@@ -282,19 +291,21 @@ class Documents(Dataset):
         order, starts = self.rows
         return order[starts[sample] : starts[sample + 1]]
 
-    def find(self, sample: int) -> tuple[Path, int]:
-        """The file that the sample's first document is in, and the token it begins at."""
-        document = self.documents_of(sample)[0]
-        i = int(self.first_document.searchsorted(document, "right")) - 1
-        return self.files[i].path, int(self.begins[document])
+    def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
+        """The file and the token there that stands in this column of the sample's row."""
+        for document in self.documents_of(sample):
+            if column < self.lengths[document]:
+                break
+            column -= self.lengths[document]
+        return self.files[self.file_of(document)].path, int(self.begins[document] + column)
 
     def read_into(self, sample: int, tokens, targets, documents):
         """Fill the beginnings of three rows [T]; targets has -100 where the loss does not count."""
         at = 0
         for number, document in enumerate(self.documents_of(sample)):
-            i = int(self.first_document.searchsorted(document, "right")) - 1
+            file = self.files[self.file_of(document)]
             begin, n = self.begins[document], self.lengths[document]
-            ids, mask = self.files[i].tokens[begin : begin + n + 1], self.files[i].mask
+            ids, mask = file.tokens[begin : begin + n + 1], file.mask
             tokens[at : at + n] = ids[:-1]
             targets[at : at + n] = ids[1:]
             if mask is not None:
@@ -500,14 +511,14 @@ class Mixture:
             batch = Batch(self._read_blocks(source, sample))
         else:
             batch = Batch(*self._read_documents(source, sample))
-        ids = batch.tokens if batch.targets is None else np.maximum(batch.tokens, batch.targets)
-        if ids.max() >= self.vocab_size:
-            row, column = np.argwhere(ids >= self.vocab_size)[0]
-            path, first = self.datasets[source[row]].find(sample[row])
-            raise ConfigError(
-                f"{path}: token id {ids[row, column]} at token {first + column:,}; expected ids "
-                f"below --vocab_size {self.vocab_size}"
-            )
+        for ids, later in ((batch.tokens, 0), (batch.targets, 1)):  # a target is the next token
+            if ids is not None and ids.max() >= self.vocab_size:
+                row, column = np.argwhere(ids >= self.vocab_size)[0]
+                path, token = self.datasets[source[row]].find(sample[row], column)
+                raise ConfigError(
+                    f"{path}: token id {ids[row, column]} at token {token + later:,}; expected "
+                    f"ids below --vocab_size {self.vocab_size}"
+                )
         if len(self.datasets) > 1:
             batch = batch._replace(source=source)
         return Batch(*(None if a is None else torch.from_numpy(a) for a in batch))
@@ -536,9 +547,6 @@ class Mixture:
 
     def decode(self, ids: list[int]) -> str:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
-
-
-IGNORE = -100  # a target that the loss does not count
 
 
 def load_mixture(
@@ -693,14 +701,14 @@ def decode(tokenizer: str | None, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return load_tokenizer(tokenizer).decode(ids)
+    return tokenizer_in(tokenizer).decode(ids)
 
 
 @lru_cache
-def load_tokenizer(folder: str):
-    from transformers import AutoTokenizer
+def tokenizer_in(folder: str):
+    from prepare import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder, needs_end=False)
 
 
 # --- python data.py --------------------------------------------------------------------------

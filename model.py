@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from config import Config, ConfigError, make_parser, option, read_flags
-
-IGNORE = -100  # a target that does not count
+from config import IGNORE, Config, ConfigError, make_parser, option, read_flags
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -345,7 +343,8 @@ def generate(
             unseen = tokens[:, -1:]
         else:
             unseen = tokens[:, start:]
-            caches = [KVCache(context) for _ in model.blocks] if use_cache else None
+            capacity = min(context, unseen.shape[1] + max_new_tokens)
+            caches = [KVCache(capacity) for _ in model.blocks] if use_cache else None
         new = draw(model.logits(model.hidden(unseen, caches)[:, -1]), temperature, top_k, top_p,
                    generator)  # fmt: skip
         if stop is not None:

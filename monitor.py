@@ -115,7 +115,7 @@ class Monitor:
                 self.watch.add(row)
         self.tokens = self.logged_tokens = start_tokens
         self.logged_step, self.padded_tokens = start_step, 0
-        self.gathered = {}  # name → [sum, count] since the last log, sums on the device
+        self.gathered = {}  # name → [total, weight] since the last log, on the device
         self.losses, self.grad_norms = [], []  # of every step since the last log, on the device
         self.recent = {
             "loss": deque(maxlen=cfg.window_size),

@@ -34,9 +34,8 @@ from torch import Tensor, nn
 import checkpoint
 import config
 from checkpoint import Backup, Writer, checkpoint_step, list_checkpoints, replacing, run_of
-from config import Config, ConfigError, retry
+from config import IGNORE, Config, ConfigError
 from data import (
-    IGNORE,
     Batch,
     Mixture,
     eval_batches,
@@ -677,6 +676,7 @@ class Run:
     tokens: int = 0  # that have been trained on, without padding
     offset: int = 0  # update s + 1 begins with sample s * batch_size + this: 0, but after a
     # rollback or a change of batch_size
+    downloaded: Path | None = None  # what is deleted after --eval_only
     lock: object = None  # an open file that keeps other processes out of out_dir
     rollbacks: list[int] = dataclasses.field(default_factory=list)  # steps gone back to
     between_steps: bool = True  # the weights are those of `step`, not half updated
@@ -982,17 +982,15 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     join_ranks(rank, world_size, device)
     stop = Stop(world_size)
 
-    start, held = cfg.resume, None
+    start, held, downloaded = cfg.resume, None, None
     if rank == 0 and start and "://" in start:
         if cfg.eval_only:
-            out_dir = Path(tempfile.mkdtemp())
+            downloaded = Path(tempfile.mkdtemp())
         else:
             out_dir, held = claim(out_dir)
-        start = str(checkpoint.download(start, out_dir))
+        start = str(checkpoint.download(start, downloaded or out_dir))
     elif rank == 0 and start:
-        wrong = retry(lambda: checkpoint.problem(Path(start)))
-        if wrong:
-            raise ConfigError(f"{start}: not a checkpoint that can be read: {wrong}")
+        checkpoint.require_whole(Path(start))
     elif rank == 0 and cfg.auto_resume and out_dir and out_dir.is_dir():
         if not cfg.eval_only:
             out_dir, held = claim(out_dir)
@@ -1022,6 +1020,7 @@ def set_up(argv: list[str], cfg: Config) -> Run:
     if start:
         load_checkpoint(run, Path(start))
     if cfg.eval_only:
+        cfg.tensorboard, run.out_dir, run.downloaded = False, None, downloaded
         return run
     if run.step >= cfg.max_steps:
         if rank == 0:
@@ -1062,10 +1061,13 @@ def main(argv: list[str]) -> int:
         return verify_resume(argv, cfg)
     run = set_up(argv, cfg)
     if run.cfg.eval_only:
-        run.cfg.tensorboard, run.out_dir = False, None
         run.monitor = make_monitor(run)
-        evaluate(run, run.step)
-        run.monitor.close()
+        try:
+            evaluate(run, run.step)
+        finally:
+            run.monitor.close()
+            if run.downloaded:
+                shutil.rmtree(run.downloaded)
         return 0
     if run.step >= run.cfg.max_steps:
         return 0
@@ -1185,14 +1187,8 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     try:
         main([*argv, *flags, f"--out_dir={whole}"])
-        main(
-            [
-                *argv,
-                *flags,
-                f"--out_dir={halves}",
-                f"--resume={checkpoint.path_of(whole / 'checkpoints', k)}",
-            ]
-        )
+        middle = checkpoint.path_of(whole / "checkpoints", k)
+        main([*argv, *flags, f"--out_dir={halves}", f"--resume={middle}"])
         if rank:
             return 0
         ends = (checkpoint.path_of(run / "checkpoints", 2 * k) for run in (whole, halves))

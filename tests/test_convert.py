@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, column, environment
+from conftest import ROOT, column, environment
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -285,14 +285,13 @@ def test_what_must_not_be_exported(run, tmp_path, capsys):
     path.write_bytes(good)
     state = torch.load(path, weights_only=True)
     state["model"]["norm.weight"][0] = float("nan")
-    writer = convert.checkpoint.Writer(tmp_path / "nan/checkpoints", 1, 0, None)
     (tmp_path / "nan/checkpoints").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert.checkpoint, "problem", lambda p: None)
         torch.save(state, tmp_path / "nan/checkpoints/step_00000003.pt")
         assert model_module.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
     assert "not finite, first norm.weight" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists() and writer
+    assert not (tmp_path / "out").exists()
     assert model_module.main(["export", "none", "out"]) == 2
     assert model_module.main(["export", "r", "r"]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -324,7 +323,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
 
 
-def test_eval_only(tmp_path, tune, run, corpus):
+def test_eval_only(tmp_path, tune, run, corpus, monkeypatch):
     save_random(tmp_path / "m", FAMILIES["llama"]())
     url = f"file://{tmp_path}/backup"
     tune(
@@ -347,7 +346,10 @@ def test_eval_only(tmp_path, tune, run, corpus):
     assert "expected the weights to evaluate" in run("--eval_only", bare=True, expect=2)
     flags = ["--eval_only", "--auto_resume", "--data", corpus]
     assert "no checkpoint to evaluate" in run(*flags, bare=True, expect=2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     told = run("--eval_only", "--resume", url, "--data", corpus, bare=True)
+    assert not list((tmp_path / "temporary").iterdir())  # the copy is gone
     assert "step 20: validation loss" in told and not (tmp_path / "runs").exists()
 
 
@@ -432,4 +434,3 @@ def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
 def test_options_of_the_new_commands_have_help():
     for options in (model_module.GenerateOptions, model_module.ExportOptions):
         assert all(f.metadata["help"] for f in dataclasses.fields(options))
-    assert TINY

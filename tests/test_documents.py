@@ -307,12 +307,16 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
 
 
 def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
-    folder = write_documents(tmp_path / "d", [([1, 2, 300, 256], [1] * 4)] * 3, vocab_size=400)
-    sidecar = tmp_path / "d/train.bin.json"
-    sidecar.write_text(sidecar.read_text().replace("400", "257"))
-    found = load_mixture([folder], "train", SEQ_LEN, 0, mode="documents")
-    with pytest.raises(ConfigError, match=r"train.bin: token id 300 at token \d+; .* 257"):
-        found.batch(0, 3)
+    sound = [([1, 2, 3, 256], [1] * 4)]
+    for bad, packing in itertools.product(([1, 2, 300, 256], [1, 2, 3, 300]), (False, True)):
+        documents = [*sound * 3, (bad, [1] * 4), *sound]
+        folder = write_documents(tmp_path / "d", documents, vocab_size=400)
+        sidecar = tmp_path / "d/train.bin.json"
+        sidecar.write_text(sidecar.read_text().replace("400", "257"))
+        found = load_mixture([folder], "train", SEQ_LEN, 0, mode="documents", packing=packing)
+        place = 12 + bad.index(300)
+        with pytest.raises(ConfigError, match=rf"train.bin: token id 300 at token {place}; .* 257"):
+            found.batch(0, found.n_samples)
 
 
 def test_samples_of_documents_are_shown(run, tmp_path, capsys):
