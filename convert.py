@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import checkpoint
 from config import Config, ConfigError
-from model import Transformer, sum_losses
+from model import Transformer, cross_entropies, sum_losses
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
@@ -206,7 +206,7 @@ class Foreign(nn.Module):
         return self.module(tokens, use_cache=False).logits.float()
 
     def forward(self, tokens: Tensor, targets: Tensor, by_sequence: bool = False):
-        return sum_losses(self.predict(tokens), targets, by_sequence)
+        return sum_losses(cross_entropies(self.predict(tokens), targets), targets, by_sequence)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | None) -> Tensor:  # fmt: skip

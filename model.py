@@ -186,13 +186,63 @@ class Transformer(nn.Module):
         micro-batches and ranks of unequal length and still get the mean over all tokens.
         documents: as in `hidden`. by_sequence: both for each row, [B].
         """
-        return sum_losses(self.predict(tokens, documents), targets, by_sequence)
+        hidden = self.hidden(tokens, documents=documents)
+        if torch.compiler.is_compiling():  # which fuses this by itself
+            losses = cross_entropies(self.logits(hidden), targets)
+        else:
+            losses = LinearCrossEntropy.apply(
+                hidden.flatten(0, 1), self.head.weight, targets.flatten(), self.cfg.vocab_size
+            )
+        return sum_losses(losses, targets, by_sequence)
 
 
-def sum_losses(logits: Tensor, targets: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
-    """logits [B, T, V], targets [B, T] → what `Transformer.forward` returns."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE,
-                             reduction="none")  # fmt: skip
+class LinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of hidden [N, C] @ weight.T [V_padded, C] with targets [N] → losses [N], fp32.
+
+    As `cross_entropies` of the logits, to rounding, but all that it keeps of size [N, V] is one
+    matrix in the type of the product: the logits, overwritten with their gradient a few rows at a
+    time. The plain way has three or four, of fp32. A loss may have any weight in the sum that is
+    differentiated.
+    """
+
+    cpu_rows = 4
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        logits = F.linear(hidden, weight.detach())  # detached: autocast remembers no copy of it
+        hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
+        logits[:, vocab_size:] = -math.inf  # the rows that only pad the matrix
+        counted = targets != IGNORE
+        right = torch.where(counted, targets, 0)[:, None]
+        losses = -logits.gather(1, right)[:, 0].float()
+        # So many rows at a time stay in a core's cache, or give a GPU enough to do.
+        rows = LinearCrossEntropy.cpu_rows if hidden.device.type == "cpu" else 512
+        for some, loss in zip(logits.split(rows), losses.split(rows), strict=True):
+            largest = some.amax(-1).float()
+            p = some.softmax(-1, dtype=torch.float32)
+            loss += largest - p.amax(-1).log()  # the logarithm of the sum of exponentials
+            some.copy_(p)
+        logits.scatter_add_(1, right, torch.full_like(right, -1.0, dtype=logits.dtype))
+        ctx.save_for_backward(hidden, weight, logits, counted)
+        return losses.where(counted, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, weight, grad_logits, counted = ctx.saved_tensors  # but for the factor `grad`
+        grad = grad.where(counted, 0.0)[:, None].to(hidden.dtype)
+        return (grad_logits @ weight) * grad, grad_logits.t() @ (hidden * grad), None, None
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [B, T, V], targets [B, T] → in nats [B * T], 0 where a target is not counted."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+
+
+def sum_losses(losses: Tensor, targets: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
+    """losses [B * T], targets [B, T] → what `Transformer.forward` returns."""
     losses, counts = losses.view_as(targets).sum(1), (targets != IGNORE).sum(1)
     return (losses, counts) if by_sequence else (losses.sum(), counts.sum())
 

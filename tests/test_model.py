@@ -9,8 +9,9 @@ from conftest import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 import config
+from config import IGNORE
 from model import (
-    IGNORE,
+    LinearCrossEntropy,
     Transformer,
     attention_backend,
     flops_per_token,
@@ -112,6 +113,32 @@ def test_padding_the_vocabulary_does_not_change_the_loss():
     logits = F.linear(model.hidden(tokens), model.head.weight[:257])
     expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     torch.testing.assert_close(mean_loss(model, tokens, tokens), expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_loss_is_that_of_the_logits(autocast):
+    """The chunked loss and its gradients, with any weights in the sum, are the plain formula's."""
+    torch.manual_seed(0)
+    n, width, vocab, padded = 21, 16, 99, 128
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = torch.randn(padded, width, requires_grad=True)
+    targets = torch.randint(vocab, (n,))
+    targets[3] = targets[20] = IGNORE
+    factors = torch.rand(n)
+    found = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for way in ("ours", "plain"):
+            if way == "ours":
+                losses = LinearCrossEntropy.apply(hidden, weight, targets, vocab)
+            else:
+                logits = F.linear(hidden, weight)[:, :vocab].float()
+                losses = F.cross_entropy(logits, targets, reduction="none")
+            found.append((losses, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))))
+    for ours, plain in zip(*found, strict=True):
+        assert ours.dtype == plain.dtype == torch.float32
+        difference = (ours - plain).norm() / plain.norm()
+        assert difference < (1e-2 if autocast else 1e-6)
+    assert found[0][0][3] == 0 and found[0][0][20] == 0
 
 
 def test_grouped_queries_equal_repeated_heads():
