@@ -241,6 +241,11 @@ class Config:
         0, "only test this configuration: train 2 K steps, then K, resume and K more, and compare "
         "every tensor", metavar="K"
     )  # fmt: skip
+    estimate: bool = option(
+        False, "only say what memory, communication and time this run will need; allocates nothing"
+    )
+    world_size: int = option(1, "devices, for --estimate alone (else torchrun's --nproc_per_node)")
+    mfu: float = option(0.4, "share of the peak that --estimate counts with")
     cache_clear_interval: int = option(100, "steps between clearings of CUDA's allocator cache")
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: phases, memory, gradient norm, anomalies as "
@@ -427,13 +432,14 @@ def resolve(cfg: Config) -> Config:
     for name in ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "vocab_size", "seq_len",
                  "max_steps", "batch_size", "eval_steps", "keep_checkpoints", "max_nonfinite",
                  "prefetch_factor", "tensorboard_flush_secs", "window_size",
-                 "backup_interval"):  # fmt: skip
+                 "backup_interval", "world_size"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 1, name, "at least 1")
     for name in ("log_interval", "eval_interval", "sample_interval", "save_interval", "grad_clip",
                  "cache_clear_interval", "warmup_steps", "weight_decay", "min_learning_rate",
                  "seed", "health_interval", "memory_interval", "keep_every",
                  "verify_resume", "group_window"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, name, "at least 0")
+    need(0 < cfg.mfu <= 1, "mfu", "more than 0, at most 1")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, name, "at least 0 and below 1")
     for name in ("learning_rate", "norm_eps", "rope_theta"):

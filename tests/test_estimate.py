@@ -1,0 +1,86 @@
+"""What --estimate says, against what a run really takes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, environment
+
+import config
+import estimate
+import train
+from model import Transformer
+
+SHAPE = ["--n_layer", "8", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
+         "2048", "--vocab_size", "8000", "--seq_len", "256"]  # fmt: skip
+
+# A whole run of three steps in a process of its own; prints how much memory it added at most.
+MEASURE = """
+import sys
+import train
+from conftest import tiny_config
+
+def status(name):
+    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
+
+common = ["--data", sys.argv[1], "--val_data", sys.argv[1], "--max_steps", "3", "--eval_interval",
+          "0", "--save_interval", "0", "--monitor", "off", "--no_tensorboard",
+          "--precision", "fp32"]
+tiny = ["--d_model", "64", "--d_ff", "64", "--batch_size", "1", "--seq_len", "8", "--n_layer", "1"]
+train.sample = lambda run: ""
+assert train.command([*common, *tiny, "--out_dir", "tiny"]) == 0  # what is loaded once, is now
+before = status("VmRSS")
+assert train.command([*common, "--out_dir", "run", *sys.argv[2:]]) == 0
+print("bytes", status("VmHWM") - before)
+"""
+
+
+# Each large tensor is mapped by itself, and given back when it is freed: no holes.
+ENV = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+@pytest.mark.parametrize("flags", [["--batch_size", "8", "--optimizer", "adamw"]])
+def test_memory_is_what_a_run_takes(flags, tmp_path):
+    torch.randint(8000, (20_000,), dtype=torch.int32).numpy().astype("uint16").tofile(
+        tmp_path / "train.bin"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "train.bin"), *SHAPE, *flags], cwd=tmp_path,
+        env={**environment(), **ENV, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured = int(done.stdout.split("bytes ")[-1])
+    cfg = config.resolve(config.parse([*SHAPE, *flags]))
+    micro_batch = config.micro_batch_size(cfg, 1)
+    need = estimate.simulate(
+        cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch, train.make_optimizers
+    )
+    assert sum(need.values()) == pytest.approx(measured, rel=0.1)
+
+
+def test_parts_are_exact(run):
+    cfg = config.resolve(config.parse([*SHAPE, "--batch_size", "4", "--optimizer", "adamw"]))
+    found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
+    parameters = sum(p.numel() for p in Transformer(cfg).parameters())
+    one = found["none"]["ddp"]
+    assert found["parameters"] == parameters
+    assert one["gradients"] == 4 * parameters
+    assert one["weights"] == pytest.approx(4 * parameters, rel=0.01)  # and the rotary table
+    assert one["optimizer"] == pytest.approx(8 * parameters, rel=0.001)
+    assert found["none"]["zero3"]["optimizer"] == one["optimizer"] / 2
+    assert found["sent"]["ddp"] == pytest.approx(4 * parameters, rel=0.01)  # 2 (n - 1) / n, n = 2
+    assert found["full"]["ddp"]["activations"] < 0.7 * one["activations"]
+
+
+def test_the_command_allocates_nothing_and_knows_the_largest_model(run, tmp_path):
+    told = run(
+        "--estimate", "--model", "7b", "--vocab_size", "32000", "--world_size", "64",
+        "--batch_size", "64", "--micro_batch_size", "1", bare=True,
+    )  # fmt: skip
+    assert "6738.42 M parameters" in told and "zero3" in told and "days" in told
+    assert not list(tmp_path.iterdir())
+    run("--estimate", "--world_size", "5", "--vocab_size", "9", expect=2)  # 8 is no multiple of it
