@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import monitor
 import train
 from monitor import OUTSIDE_PHASES, report
 
-BENCH = Path(__file__).parent / "bench"
 # These look at the time that things take, on a machine that may be busy with something else.
 pytestmark = pytest.mark.flaky(reruns=3)
 
@@ -247,8 +245,7 @@ def test_the_end_of_a_slow_down_is_told(provoke, monkeypatch):
 
 def test_simulated_runs():
     """The benchmark has more of them; tests/bench/slowdowns.py."""
-    sys.path.insert(0, str(BENCH))
-    import slowdowns
+    from tests.bench import slowdowns
 
     found = slowdowns.simulate(60, seed=5)
     assert found["recall"] >= 0.95 and found["precision"] >= 0.95 and found["phase"] >= 0.9

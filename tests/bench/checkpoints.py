@@ -1,17 +1,15 @@
 """What a checkpoint costs: how long training stands still, against torch.save with fsync.
 
-    python tests/bench/checkpoints.py                        gpt2-124m with its optimizer's state
-    python tests/bench/checkpoints.py --model default
+    python -m tests.bench checkpoints                        gpt2-124m with its optimizer's state
+    python -m tests.bench checkpoints --model default
 
 "stall" is the copy to host memory, all that the loop waits for; "while training" is the same in
 steps of the model, where the write before is still under way or has just ended. Also: seconds a GB
 of writing and of checking, and how many of 1,000 flipped bits are found.
 """
 
-import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,12 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import checkpoint  # noqa: E402
-import config  # noqa: E402
-import train  # noqa: E402
-from model import Transformer  # noqa: E402
+import checkpoint
+import config
+import train
+from model import Transformer
+from tests.bench.common import Figure, ratios
 
 
 def seconds(call) -> float:
@@ -46,15 +43,11 @@ def flips_found(folder: Path, count: int) -> int:
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="gpt2-124m")
-    parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="on the disk to measure (default: TMPDIR)")
-    args = parser.parse_args()
+def main(options) -> list[Figure]:
+    rounds, flips = (1, 20) if options.quick else (5, 1000)
+    name = "default" if options.quick else options.model
     device = train.pick_device("auto", 0)
-    flags = ["--model", args.model, "--vocab_size", "50257", "--optimizer", args.optimizer]
+    flags = ["--model", name, "--vocab_size", "50257", "--optimizer", "adamw"]
     cfg = config.resolve(config.parse(flags))
     model = Transformer(cfg).to(device)
     optimizers = train.make_optimizers(model, cfg, device)
@@ -72,8 +65,8 @@ def main():
         return dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
 
     step()
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         writer = checkpoint.Writer(folder, 1)
         writer.save(0, state())  # allocates
         writer.wait()
@@ -86,7 +79,7 @@ def main():
                 os.fsync(file.fileno())
 
         found = {name: [] for name in ("plain", "stall", "write", "check", "beside", "alone")}
-        for i in range(1, args.rounds + 1):
+        for i in range(1, rounds + 1):
             found["plain"].append(seconds(synchronous))
             found["stall"].append(seconds(lambda i=i: writer.save(2 * i, state())))
             found["write"].append(seconds(writer.wait))
@@ -96,18 +89,17 @@ def main():
             writer.save(2 * i + 1, state())
             found["beside"].append(seconds(step))
             writer.wait()
-        ratio = np.array(found["stall"]) / np.array(found["plain"])
         middle = {name: np.median(values) for name, values in found.items()}
-        print(f"{args.model}, {args.optimizer}, {device.type}: {size:.2f} GB")
-        print(f"torch.save and fsync   {middle['plain']:.2f} s")
-        print(f"stall                  {middle['stall']:.3f} s: {np.median(ratio):.1%} of that "
-              f"({ratio.min():.1%} to {ratio.max():.1%})")  # fmt: skip
         print(f"written and verified   {middle['write']:.2f} s, {middle['write'] / size:.2f} s/GB")
         print(f"checked, every byte    {middle['check']:.2f} s, {middle['check'] / size:.2f} s/GB")
         alone, beside = middle["alone"], middle["beside"]
         print(f"a step of 64 tokens    {alone:.3f} s, {beside:.3f} s during a write")
-        print(f"bits flipped           {flips_found(folder, 1000)} of 1000 found")
-
-
-if __name__ == "__main__":
-    main()
+        bits = flips_found(folder, flips)
+    what = f"checkpoint of {name}, {size:.2f} GB"
+    return [
+        Figure(f"{what}: training waits", "torch.save and fsync",
+               ratios(found["stall"], found["plain"]), "<= 0.1", f"{middle['stall']:.3f} s",
+               f"{middle['plain']:.2f} s"),
+        Figure("flipped bits found", "those flipped", [bits / flips], ">= 1", str(bits),
+               str(flips)),
+    ]  # fmt: skip

@@ -1,14 +1,12 @@
 """Kills a run with `kill -9` at random moments, again and again, and damages what it has written.
 
-    python tests/bench/crash.py                   200 kills, one rank
-    python tests/bench/crash.py --ranks 2
+    python -m tests.bench crash                   200 kills of one rank, and of two
 
 In a fifth of the kills the newest checkpoint is cut short or has a bit flipped afterwards. At its
 end the run's weights and optimizer must be those of an undisturbed one bit for bit, and no restart
 may have begun at step 0 or have gone back more than `save_interval` steps from what was left whole.
 """
 
-import argparse
 import os
 import random
 import re
@@ -21,10 +19,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import TINY, column, processes  # noqa: E402
+from conftest import TINY, column, processes
 
-import checkpoint  # noqa: E402
-from prepare import write_tokens  # noqa: E402
+import checkpoint
+from prepare import write_tokens
+from tests.bench.common import Figure
 
 SAVE_INTERVAL = 3
 
@@ -39,21 +38,20 @@ def damage(path: Path, dice: random.Random):
         path.write_bytes(content)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    dice = random.Random(args.seed)
+def main(options) -> list[Figure]:
+    return [figure(ranks, 2 if options.quick else 200) for ranks in (1, 2)]
+
+
+def figure(ranks: int, total: int) -> Figure:
+    dice = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = "".join(f"{a} + {b} = {a + b}\n" for a in range(60) for b in range(60)).encode()
         write_tokens(folder / "train.bin", [text])
         flags = [*TINY, "--data", folder, "--save_interval", SAVE_INTERVAL, "--dropout", "0.1",
                  "--eval_interval", 0, "--no_tensorboard", "--auto-resume",
-                 "--log_interval", 1, "--max_steps", 12 * args.kills]  # fmt: skip
-        for process in processes(folder, args.ranks, [*flags, "--out_dir", "whole"]):
+                 "--log_interval", 1, "--max_steps", 12 * total]  # fmt: skip
+        for process in processes(folder, ranks, [*flags, "--out_dir", "whole"]):
             assert process.code(900) == 0, process.text()
         kills = damaged = redone = after_damage = restarts_at_0 = in_training = 0
         hurt, reached, expected = None, 0, 0  # the newest step logged; the newest whole checkpoint
@@ -61,8 +59,8 @@ def main() -> int:
         while True:
             log = folder / "log0.txt"
             log.unlink(missing_ok=True)
-            group = processes(folder, args.ranks, [*flags, "--out_dir", "killed"])
-            if kills < args.kills:
+            group = processes(folder, ranks, [*flags, "--out_dir", "killed"])
+            if kills < total:
                 if dice.random() < 0.9:  # else while it starts
                     group[0].wait_for("\nstep ")
                 time.sleep(dice.uniform(0, 0.5))
@@ -77,7 +75,7 @@ def main() -> int:
                 restarts_at_0 += begun < expected
                 redone = max(redone, reached - begun) if not after_damage else redone
                 after_damage = 0
-            if codes == [0] * args.ranks:
+            if codes == [0] * ranks:
                 break
             kills += 1
             in_training += "\nstep " in told
@@ -101,15 +99,19 @@ def main() -> int:
         names = ("step", "model", "optimizers", "position")
         count, different = checkpoint.compare(*({n: s[n] for n in names} for s in (one, two)))
         logged = list(column(run, "train/loss"))
-    print(f"{args.ranks} rank(s): {kills} kills ({in_training} while training, the others in "
+    print(f"{ranks} rank(s): {kills} kills ({in_training} while training, the others in "
           f"start-up), {damaged} of them with a damaged checkpoint, "
           f"{one['step']} steps\nrestarts before what was whole: {restarts_at_0}\n"
           f"steps made again after a kill: at most {redone} (save_interval {SAVE_INTERVAL}, and "
           f"those made while one was written)\n"
           f"rows of metrics.jsonl twice: {len(logged) - len(set(logged))}\n"
           f"final state: {len(different)} of {count} tensors and values differ")  # fmt: skip
-    return 1 if different or restarts_at_0 else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    assert not restarts_at_0
+    return Figure(
+        f"{kills} kills of {ranks} rank(s): tensors and values as undisturbed",
+        "all",
+        [1 - len(different) / count],
+        ">= 1",
+        str(count - len(different)),
+        str(count),
+    )

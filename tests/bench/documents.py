@@ -1,8 +1,8 @@
 """Padding and real tokens a second of documents: all padded to seq_len, dynamic, grouped, packed.
 
-    python tests/bench/documents.py [--flag value ...]
+    python -m tests.bench documents
 
-Flags are those of train.py. The documents have log-normal lengths (a long tail: median 100 tokens,
+The documents have log-normal lengths (a long tail: median 100 tokens,
 mean about 140, cut at seq_len). Runs of a few steps alternate in one process; the ratio is of real
 tokens, without padding, a second. Then what the loader alone hands out, the waste for other
 windows, and what the loss of each dataset of a mixture costs.
@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import data  # noqa: E402
-import train  # noqa: E402
-from config import Config  # noqa: E402
-from data import load_mixture  # noqa: E402
-from prepare import TokenWriter  # noqa: E402
+import data
+import train
+from config import Config
+from data import load_mixture
+from prepare import TokenWriter
+from tests.bench.common import Figure, ratios
 
 SEQ_LEN, BATCH, MICRO, STEPS, ROUNDS = 512, 64, 16, 34, 3
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
@@ -99,16 +98,16 @@ def dataset_loss_us() -> float:
     return (time.perf_counter() - began) / 2000 * 1e6
 
 
-def main():
-    flags = sys.argv[1:]
+def main(options) -> list[Figure]:
+    figures, flags, rounds = [], [], 1 if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "documents"
         write_corpus(folder, 20_000)
         rates, padded = {name: [] for name in KINDS}, {}
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for name, (more, multiple) in KINDS.items():
                 data.Mixture.ROUND = multiple
-                steps = 10 if name == "fixed" else STEPS
+                steps = 4 if options.quick else 10 if name == "fixed" else STEPS
                 rates[name].append(real_tokens_per_second(folder, [*more, *flags], steps))
         print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
               "20 rows in micro-batches of 10")  # fmt: skip
@@ -126,23 +125,25 @@ def main():
                 n += 1
             seconds = time.perf_counter() - began
             loaded = found.size(0, 200 * BATCH, MICRO).real_tokens / seconds / 1e6
-            ratios = [a / b for a, b in zip(rates[name], rates["fixed"], strict=True)]
             shapes = {int(found.row_length(n)) for n in range(1, SEQ_LEN + 1)}
-            print(f"{name:8s} padding {padded[name]:6.1%}, {statistics.median(rates[name]):8.0f} "
-                  f"real tokens/s, {statistics.median(ratios):.2f} x ({min(ratios):.2f} to "
-                  f"{max(ratios):.2f}); loader {loaded:.1f} M real tokens/s; "
+            print(f"{name:8s} padding {padded[name]:6.1%}, loader {loaded:.1f} M real tokens/s; "
                   f"at most {len(shapes)} lengths of rows")  # fmt: skip
+            if name == "fixed":
+                continue
+            figures.append(Figure(
+                f"documents, {name}: real tokens", "all padded to seq_len",
+                ratios(rates[name], rates["fixed"]), "",
+                f"{statistics.median(rates[name]):.0f}/s, {padded[name]:.1%} padding",
+                f"{statistics.median(rates['fixed']):.0f}/s, {padded['fixed']:.1%} padding",
+            ))  # fmt: skip
         print("grouped, padding by window in steps:", end="")
         for window in (0, 1, 4, 8, 16, 32, 64):
             found = load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents")
             found.group_by_length(window, BATCH)
             print(f"  {window}: {waste(found, 192, BATCH, MICRO):.1%}", end="")
         print()
-        costs = dataset_loss_cost(Path(place), flags)
+        costs = [0.0] if options.quick else dataset_loss_cost(Path(place), flags)
         print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
               f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
               "for each micro-batch")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    return figures

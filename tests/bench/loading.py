@@ -1,6 +1,6 @@
 """Tokens per second of the data path against nanoGPT's way of making a batch, in one process.
 
-    python tests/bench/loading.py
+    python -m tests.bench loading
 
 Both read batches of 64 x 1,024 tokens from one file of 100 M tokens in the page cache and hand out
 int64 inputs and targets. nanoGPT's way: a new memory map a batch, and 128 slices that are each
@@ -8,7 +8,6 @@ converted and stacked. Also prints loader processes against none.
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import data  # noqa: E402
-from config import Config  # noqa: E402
+import data
+from config import Config
+from tests.bench.common import Figure, ratios
 
 B, T, BATCHES = 64, 1024, 100
 
@@ -39,7 +38,7 @@ def tokens_per_second(next_batch) -> float:
     return B * T * BATCHES / (time.perf_counter() - began)
 
 
-def main():
+def main(options) -> list[Figure]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.bin"
@@ -52,15 +51,13 @@ def main():
             next(batches)
             kinds[f"{workers} loader processes"] = lambda batches=batches: next(batches)
         rates = {name: [] for name in kinds}
-        for _ in range(7):
+        for _ in range(1 if options.quick else 7):
             for name, next_batch in kinds.items():
                 rates[name].append(tokens_per_second(next_batch) / 1e6)
     reference = rates["nanoGPT's way"]
-    for name, found in rates.items():
-        ratio = statistics.median(f / r for f, r in zip(found, reference, strict=True))
-        print(f"{name:20s} {statistics.median(found):6.0f} M tokens/s "
-              f"({min(found):.0f} to {max(found):.0f}), {ratio:.1f} x")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    return [
+        Figure(f"batches of {B} x {T}, {name}", "nanoGPT's way", ratios(found, reference), "",
+               f"{statistics.median(found):.0f} M tokens/s",
+               f"{statistics.median(reference):.0f} M tokens/s")
+        for name, found in rates.items() if found is not reference
+    ]  # fmt: skip

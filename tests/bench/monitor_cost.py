@@ -1,7 +1,6 @@
 """What the monitor costs: per cent of a step's time, by two methods, in one process.
 
-    python tests/bench/monitor_cost.py
-    python tests/bench/monitor_cost.py --model gpt2-124m
+    python -m tests.bench monitor_cost
 
 "paired" is the difference between blocks of steps with the monitor and without, side by side and
 in alternating order: it sees everything, and the noise of the machine. "inside" is the time spent
@@ -10,11 +9,9 @@ training between them: both see little noise, but not what the monitor's files c
 Random tokens; real metrics.jsonl and TensorBoard files in a temporary directory.
 """
 
-import argparse
 import contextlib
 import gc
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,13 +20,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import config  # noqa: E402
-import train  # noqa: E402
-from model import Transformer, output_health  # noqa: E402
+import config
+import train
+from model import Transformer, output_health
+from tests.bench.common import Figure
 
 SETTINGS = {"light, every 50": ("light", 50), "light, every 1": ("light", 1),
             "full, every 50": ("full", 50)}  # fmt: skip
+
+AIMS = {"light, every 50": "<= 0.002", "light, every 1": "<= 0.01", "full, every 50": "<= 0.005"}
 
 
 class Off:
@@ -172,28 +171,12 @@ def bootstrap(values: list[float]) -> tuple[float, float, float]:
     return np.median(values), *np.percentile(np.median(draws, axis=1), (2.5, 97.5))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--optimizer", default="muon")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step of a larger model")
-    parser.add_argument("--seq_len", type=int, default=512, help="of a larger model")
-    parser.add_argument("--steps", type=int, help="in a block (default: 50; 2 of a larger model)")
-    parser.add_argument("--blocks", type=int, help="pairs of blocks a setting (default: 12; 3)")
-    parser.add_argument("--empty", type=int, default=2000, help="steps of the empty loop")
-    parser.add_argument("--quick", action="store_true", help="few blocks: to see that it works")
-    args = parser.parse_args()
-    small = args.model == "default"
-    steps = args.steps or (5 if args.quick and small else 50 if small else 2)
-    blocks = args.blocks or (2 if args.quick else 12 if small else 3)
-    args.empty = 500 if args.quick else args.empty
-    flags = ["--model", args.model, "--vocab_size", "257" if small else "50257"]
-    flags += ["--optimizer", args.optimizer]
-    flags += [] if small else ["--batch_size", str(args.batch), "--seq_len", str(args.seq_len)]
+def main(options) -> list[Figure]:
+    steps, blocks, empty_steps = (5, 2, 500) if options.quick else (50, 12, 2000)
 
     with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
         folder = Path(name)
-        run = make_run(folder, flags)
+        run = make_run(folder, ["--vocab_size", "257"])
         run.batch, run.one = random_batch(run), torch.ones((), device=run.device)
         off, stride = Off(), -(-steps // 50) * 50  # a block ends with a log
         pairs, inside, empty = ({name: [] for name in SETTINGS} for _ in range(3))
@@ -201,7 +184,7 @@ def main():
         with contextlib.redirect_stdout(null):
             monitors = {name: Timed(make_monitor(run, *setting, folder / str(i)))
                         for i, (name, setting) in enumerate(SETTINGS.items())}  # fmt: skip
-            block(run, off, 1, 3 if small else 1, True)
+            block(run, off, 1, 3, True)
             gc.collect()
             gc.freeze()
             gc.disable()  # as train.train does
@@ -218,19 +201,19 @@ def main():
             for p in run.model.parameters():
                 p.grad = torch.zeros_like(p)
             for name, monitor in monitors.items():
-                chunks = args.empty // 50 if small or SETTINGS[name][0] == "light" else 3
-                for i in range(chunks):
+                for i in range(empty_steps // 50):
                     first = stride * (blocks + 2) + 50 * i + 1
                     empty[name] += block(run, monitor, first, 50, False)[1]
                 monitor.monitor.close()
 
     step_ms = np.median(off_seconds) * 1e3
-    print(f"{args.model}, {run.cfg.batch_size} x {run.cfg.seq_len} tokens, {run.device.type}, "
+    print(f"default model, {run.cfg.batch_size} x {run.cfg.seq_len} tokens, {run.device.type}, "
           f"{torch.get_num_threads()} threads: {step_ms:.4g} ms a step with no monitor "
           f"({min(off_seconds) * 1e3:.4g} to {max(off_seconds) * 1e3:.4g})")  # fmt: skip
     print(f"{blocks} pairs of blocks of {steps} steps for each setting\n")
     print(f"{'':16s} {'paired, % (95 % interval)':27s} {'inside, us and %':>20s} "
           f"{'empty loop, us and %':>22s}   one log, ms")  # fmt: skip
+    figures = []
     for name, (_, interval) in SETTINGS.items():
         middle, low, high = bootstrap(pairs[name])
         cells = []
@@ -240,6 +223,10 @@ def main():
         log_ms = np.median([s for due, s in empty[name] if due]) * 1e3
         print(f"{name:16s} {f'{middle:+.2f} ({low:+.2f} to {high:+.2f})':27s} {cells[0]:>20s} "
               f"{cells[1]:>22s}   {log_ms:.3g}")  # fmt: skip
+        share = cost_a_step(inside[name], interval) * 1e3 / step_ms
+        figures.append(Figure(f"monitor, {name}: cost", "a default step without it", [share],
+                              AIMS[name], f"{share * step_ms * 1e3:.0f} us",
+                              f"{step_ms:.1f} ms"))  # fmt: skip
     print("\npaired: the whole difference, with the noise of the machine. inside, empty loop: "
           "time within the monitor's calls,\nin training steps and with none between them, over "
           "the median step.")  # fmt: skip
@@ -247,7 +234,4 @@ def main():
         print(f"A block of {steps} steps ends with a log: paired has 50 / {steps} times as many "
               "as it should; inside is scaled\nto one in 50, but that of fewer steps than a real "
               "one.")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    return figures

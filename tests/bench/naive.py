@@ -1,6 +1,6 @@
 """The loop that people have today against this one, and what each of its habits costs.
 
-    python tests/bench/naive.py
+    python -m tests.bench naive
 
 Same model, random tokens and fused AdamW in one process; blocks of steps of each kind are
 interleaved. "plain" watches nothing; each row below adds one habit to it; "naive" has them all;
@@ -11,12 +11,10 @@ noise of the machine hardly touches, and the factor that it makes; it lacks what
 down elsewhere (the step under the profiler, a loss without reduction).
 """
 
-import argparse
 import contextlib
 import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,10 +23,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import monitor_cost  # noqa: E402  (also puts the repository on the path)
-
-import train  # noqa: E402
+import train
+from tests.bench import monitor_cost
+from tests.bench.common import Figure, ratios
 
 TENSORBOARD = "TensorBoard: 10 add_scalar, every step"
 LOSS = "loss.item()"
@@ -109,16 +106,8 @@ def block(run, habits, first: int, steps: int, writer) -> tuple[float, float]:
     return seconds / steps * 1e3, (run.inside + run.monitor.seconds) / steps * 1e3
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=50, help="in a block; a multiple of 50")
-    parser.add_argument("--blocks", type=int, default=15, help="of each kind")
-    parser.add_argument("--quick", action="store_true", help="a short block: to see it work")
-    args = parser.parse_args()
-    if args.quick:
-        args.steps, args.blocks = 5, 1
-    elif args.steps % 50:
-        parser.error(f"--steps {args.steps}: expected a multiple of 50")
+def main(options) -> list[Figure]:
+    steps, blocks = (5, 1) if options.quick else (50, 15)
     from torch.utils.tensorboard import SummaryWriter
 
     kinds = {"plain": (), **{habit: (habit,) for habit in HABITS}, "naive": HABITS, "ours": ()}
@@ -136,14 +125,14 @@ def main():
         gc.collect()
         gc.freeze()
         gc.disable()  # in all of them, as train.train does
-        for i in range(args.blocks):
+        for i in range(blocks):
             order = list(kinds)[:: 1 if i % 2 else -1]
             for kind in order:
                 run.monitor = timed if kind == "ours" else off
                 monitor.since = monitor.step_began = time.perf_counter()
                 with contextlib.redirect_stdout(null):
-                    first = -(-args.steps // 50) * 50 * (i + 2) - args.steps + 1
-                    found, inner = block(run, kinds[kind], first, args.steps, writers[kind])
+                    first = -(-steps // 50) * 50 * (i + 2) - steps + 1
+                    found, inner = block(run, kinds[kind], first, steps, writers[kind])
                 ms[kind].append(found)
                 within[kind].append(inner)
                 gc.collect()
@@ -152,7 +141,7 @@ def main():
             writer.close()
 
     print(f"default model, {run.cfg.batch_size} x {run.cfg.seq_len} tokens, {run.device.type}, "
-          f"{torch.get_num_threads()} threads, {len(ms['plain'])} rounds of {args.steps} steps: "
+          f"{torch.get_num_threads()} threads, {len(ms['plain'])} rounds of {steps} steps: "
           f"plain takes {statistics.median(ms['plain']):.4g} ms a step ({min(ms['plain']):.4g} to "
           f"{max(ms['plain']):.4g})\n")  # fmt: skip
 
@@ -160,8 +149,8 @@ def main():
         low, middle, high = np.percentile(values, (25, 50, 75))
         return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
-    if args.steps < 50:
-        print(f"Short blocks: the profile, and the log of ours, is one step in {args.steps}.\n")
+    if steps < 50:
+        print(f"Short blocks: the profile, and the log of ours, is one step in {steps}.\n")
     plain = statistics.median(ms["plain"])
     print(f"{'cause':42s} {'ms a step added':26s} {'factor':24s} inside, ms; factor")
     for kind in list(kinds)[1:]:
@@ -170,10 +159,11 @@ def main():
         inner = statistics.median(within[kind])
         print(f"{kind:42s} {spread(added, '+.2f'):26s} {spread(factor, '.3f'):24s} {inner:.3f}; "
               f"{1 + inner / plain:.4f}")  # fmt: skip
-    factor = [n / o for n, o in zip(ms["naive"], ms["ours"], strict=True)]
-    naive, ours = (plain + statistics.median(within[kind]) for kind in ("naive", "ours"))
-    print(f"\nnaive / ours: {spread(factor, '.3f')}, from what is inside: {naive / ours:.3f}")
-
-
-if __name__ == "__main__":
-    main()
+    figures = [
+        Figure(f"a step with {kind}", "a plain step", ratios(ms[kind], ms["plain"]), "",
+               f"{statistics.median(ms[kind]):.1f} ms", f"{plain:.1f} ms")
+        for kind in list(kinds)[1:]
+    ]  # fmt: skip
+    figures.append(Figure("a step with all of these habits", "the same with steady's monitor",
+                          ratios(ms["naive"], ms["ours"])))  # fmt: skip
+    return figures

@@ -1,25 +1,25 @@
 """Text a second of `python data.py` against `tokenizers` alone on the same text, in one process.
 
-    python tests/bench/preparation.py [--text PATH]
+    python -m tests.bench preparation [--text PATH]
 
 The reference has all texts in memory and lets `encode_batch_fast` use all cores; ours reads a JSONL
 file, tokenizes in processes, and writes ids, offsets and checksum. Also with other numbers of
 workers, and with the tokenizer of bytes.
 """
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import sysconfig
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import prepare  # noqa: E402
-from config import usable_cores  # noqa: E402
+import prepare
+from config import usable_cores
+from tests.bench.common import Figure, ratios
+
+VOCAB = 16384
 
 
 def documents(path: str | None) -> list[str]:
@@ -34,20 +34,16 @@ def documents(path: str | None) -> list[str]:
     return found * copies
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--text", help="a text file (default: the standard library's source)")
-    parser.add_argument("--vocab_size", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    texts = documents(args.text)
+def main(options) -> list[Figure]:
+    texts = documents(options.text)
+    texts, rounds = (texts[:300], 1) if options.quick else (texts, 5)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = folder / "a.jsonl"
         with open(source, "w") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         size = sum(len(text.encode()) for text in texts) / 1e6
-        first = prepare.Options(out=str(folder / "t"), train_tokenizer=args.vocab_size)
+        first = prepare.Options(out=str(folder / "t"), train_tokenizer=VOCAB)
         prepare.prepare([str(source)], first)
         tokenizer = str(folder / "t/tokenizer")
         fast = prepare.load_tokenizer(tokenizer).backend_tokenizer
@@ -68,18 +64,15 @@ def main():
             )
         kinds["data.py, bytes"] = ours
         rates = {name: [] for name in kinds}
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             for name, run in kinds.items():
                 began = time.perf_counter()
                 run()
                 rates[name].append(size / (time.perf_counter() - began))
-    print(f"{len(texts):,} documents, {size:.0f} MB, vocabulary {args.vocab_size}, {cores} cores")
-    for name, found in rates.items():
-        ratios = [a / b for a, b in zip(found, rates["tokenizers alone"], strict=True)]
-        print(f"{name:22s} {statistics.median(found):6.1f} MB/s ({min(found):.1f} to "
-              f"{max(found):.1f}), {statistics.median(ratios):.2f} x ({min(ratios):.2f} to "
-              f"{max(ratios):.2f})")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    reference = rates["tokenizers alone"]
+    return [
+        Figure(f"text to tokens, {size:.0f} MB, {name}", f"tokenizers alone, {cores} cores",
+               ratios(found, reference), ">= 0.8" if f" {cores} w" in name else "",
+               f"{statistics.median(found):.1f} MB/s", f"{statistics.median(reference):.1f} MB/s")
+        for name, found in rates.items() if found is not reference
+    ]  # fmt: skip

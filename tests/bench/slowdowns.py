@@ -1,6 +1,6 @@
 """Slow-down detection on simulated runs whose answer is known.
 
-    python tests/bench/slowdowns.py [--traces 1000] [--quiet_steps 20000000]
+    python -m tests.bench slowdowns
 
 A step takes 100 ms with log-normal noise of 1 to 5 %, and one in twenty, at random, 1.5 to 10
 times as long. A third of the traces jumps by 5 to 50 % at a random moment, a third creeps by 0.01
@@ -10,15 +10,10 @@ traces that were found in time; phase: of those, where the phase that grew is na
 where jump and creep are told apart.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from monitor import Watch  # noqa: E402
+from monitor import Watch
+from tests.bench.common import Figure
 
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
 
@@ -94,14 +89,15 @@ def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
     return count
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=int, default=1000)
-    parser.add_argument("--quiet_steps", type=int, default=20_000_000)
-    args = parser.parse_args()
-    for name, value in simulate(args.traces).items():
+def main(options) -> list[Figure]:
+    traces, quiet_steps = (30, 100_000) if options.quick else (1000, 20_000_000)
+    found = simulate(traces)
+    for name, value in found.items():
         print(f"{name:12s} {value:.4g}")
     for log_interval in (50, 10, 1):
-        steps = args.quiet_steps * log_interval // 50
+        steps = quiet_steps * log_interval // 50
         n = false_alarms(steps, log_interval=log_interval)
         print(f"false alarms in {steps:,} quiet steps logged every {log_interval}: {n}")
+    aims = dict(recall=">= 0.95", precision=">= 0.95", phase=">= 0.9", shape="")
+    return [Figure(f"slow-downs in simulated runs: {name}", f"{traces:,} runs, answer known",
+                   [found[name]], aim) for name, aim in aims.items()]  # fmt: skip

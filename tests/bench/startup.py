@@ -1,6 +1,6 @@
 """Seconds from the command to the first step's log line, against `import torch`, alternating.
 
-python tests/bench/startup.py
+python -m tests.bench startup
 """
 
 import statistics
@@ -9,6 +9,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tests.bench.common import Figure, ratios
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -27,18 +29,22 @@ def seconds_until(command: list[str], words: str, folder: str) -> float:
     return found
 
 
-def main():
-    first, imports = [], []
+def main(options) -> list[Figure]:
+    first, ranks, imports = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, str(TRAIN), "--eval_interval", "0", "--save_interval", "0"]
-        for _ in range(6):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *run[1:]]
+        for _ in range(2 if options.quick else 6):
             first.append(seconds_until(run, "step    1/", folder))
+            ranks.append(seconds_until(torchrun, "step    1/", folder))
             imports.append(seconds_until([sys.executable, "-c", "import torch"], "", folder))
-    first, imports = first[1:], imports[1:]  # the first makes the corpus and warms the disk
-    ratios = sorted(f / i for f, i in zip(first, imports, strict=True))
-    print(f"first step {statistics.median(first):.2f} s, torch {statistics.median(imports):.2f} s")
-    print(f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-
-
-if __name__ == "__main__":
-    main()
+    first, ranks, imports = (
+        first[1:],
+        ranks[1:],
+        imports[1:],
+    )  # the first makes the corpus and warms the disk
+    return [
+        Figure(f"command to first step, {what}", "import torch", ratios(found, imports), "<= 2",
+               f"{statistics.median(found):.2f} s", f"{statistics.median(imports):.2f} s")
+        for what, found in (("one process", first), ("torchrun, two", ranks))
+    ]  # fmt: skip
