@@ -439,6 +439,8 @@ def resolve(cfg: Config) -> Config:
                  "seed", "health_interval", "memory_interval", "keep_every",
                  "verify_resume", "group_window"):  # fmt: skip
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, name, "at least 0")
+    need(cfg.world_size == 1 or cfg.estimate, "world_size", "--estimate with it; to train on "
+         "several, torchrun --nproc_per_node")  # fmt: skip
     need(0 < cfg.mfu <= 1, "mfu", "more than 0, at most 1")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, name, "at least 0 and below 1")

@@ -49,7 +49,7 @@ class Live(TorchDispatchMode):
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers) -> dict[str, int]:  # fmt: skip
     """Bytes of weights, gradients, the optimizer's state, and activations and temporaries."""
-    rows, model.LinearCrossEntropy.cpu_rows = model.LinearCrossEntropy.cpu_rows, 2**20
+    rows, model.LinearCrossEntropy.cpu_rows = model.LinearCrossEntropy.cpu_rows, 512  # as on CUDA
     try:
         with FakeTensorMode(), Live() as live:
             transformer = Transformer(cfg)
@@ -75,12 +75,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             for optimizer in optimizers:
                 optimizer.step()
             others = live.peak - weights - gradients - state
-        return dict(
-            weights=weights,
-            gradients=gradients,
-            optimizer=state,
-            activations=others,
-        )
+        return dict(weights=weights, gradients=gradients, optimizer=state, activations=others)
     finally:
         model.LinearCrossEntropy.cpu_rows = rows
 
@@ -110,16 +105,13 @@ def sent(weights: int, in_compute: int, world_size: int, accumulation: int, way:
     scatter them in each micro-batch, so that no GPU holds all; zero2 then gathers the weights once
     a step, zero3 in each forward and each backward pass.
     """
-    ring = (world_size - 1) / world_size
     gathered = weights // 4 * in_compute
-    return (
-        ring
-        * {
-            "ddp": 2 * weights,
-            "zero2": accumulation * weights + weights,
-            "zero3": accumulation * (weights + 2 * gathered),
-        }[way]
-    )
+    whole = {
+        "ddp": 2 * weights,
+        "zero2": accumulation * weights + weights,
+        "zero3": accumulation * (weights + 2 * gathered),
+    }
+    return (world_size - 1) / world_size * whole[way]
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
@@ -169,7 +161,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
 
     days = found["step_seconds"] * cfg.max_steps / 86400
     tokens = cfg.batch_size * cfg.seq_len
-    kind = str(dtype).removeprefix("torch.")
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
         f"{found['flops_per_token'] / 1e9:.3g} GFLOP a token, "

@@ -1114,7 +1114,13 @@ def estimate(cfg: Config) -> str:
     """What the run will need. Nothing is allocated; the data is looked at for its vocabulary."""
     from estimate import report
 
+    if cfg.init_from:
+        from convert import adopt
+
+        cfg = adopt(cfg)
     cfg = config.resolve(cfg)
+    if cfg.model == "transformers":
+        raise ConfigError(f"--estimate: {cfg.init_from} is not a model of steady's own kind")
     if cfg.vocab_size is None:
         load_data(cfg)
     # where bf16 is slow at hand, the run is for another machine, on which it is not

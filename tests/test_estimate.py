@@ -84,3 +84,4 @@ def test_the_command_allocates_nothing_and_knows_the_largest_model(run, tmp_path
     assert "6738.42 M parameters" in told and "zero3" in told and "days" in told
     assert not list(tmp_path.iterdir())
     run("--estimate", "--world_size", "5", "--vocab_size", "9", expect=2)  # 8 is no multiple of it
+    assert "torchrun" in run("--world_size", "2", expect=2)  # which would have trained on one

@@ -244,7 +244,7 @@ def test_the_end_of_a_slow_down_is_told(provoke, monkeypatch):
 
 
 def test_simulated_runs():
-    """The benchmark has more of them; tests/bench/slowdowns.py."""
+    """The benchmark has more of them; python -m tests.bench slowdowns."""
     from tests.bench import slowdowns
 
     found = slowdowns.simulate(60, seed=5)
