@@ -49,7 +49,7 @@ class Live(TorchDispatchMode):
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers) -> dict[str, int]:  # fmt: skip
     """Bytes of weights, gradients, the optimizer's state, and activations and temporaries."""
-    rows, model.LinearCrossEntropy.cpu_rows = model.LinearCrossEntropy.cpu_rows, 512  # as on CUDA
+    chunk, model.LinearCrossEntropy.cpu_chunk = model.LinearCrossEntropy.cpu_chunk, 2**25  # as CUDA
     try:
         with FakeTensorMode(), Live() as live:
             transformer = Transformer(cfg)
@@ -77,7 +77,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             others = live.peak - weights - gradients - state
         return dict(weights=weights, gradients=gradients, optimizer=state, activations=others)
     finally:
-        model.LinearCrossEntropy.cpu_rows = rows
+        model.LinearCrossEntropy.cpu_chunk = chunk
 
 
 def shares(need: dict, world_size: int, way: str, blocks: nn.ModuleList,

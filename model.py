@@ -205,7 +205,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     differentiated.
     """
 
-    cpu_rows = 4
+    cpu_chunk = 2**18  # logits
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -215,8 +215,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         counted = targets != IGNORE
         right = torch.where(counted, targets, 0)[:, None]
         losses = -logits.gather(1, right)[:, 0].float()
-        # So many rows at a time stay in a core's cache, or give a GPU enough to do.
-        rows = LinearCrossEntropy.cpu_rows if hidden.device.type == "cpu" else 512
+        # So much at a time stays in a core's cache, or gives a GPU enough to do.
+        size = LinearCrossEntropy.cpu_chunk if hidden.device.type == "cpu" else 2**25
+        rows = max(1, size // weight.shape[0])
         for some, loss in zip(logits.split(rows), losses.split(rows), strict=True):
             largest = some.amax(-1).float()
             p = some.softmax(-1, dtype=torch.float32)

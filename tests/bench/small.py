@@ -80,7 +80,7 @@ def plain_qwen2(vocab_size: int):
 
 
 def main(options) -> list[Figure]:
-    rounds, steps = (1, 20) if options.quick else (7, 300)
+    rounds, steps = (1, 20) if options.quick else (5, 150)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data/shakespeare_char"
