@@ -354,7 +354,7 @@ def test_padding_is_not_counted_as_real_tokens(tmp_path):
 
 
 def test_nothing_grows_over_many_steps(tmp_path, capsys, monkeypatch):
-    """A million of them are in python -m tests.bench million; here what the monitor keeps is counted."""
+    """A million are in `python -m tests.bench million`; here what the monitor keeps is counted."""
     import itertools
     import pickle
 

@@ -68,9 +68,9 @@ def plain_qwen2(vocab_size: int):
                         tie_word_embeddings=True)  # fmt: skip
     model = AutoModelForCausalLM.from_config(shape)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    tokens = torch.randint(vocab_size, (12, 64))
 
     def step():
+        tokens = torch.randint(vocab_size, (12, 64))
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -134,14 +134,16 @@ def steady(vocab_size: int):
     cpu = torch.device("cpu")
     train.keep_freed_memory(cpu)
     cfg = config.resolve(config.parse([*FLAGS, "--vocab_size", str(vocab_size), "--optimizer",
-                                       "adamw", "--tie_embeddings", "true"]))  # fmt: skip
+                                       "adamw", "--learning_rate", "1e-3", "--tie_embeddings",
+                                       "true"]))  # fmt: skip
     model = Transformer(cfg)
     quiet = SimpleNamespace(health=lambda step, parameters: contextlib.nullcontext())
     run = SimpleNamespace(cfg=cfg, scaler=torch.amp.GradScaler("cpu", enabled=False), monitor=quiet,
                           optimizers=train.make_optimizers(model, cfg, cpu))  # fmt: skip
-    parameters, tokens = list(model.named_parameters()), torch.randint(vocab_size, (12, 64))
+    parameters = list(model.named_parameters())
 
     def step():
+        tokens = torch.randint(vocab_size, (12, 64))
         (model(tokens, tokens)[0] / tokens.numel()).backward()
         train.update(run, parameters, 1)
 
