@@ -18,7 +18,8 @@ TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 def seconds_until(command: list[str], words: str, folder: str) -> float:
     """Until a line with `words` is printed, or the command ends where words is empty."""
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, text=True) as process:  # fmt: skip
         for line in process.stdout:
             if words in line:
                 break

@@ -189,7 +189,7 @@ def writers(new_tokens: int, batch: int, ours: bool):
 
 
 def main(options) -> list[Figure]:
-    batch, seq_len, rounds = (1, 64, 1) if options.quick else (4, 512, 5)
+    batch, seq_len, rounds = (1, 64, 1) if options.quick else (4, 512, 3)
     tokens, figures = batch * seq_len, []
     device, autocast = settings()
     with torch.device("meta"):
