@@ -49,7 +49,9 @@ class Live(TorchDispatchMode):
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers) -> dict[str, int]:  # fmt: skip
     """Bytes of weights, gradients, the optimizer's state, and activations and temporaries."""
-    chunk, model.LinearCrossEntropy.cpu_chunk = model.LinearCrossEntropy.cpu_chunk, 2**25  # as CUDA
+    chunk = model.LinearCrossEntropy.cpu_chunk
+    if dtype != torch.float32:  # the run is meant for a GPU, where it takes more at a time
+        model.LinearCrossEntropy.cpu_chunk = 2**25
     try:
         with FakeTensorMode(), Live() as live:
             transformer = Transformer(cfg)
@@ -80,7 +82,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         model.LinearCrossEntropy.cpu_chunk = chunk
 
 
-def shares(need: dict, world_size: int, way: str, blocks: nn.ModuleList,
+def shares(need: dict, world_size: int, accumulation: int, way: str, blocks: nn.ModuleList,
            in_compute: int) -> dict[str, float]:  # fmt: skip
     """Bytes on one of world_size GPUs: `need` as each way of sharing divides it.
 
@@ -90,6 +92,8 @@ def shares(need: dict, world_size: int, way: str, blocks: nn.ModuleList,
     part = dict(need)
     if way != "ddp":
         part["gradients"] /= world_size
+        if accumulation == 1:  # the most was needed before there were gradients
+            part["activations"] += need["gradients"] - part["gradients"]
         part["optimizer"] /= world_size
     if way == "zero3" and world_size > 1:
         block = sum(p.numel() for p in blocks[0].parameters())
@@ -131,7 +135,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         cfg.activation_checkpointing = checkpointing
         need = simulate(cfg, dtype, micro_batch, accumulation, make_optimizers)
         found[checkpointing] = {
-            way: shares(need, world_size, way, shape.blocks, in_compute)
+            way: shares(need, world_size, accumulation, way, shape.blocks, in_compute)
             for way in ("ddp", "zero2", "zero3")
         }
     found["sent"] = {way: sent(need["weights"], in_compute, world_size, accumulation, way)

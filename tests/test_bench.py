@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, environment
 
 from tests.bench.__main__ import NAMES, ON_REQUEST
@@ -65,9 +66,8 @@ def test_a_figure_is_the_median_and_knows_its_aim():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ordinary_steps_do_not_synchronize():
-    import torch
-
     from tests.bench.gpu import Trial, synchronizations
 
     trial = Trial(torch.device("cuda"), ["--d_model", "128", "--d_ff", "256"], False, 4)
