@@ -102,7 +102,7 @@ def picture(record: dict) -> str:
     record: what --json wrote. Where the aim is to be small (time, memory), better is 1 / ratio.
     """
     figures = [f for f in (Figure(**f) for f in record["figures"]) if f.aim]
-    label, zero, decade, line = 560, 640, 150, 24  # pixels
+    label, zero, decade, line = 560, 640, 300, 24  # pixels
     body = []
     for i, figure in enumerate(figures):
         small = figure.aim.startswith("<=")
@@ -126,7 +126,7 @@ def picture(record: dict) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{bottom + 20}" '
         'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="{zero}" y="20">{html.escape(title)}: green where the aim is met</text>'
+        f'<text x="20" y="20">{html.escape(title)}: green where the aim is met</text>'
         + "\n".join(body)
         + f'<path d="M{zero} 28V{bottom}" stroke="#222"/></svg>\n'
     )

@@ -88,6 +88,7 @@ def make_run(folder: Path, flags: list[str]):
     return SimpleNamespace(
         cfg=cfg, out_dir=folder, rank=0, world_size=1, device=device, dtype=dtype, model=model,
         optimizers=train.make_optimizers(model, cfg, device), monitor=Off(), step=0, offset=0,
+        tokens=0, train_data=SimpleNamespace(typical_length=lambda: cfg.seq_len),
         named=list(model.named_parameters()),
         scaler=torch.amp.GradScaler(device.type, enabled=False),
         autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
