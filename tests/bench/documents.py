@@ -49,9 +49,9 @@ def real_tokens_per_second(folder: Path, flags: list[str], steps: int) -> float:
     """Of a run of the program itself, without its first steps."""
     argv = ["--data", str(folder), "--data_mode", "documents", "--seq_len", str(SEQ_LEN),
             "--batch_size", str(BATCH), "--micro_batch_size", str(MICRO), "--max_steps", str(steps),
-            "--log_interval", "1", "--save_interval", "0", "--no_tensorboard",
-
-            "--eval_interval", "0", "--out_dir", str(folder / "run"), "--overwrite", *flags]  # fmt: skip
+            "--log_interval", "1", "--save_interval", "0", "--eval_interval", "0",
+            "--no_tensorboard", "--out_dir", str(folder / "run"), "--overwrite",
+            *flags]  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
         assert train.command(argv) == 0
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
