@@ -92,7 +92,8 @@ def test_options_and_files_it_names_exist():
         fields |= {f.name for f in config.dataclasses.fields(options)}
     known = fields | {"nproc_per_node", "max_restarts", "help"}
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
-    known |= set(re.findall(r"\"--(\w+)\"", (ROOT / "monitor.py").read_text()))
+    for script in ("monitor.py", "tests/bench/__main__.py"):
+        known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
     assert flags - known == set()
     for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`|\]\((\w+\.md)\)", README):
         assert (ROOT / "".join(name)).exists(), name
