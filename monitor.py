@@ -752,10 +752,11 @@ def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
                        f"{OWN_PHASES[int(phase)]}"))  # fmt: skip
         longer, compute = {}, 0.0
     if longer.get("data", 0.0) > 0.05 * total:
-        rss = "memory/workers_rss_gb"
-        grown = last(after, rss) / max(1e-3, last(before, rss))
+        rss = "memory/workers_rss_gb"  # large from the start where the process they copy is
+        grown = last(after, rss) - last(before, rss)
         shares.append((longer["data"], "a loader whose memory grows: what does it keep?"
-                       if grown > 1.2 else "the loop waits for data: more --num_workers, a faster "
+                       if grown > 0.03 + 0.05 * last(before, rss)
+                       else "the loop waits for data: more --num_workers, a faster "
                        "disk, or less work for each sample"))  # fmt: skip
     signal = None
     if last(after, "perf/compilations") > last(before, "perf/compilations"):
@@ -1078,7 +1079,7 @@ def memory(device: torch.device) -> dict[str, float]:
     workers = multiprocessing.active_children()
     out = {
         "memory/host_rss_gb": rss_bytes() / 1e9,
-        "memory/workers_rss_gb": sum(rss_bytes(worker.pid) for worker in workers) / 1e9,
+        "memory/workers_rss_gb": sum(rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
         "memory/open_files": count_files(),
     }
     if device.type == "cuda":
@@ -1092,11 +1093,13 @@ def memory(device: torch.device) -> dict[str, float]:
     return out
 
 
-def rss_bytes(pid: int | str = "self") -> int:
-    """Resident memory of a process; 0 where it has ended or the system does not say."""
+def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
+    """Resident memory of a process, with or without files that it has mapped (as tokens are);
+    0 where it has ended or the system does not say."""
     try:
         with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            _, resident, of_files = map(int, file.read().split()[:3])
+            return (resident - of_files * (not shared)) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         if pid != "self":
             return 0

@@ -85,7 +85,9 @@ def test_a_loader_whose_memory_grows(provoke, monkeypatch):
         return plain(self, start, stop)
 
     monkeypatch.setattr(data.Mixture, "batch", batch)
+    ballast = bytearray(b"x") * 10**9  # the worker begins as a copy of a large process
     events, _ = provoke("--num_workers", 1)
+    del ballast
     assert "a loader whose memory grows" in the_one(events)["causes"][0]
 
 
