@@ -85,19 +85,22 @@ def main(options) -> list[Figure]:
         folder = Path(name)
         data = folder / "data/shakespeare_char"
         vocab_size = write_characters(some_text(options), data)
-        found = {"adamw": [], "muon": [], "nanogpt": []}
+        kinds = {"adamw": "--compile=false", "adamw, compiled": "--compile=true",
+                 "muon": "--compile=false"}  # fmt: skip
+        found = {name: [] for name in (*kinds, "nanogpt")}
         for _ in range(rounds):
-            for optimizer in ("adamw", "muon"):
+            for kind, compiled in kinds.items():
                 subprocess.run(
                     [sys.executable, TRAIN, *FLAGS, "--data", data, "--vocab_size", str(vocab_size),
-                     "--optimizer", optimizer, "--learning_rate", "1e-3", "--max_steps", str(steps),
+                     "--optimizer", kind.split(",")[0], compiled, "--learning_rate", "1e-3",
+                     "--max_steps", str(steps),
                      "--eval_interval", "0", "--save_interval", "0", "--out_dir", folder / "run",
                      "--overwrite", "--tie_embeddings", "true", "--log_interval", "10"],
                     check=True, stdout=subprocess.DEVNULL,
                 )  # fmt: skip
                 rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
                 ms = [row["perf/step_ms_median"] for row in rows if "perf/step_ms_median" in row]
-                found[optimizer].append(statistics.median(ms))
+                found[kind].append(statistics.median(ms))
             if options.nanogpt:
                 done = subprocess.run(
                     nanogpt(folder, options.nanogpt, steps, "--eval_interval=100000",
@@ -107,12 +110,12 @@ def main(options) -> list[Figure]:
                 ms = [float(t) for t in re.findall(r"time ([\d.]+)ms", done.stdout)]
                 found["nanogpt"].append(statistics.median(ms[5:]))
     what, figures = "4 layers, width 128, 12 x 64: ms a step, ", []
-    for optimizer in ("adamw", "muon"):
-        ours = found[optimizer]
+    for kind in kinds:
+        ours = found[kind]
         if options.nanogpt:
             theirs = found["nanogpt"]
-            figures.append(Figure(what + optimizer, "nanoGPT", ratios(ours, theirs),
-                                  "<= 0.8" if optimizer == "adamw" else "",
+            figures.append(Figure(what + kind, "nanoGPT", ratios(ours, theirs),
+                                  "<= 0.8" if kind == "adamw" else "",
                                   f"{statistics.median(ours):.1f} ms",
                                   f"{statistics.median(theirs):.1f} ms"))  # fmt: skip
     qwen2 = take_turns({"qwen2": (plain_qwen2, vocab_size), "ours": (steady, vocab_size)}, rounds,
