@@ -33,7 +33,8 @@ class Figure:
         return self.ratio >= float(value) if sign == ">=" else self.ratio <= float(value)
 
     def row(self) -> list[str]:
-        spread = f"{min(self.ratios):.3g} to {max(self.ratios):.3g}"
+        low, high = min(self.ratios), max(self.ratios)
+        spread = f"{low:.3g} to {high:.3g}" if len(self.ratios) > 1 else ""
         verdict = {None: "", True: f"{self.aim}: met", False: f"{self.aim}: missed"}[self.met]
         return [self.what, self.reference, f"{self.ratio:.3g}", spread, self.ours, self.theirs,
                 verdict]  # fmt: skip
@@ -100,9 +101,11 @@ def picture(record: dict) -> str:
     """SVG: how many times better than each reference, on a logarithmic axis; a line is the spread.
 
     record: what --json wrote. Where the aim is to be small (time, memory), better is 1 / ratio.
+    What has no aim, or is a small share of its reference, is not shown.
     """
-    figures = [f for f in (Figure(**f) for f in record["figures"]) if f.aim]
-    label, zero, decade, line = 560, 640, 300, 24  # pixels
+    figures = [Figure(**figure) for figure in record["figures"]]
+    figures = [f for f in figures if f.aim and f.ours and f.theirs and 0.05 < f.ratio < 20]
+    label, zero, decade, line = 560, 720, 300, 24  # pixels
     body = []
     for i, figure in enumerate(figures):
         small = figure.aim.startswith("<=")

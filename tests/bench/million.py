@@ -6,7 +6,8 @@ A real Monitor (light, a log every 50 steps, metrics.jsonl and TensorBoard in a 
 directory) with constant numbers and nothing to train. Prints for each tenth of the steps how long
 one takes (over chunks of 1,000 steps: the median, and the fastest tenth of them, which other
 processes on the machine disturb less), and the memory, the descriptors and the threads at its
-end; then how the last tenth compares with the first, and what closing takes.
+end; then what a step of this monitor takes against one of a new monitor, in turns for a tenth of
+the steps, and what closing takes.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import torch
 
 from config import Config
 from monitor import PHASES, Monitor, count_files, rss_bytes
-from tests.bench.common import Figure
+from tests.bench.common import Figure, ratios
 
 CHUNK = 1000
 
@@ -50,17 +51,22 @@ def open_files() -> int:
 def main(options) -> list[Figure]:
     steps = 20_000 if options.quick else 1_000_000
 
-    cfg = Config(monitor="light", log_interval=50, max_steps=steps, batch_size=10, seq_len=100)
+    cfg = Config(monitor="light", log_interval=50, max_steps=2 * steps, batch_size=10, seq_len=100)
     loss, grad_norm = torch.tensor(1.0), torch.tensor(1.0)
     print(f"{steps} steps, a log every {cfg.log_interval}\n")
     print("tenth   us/step: median   fastest tenth    RSS MB  files  threads")
     rows = []
-    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
-        folder = Path(name)
-        monitor = Monitor(
+
+    def new_monitor(folder: Path) -> Monitor:
+        folder.mkdir()
+        return Monitor(
             cfg, start_step=0, flops_per_token=10**6, peak=None, device=torch.device("cpu"),
             out_dir=folder, tensorboard_dir=folder / "tensorboard",
         )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
+        folder = Path(name) / "old"
+        monitor = new_monitor(folder)
         gc.disable()  # as train.train does
         for tenth in range(10):
             times = []
@@ -74,20 +80,29 @@ def main(options) -> list[Figure]:
                          open_files(), len(os.listdir("/proc/self/task"))))  # fmt: skip
             print("{:5d} {:17.1f} {:15.1f} {:9.2f} {:6d} {:8d}".format(tenth + 1, *rows[-1]),
                   flush=True)  # fmt: skip
+        new = new_monitor(Path(name) / "new")
+        pairs = []
+        for first in range(1, steps // 10, CHUNK):
+            with contextlib.redirect_stdout(null):
+                pairs.append((chunk(monitor, steps + first, loss, grad_norm),
+                              chunk(new, first, loss, grad_norm)))  # fmt: skip
+            gc.collect()
         size = (folder / "metrics.jsonl").stat().st_size / 1e6
         began = time.perf_counter()
         monitor.close()
         closing = time.perf_counter() - began
+        new.close()
     us, fast, rss, files, threads = zip(*rows, strict=True)
     print(f"\nRSS from the second tenth to the last {rss[-1] - rss[1]:+.2f} MB, descriptors "
           f"{'constant' if len(set(files)) == 1 else 'CHANGE'}, threads "
           f"{'constant' if len(set(threads)) == 1 else 'CHANGE'}")  # fmt: skip
     print(f"close(): {closing:.2f} s, RSS {rss_bytes() / 1e6 - rss[-1]:+.1f} MB, "
           f"for {size:.1f} MB of metrics.jsonl")  # fmt: skip
-    what = f"{steps:,} steps in fast motion, last tenth"
+    old, young = zip(*pairs, strict=True)
     return [
-        Figure(f"{what}: time", "first tenth", [fast[-1] / fast[0]], "<= 1.05",
-               f"{fast[-1]:.1f} us a step", f"{fast[0]:.1f} us a step"),
-        Figure(f"{what}: memory", "second tenth", [rss[-1] / rss[1]], "<= 1.005",
-               f"{rss[-1]:.1f} MB", f"{rss[1]:.1f} MB"),
+        Figure(f"the monitor after {steps:,} steps: time", "a new monitor", ratios(old, young),
+               "<= 1.05", f"{statistics.median(old):.1f} us a step",
+               f"{statistics.median(young):.1f} us a step"),
+        Figure(f"the monitor after {steps:,} steps: memory", "after a fifth of them",
+               [rss[-1] / rss[1]], "<= 1.005", f"{rss[-1]:.1f} MB", f"{rss[1]:.1f} MB"),
     ]  # fmt: skip
