@@ -34,10 +34,14 @@ class Figure:
 
     def row(self) -> list[str]:
         low, high = min(self.ratios), max(self.ratios)
-        spread = f"{low:.3g} to {high:.3g}" if len(self.ratios) > 1 else ""
+        spread = f"{short(low)} to {short(high)}" if len(self.ratios) > 1 else ""
         verdict = {None: "", True: f"{self.aim}: met", False: f"{self.aim}: missed"}[self.met]
-        return [self.what, self.reference, f"{self.ratio:.3g}", spread, self.ours, self.theirs,
+        return [self.what, self.reference, short(self.ratio), spread, self.ours, self.theirs,
                 verdict]  # fmt: skip
+
+
+def short(ratio: float) -> str:
+    return f"{ratio:.4g}" if 0.95 < ratio < 1.05 else f"{ratio:.3g}"
 
 
 COLUMNS = ["what", "against", "ratio", "spread", "ours", "theirs", "aim"]
