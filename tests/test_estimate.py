@@ -13,10 +13,10 @@ import estimate
 import train
 from model import Transformer
 
-SHAPE = ["--n_layer", "8", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
+SHAPE = ["--n_layer", "4", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
          "2048", "--vocab_size", "8000", "--seq_len", "256"]  # fmt: skip
 
-# A whole run of three steps in a process of its own; prints how much memory it added at most.
+# A whole run of two steps in a process of its own; prints how much memory it added at most.
 MEASURE = """
 import sys
 import train
@@ -25,7 +25,7 @@ from conftest import tiny_config
 def status(name):
     return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
 
-common = ["--data", sys.argv[1], "--val_data", sys.argv[1], "--max_steps", "3", "--eval_interval",
+common = ["--data", sys.argv[1], "--val_data", sys.argv[1], "--max_steps", "2", "--eval_interval",
           "0", "--save_interval", "0", "--monitor", "off", "--no_tensorboard",
           "--precision", "fp32"]
 tiny = ["--d_model", "64", "--d_ff", "64", "--batch_size", "1", "--seq_len", "8", "--n_layer", "1"]

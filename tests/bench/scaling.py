@@ -93,7 +93,8 @@ def main(options) -> list[Figure]:
         lines.append(f"| {what} | {devices:,} | {batch:,} | {ms:.3g} | {gb:.3g} | {sent} | {how} |")
         print(lines[-1], flush=True)
 
-    widths = (64, 128) if options.quick else (128, 256, 512, 1024)
+    shapes = [(width, 8) for width in (128, 256, 512, 1024)] + [(256, 16), (256, 32)]
+    shapes, worlds = ([(64, 8)], (1, 1024)) if options.quick else (shapes, WORLDS)
 
     def exact(flags: list[str], steps: int) -> float:
         """MB where each large tensor is mapped by itself and given back when it is freed."""
@@ -103,31 +104,31 @@ def main(options) -> list[Figure]:
         return mb
 
     before = exact([*BASE, "--d_model", "64", "--d_ff", "64", "--batch_size", "1"], 5)
-    for width, batch in [(w, 8) for w in widths] + [(widths[1], 16), (widths[1], 32)]:
+    for width, batch in shapes:
         flags = [*BASE, "--d_model", str(width), "--d_ff", str(width * 8 // 3 // 32 * 32),
                  "--batch_size", str(batch)]  # fmt: skip
-        ms, mb = apart(flags, 15)[0], exact(flags, 5)
+        ms, mb = apart(flags, steps // 2)[0], exact(flags, 5)
         found = need(flags, 1, torch.float32)
         computed = sum(found["none"]["ddp"].values()) / 1e6
         what = f"4 layers of width {width}, 128 tokens, {found['parameters'] / 1e6:.1f} M"
         line(what, 1, batch, ms, (mb - before) / 1e3, "", "measured")
-        if width == widths[-1] or batch == 32:
+        if width in (64, 1024) or batch == 32:
             figures.append(Figure(f"--estimate of memory, width {width}, batch {batch}",
                                   "peak of a run", [computed / (mb - before)], "",
                                   f"{computed:.0f} MB", f"{mb - before:.0f} MB"))  # fmt: skip
 
     flags = ["--eval_interval", "0", "--save_interval", "0", "--no_tensorboard", "--vocab_size",
              "257", "--log_interval", "10"]  # fmt: skip
-    found = {world: [] for world in WORLDS}
+    found = {world: [] for world in worlds}
     for _ in range(rounds):
-        for world in WORLDS:
+        for world in worlds:
             found[world].append(apart([*flags, "--batch_size", str(24 * world)], steps, world))
     for world, values in found.items():
         ms, mb = (statistics.median(v) for v in zip(*values, strict=True))
         line("the default model, rank 0 of a fake group", world, 24 * world, ms, mb / 1e3, "",
              "measured")  # fmt: skip
-    one, most = ([ms for ms, _ in found[world]] for world in (WORLDS[0], WORLDS[-1]))
-    figures.append(Figure(f"a step of rank 0 of {WORLDS[-1]:,} (fake group)", "of one alone",
+    one, most = ([ms for ms, _ in found[world]] for world in (worlds[0], worlds[-1]))
+    figures.append(Figure(f"a step of rank 0 of {worlds[-1]:,} (fake group)", "of one alone",
                           ratios(most, one), "<= 1.1", f"{statistics.median(most):.1f} ms",
                           f"{statistics.median(one):.1f} ms"))  # fmt: skip
 
