@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import model
 from config import Config, micro_batch_size
 from model import Transformer, flops_per_token
+from monitor import duration
 
 H100_TFLOPS = 989  # dense bf16, of an H100 or H200 SXM (NVIDIA's data sheet)
 
@@ -163,7 +164,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         sums = (sum(found[checkpointing][way].values()) / 1e9 for way in ways)
         return line(f"together{name}{mark}", sums)
 
-    days = found["step_seconds"] * cfg.max_steps / 86400
+    seconds = found["step_seconds"] * cfg.max_steps
     tokens = cfg.batch_size * cfg.seq_len
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     return "\n".join((
@@ -181,7 +182,8 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         total("", "none"),
         total(" recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in ways)),
-        f"time    {days:.3g} days: {cfg.max_steps:,} steps, {cfg.max_steps * tokens:.3g} tokens, "
+        f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
+        f"{cfg.max_steps * tokens:.3g} tokens, "
         f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {cfg.peak_tflops or H100_TFLOPS:g} TFLOP/s "
         f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'})",
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "

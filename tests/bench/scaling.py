@@ -84,13 +84,20 @@ def need(flags: list[str], world_size: int, dtype: torch.dtype) -> dict:
     return estimate.estimate(cfg, world_size, dtype, train.make_optimizers)
 
 
+def three(number: float) -> str:
+    """With three digits that count."""
+    return f"{number:.3g}" if number < 100 else f"{float(f'{number:.3g}'):,.0f}"
+
+
 def main(options) -> list[Figure]:
     steps, rounds, figures = (10, 1, []) if options.quick else (30, 3, [])
     lines = ["| | devices | sequences a step | ms a step | GB a device | GB sent a step | |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
 
     def line(what, devices, batch, ms, gb, sent, how):
-        lines.append(f"| {what} | {devices:,} | {batch:,} | {ms:.3g} | {gb:.3g} | {sent} | {how} |")
+        lines.append(
+            f"| {what} | {devices:,} | {batch:,} | {three(ms)} | {three(gb)} | {sent} | {how} |"
+        )
         print(lines[-1], flush=True)
 
     shapes = [(width, 8) for width in (128, 256, 512, 1024)] + [(256, 16), (256, 32)]
@@ -143,5 +150,5 @@ def main(options) -> list[Figure]:
                        world, torch.bfloat16)  # fmt: skip
             line(f"{model}, bf16, {way}, micro-batch {micro}, 40 % of an H100", world, batch,
                  got["step_seconds"] * 1e3, sum(got["none"][way].values()) / 1e9,
-                 f"{got['sent'][way] / 1e9:.3g}", "computed")  # fmt: skip
+                 three(got["sent"][way] / 1e9), "computed")  # fmt: skip
     return figures
