@@ -5,6 +5,7 @@ what is alive at each moment is added up. So the figures are those of the very o
 eager step runs, of this model, this loss and this optimizer, also after you have changed them.
 """
 
+import dataclasses
 import weakref
 
 import torch
@@ -15,10 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import model
 from config import Config, micro_batch_size
-from model import Transformer, flops_per_token
-from monitor import duration
-
-H100_TFLOPS = 989  # dense bf16, of an H100 or H200 SXM (NVIDIA's data sheet)
+from model import DTYPE_NAMES, Transformer, flops_per_token
+from monitor import PEAK_TFLOPS, duration
 
 
 class Live(TorchDispatchMode):
@@ -133,22 +132,23 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         flops_per_step=flops * cfg.batch_size * cfg.seq_len,
     )  # fmt: skip
     for checkpointing in ("none", "full"):
-        cfg.activation_checkpointing = checkpointing
-        need = simulate(cfg, dtype, micro_batch, accumulation, make_optimizers)
+        each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
+        need = simulate(each, dtype, micro_batch, accumulation, make_optimizers)
         found[checkpointing] = {
             way: shares(need, world_size, accumulation, way, shape.blocks, in_compute)
             for way in ("ddp", "zero2", "zero3")
         }
     found["sent"] = {way: sent(need["weights"], in_compute, world_size, accumulation, way)
                      for way in found["none"]}  # fmt: skip
-    peak = (cfg.peak_tflops or H100_TFLOPS) * 1e12
-    found["step_seconds"] = found["flops_per_step"] / (peak * cfg.mfu * world_size)
+    # of an H100 in the type of the run
+    peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
+    found["peak_tflops"] = peak
+    found["step_seconds"] = found["flops_per_step"] / (peak * 1e12 * cfg.mfu * world_size)
     return found
 
 
 def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> str:
     """The same as text."""
-    chosen = cfg.activation_checkpointing
     found = estimate(cfg, world_size, dtype, make_optimizers)
     ways = list(found["sent"])
 
@@ -160,19 +160,18 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         return line(name, (found[checkpointing][way][key] / 1e9 for way in ways))
 
     def total(name: str, checkpointing: str) -> str:
-        mark = "*" if chosen == checkpointing else ""
+        mark = "*" if cfg.activation_checkpointing == checkpointing else ""
         sums = (sum(found[checkpointing][way].values()) / 1e9 for way in ways)
         return line(f"together{name}{mark}", sums)
 
     seconds = found["step_seconds"] * cfg.max_steps
     tokens = cfg.batch_size * cfg.seq_len
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
         f"{found['flops_per_token'] / 1e9:.3g} GFLOP a token, "
         f"{found['flops_per_step'] / 1e12:.4g} TFLOP a step of {tokens:,} tokens",
         f"step    {world_size} x {found['accumulation']} micro-batches of {found['micro_batch']} x "
-        f"{cfg.seq_len}, {kind}, {cfg.optimizer}",
+        f"{cfg.seq_len}, {DTYPE_NAMES[dtype]}, {cfg.optimizer}",
         f"memory of each device, GB           {''.join(f'{way:>10s}' for way in ways)}",
         memory("weights", "weights", "none"),
         memory("gradients", "gradients", "none"),
@@ -184,7 +183,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in ways)),
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "
-        f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {cfg.peak_tflops or H100_TFLOPS:g} TFLOP/s "
+        f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'})",
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
         "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "

@@ -22,6 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from config import IGNORE, Config, ConfigError, make_parser, option, read_flags
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), each [seq_len, 1, D / 2].
@@ -530,9 +533,8 @@ def main(argv: list[str]) -> int:
         else:
             from convert import export
 
-            dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
             trust = given["trust_remote_code"]
-            print(export(Path(source), Path(given["out"]), dtypes[given["dtype"]], trust))
+            print(export(Path(source), Path(given["out"]), DTYPES[given["dtype"]], trust))
     except ConfigError as e:
         print(f"model.py: error: {e}", file=sys.stderr)
         return 2

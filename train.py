@@ -47,6 +47,8 @@ from data import (
     to_device,
 )
 from model import (
+    DTYPE_NAMES,
+    DTYPES,
     Transformer,
     attention_backend,
     flops_per_token,
@@ -711,7 +713,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "auto":
         precision = "bf16" if multiplies_bf16(device) else "fp32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    return DTYPES[precision]
 
 
 def keep_freed_memory(device: torch.device):
@@ -855,10 +857,9 @@ def describe(run: Run, attention: str, compiled: bool) -> str:
     tokens = f"{si(cfg.batch_size * cfg.seq_len)} tokens"
     if not data.is_stream and not data.is_packed:
         tokens = f"at most {tokens}"
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[run.dtype]
     return "\n".join((
-        f"device  {run.world_size} x {run.device.type} ({name}), {dtype}, {attention} attention, "
-        f"compile {'on' if compiled else 'off'}",
+        f"device  {run.world_size} x {run.device.type} ({name}), "
+        f"{DTYPE_NAMES[run.dtype]}, {attention} attention, compile {'on' if compiled else 'off'}",
         f"model   {cfg.init_from or cfg.model}: {count / 1e6:.2f} M parameters, {cfg.n_layer} "
         f"layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}",
