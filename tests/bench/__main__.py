@@ -1,6 +1,6 @@
 """The benchmarks. Every figure is a ratio against a reference measured in turns with it.
 
-    python -m tests.bench                       all of them: hours of a quiet machine
+    python -m tests.bench                       all of them: an hour of a quiet machine
     python -m tests.bench training loading      those
     python -m tests.bench --quick               all in a tiny size: that they work, not how fast
 
@@ -9,10 +9,8 @@ Each is a module of this folder with `main(options) -> [Figure]`, and runs in a 
 
 import argparse
 import dataclasses
-import datetime
 import importlib
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -34,15 +32,15 @@ ON_REQUEST = ["crash", "gpu"]
 
 def machine() -> dict:
     device = train.pick_device("auto", 0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    about = train.provenance()
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "date": about["started"],
+        "commit": about["commit"],
         "device": torch.cuda.get_device_name() if device.type == "cuda" else train.cpu_name(),
         "precision": str(train.pick_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "python": about["python"],
+        "torch": about["torch"],
         "transformers": transformers.__version__,
         "numpy": numpy.__version__,
     }
@@ -61,7 +59,7 @@ def main():
     )
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
-    parser.add_argument("--model", default="gpt2-124m", help="of monitor_cost and checkpoints")
+    parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
     options = parser.parse_args()
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
@@ -71,8 +69,9 @@ def main():
     if len(names) == 1:
         figures = importlib.import_module(f"tests.bench.{names[0]}").main(options)
     else:
-        given = sys.argv[1:]
-        flags = [flag for flag in given if flag not in names]
+        given = {"nanogpt": options.nanogpt, "text": options.text, "model": options.model}
+        flags = [f"--{name}={value}" for name, value in given.items() if value]
+        flags += ["--quick"] * options.quick
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "figures.json"
             for name in names:

@@ -21,7 +21,7 @@ import checkpoint
 import config
 import train
 from model import Transformer
-from tests.bench.common import Figure, ratios
+from tests.bench.common import Figure, ratios, wait
 
 
 def seconds(call) -> float:
@@ -58,8 +58,7 @@ def main(options) -> list[Figure]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(device)
 
     def state():
         return dict(model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])

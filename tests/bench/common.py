@@ -6,7 +6,14 @@ import math
 import multiprocessing
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+import config
+import train
+from model import Transformer
 
 
 @dataclass
@@ -19,7 +26,6 @@ class Figure:
     aim: str = ""  # as ">= 1.15"
     ours: str = ""  # as "143 tokens/s"
     theirs: str = ""
-    notes: dict = field(default_factory=dict)  # further numbers, for the JSON alone
 
     @property
     def ratio(self) -> float:
@@ -59,6 +65,51 @@ def table(rows: list[list[str]]) -> str:
 def ratios(over: list[float], under: list[float]) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(over, under, strict=True)]
+
+
+class Off:
+    """In the place of a monitor: does nothing."""
+
+    seconds = 0.0
+
+    def phase(self, name):
+        pass
+
+    def due(self, step, every=None):
+        return False
+
+    def health(self, step, named_parameters):
+        return contextlib.nullcontext()
+
+    def step(self, *args, **kwargs):
+        pass
+
+
+def make_run(flags: list[str]) -> SimpleNamespace:
+    """What `train.update` needs of a train.Run, made as train.py makes it, with no monitor."""
+    cfg = config.resolve(config.parse(flags))
+    device = train.pick_device(cfg.device, 0)
+    dtype = train.pick_dtype(cfg.precision, device)
+    model = Transformer(cfg).to(device)
+    return SimpleNamespace(
+        cfg=cfg, device=device, dtype=dtype, model=model, named=list(model.named_parameters()),
+        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(),
+        scaler=torch.amp.GradScaler(device.type, enabled=False),
+        autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
+    )  # fmt: skip
+
+
+def train_step(run: SimpleNamespace, tokens: torch.Tensor):
+    with run.autocast:
+        loss = run.model(tokens, tokens)[0] / tokens.numel()
+    loss.backward()
+    train.update(run, run.named, 1)
+
+
+def wait(device: torch.device):
+    """For what is queued on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def serve(pipe, make, args):

@@ -2,8 +2,8 @@
 
     python -m tests.bench documents
 
-The documents have log-normal lengths (a long tail: median 100 tokens,
-mean about 140, cut at seq_len). Runs of a few steps alternate in one process; the ratio is of real
+The documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
+seq_len). Runs of a few steps alternate in one process; the ratio is of real
 tokens, without padding, a second. Then what the loader alone hands out, the waste for other
 windows, and what the loss of each dataset of a mixture costs.
 """
@@ -65,7 +65,7 @@ def waste(found, steps: int, batch: int, micro: int) -> float:
     return 1 - size.real_tokens / size.tokens
 
 
-def dataset_loss_cost(folder: Path, flags: list[str]) -> list[float]:
+def dataset_loss_cost(folder: Path) -> list[float]:
     """Per cent of a step that the losses by dataset cost at log_interval 10, of pairs of runs."""
     for name in ("a", "b"):
         (folder / name).mkdir()
@@ -78,7 +78,7 @@ def dataset_loss_cost(folder: Path, flags: list[str]) -> list[float]:
             argv = ["--data", *sources, "--vocab_size", "257", "--max_steps", "60",
                     "--log_interval", "10", "--save_interval", "0", "--no_tensorboard",
                     "--out_dir", str(folder / "run"), "--overwrite",
-                    f"--loss_by_dataset={on}", *flags]  # fmt: skip
+                    f"--loss_by_dataset={on}"]  # fmt: skip
             with contextlib.redirect_stdout(io.StringIO()):
                 assert train.command(argv) == 0
             lines = (folder / "run/metrics.jsonl").read_text().splitlines()
@@ -100,7 +100,7 @@ def dataset_loss_us() -> float:
 
 
 def main(options) -> list[Figure]:
-    figures, flags, rounds = [], [], 1 if options.quick else ROUNDS
+    figures, rounds = [], 1 if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "documents"
         write_corpus(folder, 20_000)
@@ -109,7 +109,7 @@ def main(options) -> list[Figure]:
             for name, (more, multiple) in KINDS.items():
                 data.Mixture.ROUND = multiple
                 steps = 4 if options.quick else 10 if name == "fixed" else STEPS
-                rates[name].append(real_tokens_per_second(folder, [*more, *flags], steps))
+                rates[name].append(real_tokens_per_second(folder, more, steps))
         print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
               "20 rows in micro-batches of 10")  # fmt: skip
         for name, (_, multiple) in KINDS.items():
@@ -143,7 +143,7 @@ def main(options) -> list[Figure]:
             found.group_by_length(window, BATCH)
             print(f"  {window}: {waste(found, 192, BATCH, MICRO):.1%}", end="")
         print()
-        costs = [0.0] if options.quick else dataset_loss_cost(Path(place), flags)
+        costs = [0.0] if options.quick else dataset_loss_cost(Path(place))
         print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
               f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
               "for each micro-batch")  # fmt: skip

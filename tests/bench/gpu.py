@@ -7,19 +7,16 @@ itself is against the data sheet (989 TFLOP/s on an H100 or H200). Under 8 minut
 with --quick, all of it runs in a tiny size, so that it does not rot.
 """
 
-import contextlib
 import gc
 import statistics
 import time
-from types import SimpleNamespace
 
 import torch
 
-import config
 import train
-from model import Transformer, flops_per_token, set_attention_backend
+from model import flops_per_token, set_attention_backend
 from monitor import peak_flops
-from tests.bench.common import Figure
+from tests.bench.common import Figure, make_run, train_step, wait
 
 SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
@@ -30,31 +27,17 @@ TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64"
 class Trial:
     """A model with its optimizer, and steps of it, as train.train makes them."""
 
-    def __init__(self, device, flags: list[str], compiled: bool, batch: int):
+    def __init__(self, device, flags: list[str], compiled: bool, batch: int, mode=None):
         self.device = device
-        self.cfg = cfg = config.resolve(config.parse(
-            [*flags, "--vocab_size", "50257", "--batch_size", str(batch)]
-        ))  # fmt: skip
-        set_attention_backend(cfg.attention)
-        self.model = Transformer(cfg).to(device)
+        self.run = make_run([*flags, "--vocab_size", "50257", "--batch_size", str(batch),
+                             "--device", device.type, "--precision", "bf16"])  # fmt: skip
+        set_attention_backend(self.run.cfg.attention)
         if compiled:
-            self.model.compile(mode=self.mode)
-        quiet = SimpleNamespace(health=lambda step, parameters: contextlib.nullcontext())
-        self.run = SimpleNamespace(
-            cfg=cfg, scaler=torch.amp.GradScaler(device.type, enabled=False), monitor=quiet,
-            optimizers=train.make_optimizers(self.model, cfg, device),
-        )  # fmt: skip
-        self.parameters = list(self.model.named_parameters())
-        self.tokens = torch.randint(50257, (batch, cfg.seq_len), device=device)
-        self.autocast = torch.autocast(device.type, torch.bfloat16)
-
-    mode = None
+            self.run.model.compile(mode=mode)
+        self.tokens = torch.randint(50257, (batch, self.run.cfg.seq_len), device=device)
 
     def step(self):
-        with self.autocast:
-            loss = self.model(self.tokens, self.tokens)[0] / self.tokens.numel()
-        loss.backward()
-        train.update(self.run, self.parameters, 1)
+        train_step(self.run, self.tokens)
 
     def seconds(self, steps: int, empty_cache: bool = False) -> float:
         """A step's, the median of three blocks."""
@@ -69,11 +52,6 @@ class Trial:
             wait(self.device)
             found.append((time.perf_counter() - began) / steps)
         return statistics.median(found)
-
-
-def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def timed(device, call, repeats: int) -> float:
@@ -150,7 +128,7 @@ def main(options) -> list[Figure]:
             for _ in range(3):
                 trial.step()
             seconds = trial.seconds(steps)
-            flops = flops_per_token(trial.model, trial.cfg) * trial.tokens.numel()
+            flops = flops_per_token(trial.run.model, trial.run.cfg) * trial.tokens.numel()
             add(f"{name}, {optimizer}, compiled: MFU", "data sheet", flops / seconds / sheet,
                 f">= {aim}" if optimizer == "adamw" else "",
                 f"{trial.tokens.numel() / seconds:.0f} tokens/s",
@@ -198,16 +176,16 @@ def main(options) -> list[Figure]:
     if not tiny:
         small = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "256",
                  "--d_ff", "704", "--seq_len", "256", "--optimizer", "adamw"]  # fmt: skip
+        plain = None
         for mode in (None, "reduce-overhead"):
             fresh(device)
-            Trial.mode = mode
-            trial = Trial(device, small, True, 16)
+            trial = Trial(device, small, True, 16, mode)
             for _ in range(5):
                 trial.step()
-            found[mode] = trial.seconds(50), 0.0
-            add(f"small model, compile mode {mode}", "compile mode None",
-                found[mode][0] / found[None][0], "", f"{found[mode][0] * 1e3:.2f} ms")  # fmt: skip
-        Trial.mode = None
+            seconds = trial.seconds(50)
+            plain = plain or seconds
+            add(f"small model, compile mode {mode}", "compile mode None", seconds / plain, "",
+                f"{seconds * 1e3:.2f} ms")  # fmt: skip
     return figures
 
 

@@ -92,7 +92,7 @@ def main(options) -> list[Figure]:
         monitor.close()
         closing = time.perf_counter() - began
         new.close()
-    us, fast, rss, files, threads = zip(*rows, strict=True)
+    _, _, rss, files, threads = zip(*rows, strict=True)
     print(f"\nRSS from the second tenth to the last {rss[-1] - rss[1]:+.2f} MB, descriptors "
           f"{'constant' if len(set(files)) == 1 else 'CHANGE'}, threads "
           f"{'constant' if len(set(threads)) == 1 else 'CHANGE'}")  # fmt: skip

@@ -22,31 +22,14 @@ import torch
 
 import config
 import train
-from model import Transformer, output_health
-from tests.bench.common import Figure
+from model import output_health
+from tests.bench.common import Figure, Off, make_run, wait
 
 SETTINGS = {"light, every 50": ("light", 50), "light, every 1": ("light", 1),
             "full, every 50": ("full", 50)}  # fmt: skip
 
+FLAGS = ["--vocab_size", "257", "--max_steps", str(10**9), "--warmup_steps", "0"]
 AIMS = {"light, every 50": "<= 0.002", "light, every 1": "<= 0.01", "full, every 50": "<= 0.005"}
-
-
-class Off:
-    """In the place of a monitor: does nothing."""
-
-    seconds = 0.0
-
-    def phase(self, name):
-        pass
-
-    def due(self, step, every=None):
-        return False
-
-    def health(self, step, named_parameters):
-        return contextlib.nullcontext()
-
-    def step(self, *args, **kwargs):
-        pass
 
 
 class Timed:
@@ -78,29 +61,14 @@ class Timed:
         return context.__enter__, lambda: context.__exit__(None, None, None)
 
 
-def make_run(folder: Path, flags: list[str]):
-    """What `train.update` and `train.make_monitor` need of a train.Run, and its parameters."""
-    device = train.pick_device("auto", 0)
-    dtype = train.pick_dtype("auto", device)
-    flags = [*flags, "--max_steps", str(10**9), "--warmup_steps", "0"]
-    cfg = config.resolve(config.parse(flags))
-    model = Transformer(cfg).to(device)
-    return SimpleNamespace(
-        cfg=cfg, out_dir=folder, rank=0, world_size=1, device=device, dtype=dtype, model=model,
-        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(), step=0, offset=0,
-        tokens=0, train_data=SimpleNamespace(typical_length=lambda: cfg.seq_len),
-        named=list(model.named_parameters()),
-        scaler=torch.amp.GradScaler(device.type, enabled=False),
-        autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
-    )  # fmt: skip
-
-
 def make_monitor(run, mode: str, log_interval: int, folder: Path):
     """A real Monitor, past its first row, whose files are in `folder`."""
     folder.mkdir(parents=True)
     changes = dict(monitor=mode, log_interval=log_interval)
     cfg = config.dataclasses.replace(run.cfg, **changes)
-    monitor = train.make_monitor(SimpleNamespace(**vars(run) | dict(cfg=cfg, out_dir=folder)))
+    data = SimpleNamespace(typical_length=lambda: cfg.seq_len)
+    more = dict(cfg=cfg, out_dir=folder, rank=0, world_size=1, step=0, tokens=0, train_data=data)
+    monitor = train.make_monitor(SimpleNamespace(**vars(run) | more))
     monitor.autopsy = lambda step, rank: {}
     monitor.step(1, 0.0, torch.zeros(()), torch.zeros(()), tokens=1)  # opens TensorBoard
     return monitor
@@ -154,8 +122,7 @@ def block(run, monitor, first: int, steps: int, work: bool) -> tuple[float, list
         monitor.seconds = 0.0
         step_of(run, monitor, step, work)
         inside.append((monitor.due(step), monitor.seconds))
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(run.device)
     return (time.perf_counter() - began) / steps, inside
 
 
@@ -177,7 +144,7 @@ def main(options) -> list[Figure]:
 
     with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
         folder = Path(name)
-        run = make_run(folder, ["--vocab_size", "257"])
+        run = make_run(FLAGS)
         run.batch, run.one = random_batch(run), torch.ones((), device=run.device)
         off, stride = Off(), -(-steps // 50) * 50  # a block ends with a log
         pairs, inside, empty = ({name: [] for name in SETTINGS} for _ in range(3))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import train
 from tests.bench import monitor_cost
-from tests.bench.common import Figure, ratios
+from tests.bench.common import Figure, make_run, ratios, wait
 
 TENSORBOARD = "TensorBoard: 10 add_scalar, every step"
 LOSS = "loss.item()"
@@ -100,8 +100,7 @@ def block(run, habits, first: int, steps: int, writer) -> tuple[float, float]:
                 profile.stop()
         else:
             step_of(run, habits, step, writer)
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(run.device)
     seconds = time.perf_counter() - began
     return seconds / steps * 1e3, (run.inside + run.monitor.seconds) / steps * 1e3
 
@@ -114,7 +113,7 @@ def main(options) -> list[Figure]:
     ms, within = ({kind: [] for kind in kinds} for _ in range(2))
     with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
         folder = Path(name)
-        run = monitor_cost.make_run(folder, ["--optimizer", "adamw", "--vocab_size", "257"])
+        run = make_run(["--optimizer", "adamw", *monitor_cost.FLAGS])
         off = run.monitor
         with contextlib.redirect_stdout(null):
             monitor = monitor_cost.make_monitor(run, "light", 50, folder / "ours")

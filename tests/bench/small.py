@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import train
-from tests.bench.common import Figure, ratios, take_turns
+from tests.bench.common import Figure, make_run, ratios, take_turns, train_step
 from tests.bench.startup import TRAIN
 
 FLAGS = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "128", "--d_ff", "336",
@@ -128,26 +128,8 @@ def main(options) -> list[Figure]:
 
 
 def steady(vocab_size: int):
-    import contextlib
-    from types import SimpleNamespace
-
-    import config
-    from model import Transformer
-
-    cpu = torch.device("cpu")
-    train.keep_freed_memory(cpu)
-    cfg = config.resolve(config.parse([*FLAGS, "--vocab_size", str(vocab_size), "--optimizer",
-                                       "adamw", "--learning_rate", "1e-3", "--tie_embeddings",
-                                       "true"]))  # fmt: skip
-    model = Transformer(cfg)
-    quiet = SimpleNamespace(health=lambda step, parameters: contextlib.nullcontext())
-    run = SimpleNamespace(cfg=cfg, scaler=torch.amp.GradScaler("cpu", enabled=False), monitor=quiet,
-                          optimizers=train.make_optimizers(model, cfg, cpu))  # fmt: skip
-    parameters = list(model.named_parameters())
-
-    def step():
-        tokens = torch.randint(vocab_size, (12, 64))
-        (model(tokens, tokens)[0] / tokens.numel()).backward()
-        train.update(run, parameters, 1)
-
-    return step
+    run = make_run([*FLAGS, "--vocab_size", str(vocab_size), "--optimizer", "adamw",
+                    "--learning_rate", "1e-3", "--tie_embeddings", "true", "--device", "cpu",
+                    "--precision", "fp32"])  # fmt: skip
+    train.keep_freed_memory(run.device)
+    return lambda: train_step(run, torch.randint(vocab_size, (12, 64)))

@@ -6,38 +6,33 @@ it up, Qwen2 in a plain loop with fused AdamW, the Trainer where accelerate is i
 is that of products of 2048 x 2048 in the same type. Then generation from the same weights.
 """
 
-import contextlib
 import importlib.util
 import multiprocessing
 import resource
 import tempfile
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 import config
 import train
 from model import Transformer, flops_per_token, generate
-from tests.bench.common import Figure, ratios, take_turns
+from tests.bench.common import Figure, make_run, ratios, take_turns, train_step, wait
 
 VOCAB = 50257
 MATRIX = 2048
 
 
-def settings():
-    """(device, autocast) as train.py picks them, and its allocator."""
+def settings() -> tuple[torch.device, torch.dtype]:
+    """As train.py picks them."""
     device = train.pick_device("auto", 0)
-    dtype = train.pick_dtype("auto", device)
-    return device, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    return device, train.pick_dtype("auto", device)
 
 
-def our_config(batch: int, seq_len: int) -> config.Config:
-    return config.resolve(config.parse([
-        "--model", "gpt2-124m", "--seq_len", str(seq_len), "--batch_size", str(batch),
-        "--vocab_size", str(VOCAB), "--optimizer", "adamw",
-    ]))  # fmt: skip
+def our_flags(batch: int, seq_len: int) -> list[str]:
+    return ["--model", "gpt2-124m", "--seq_len", str(seq_len), "--batch_size", str(batch),
+            "--vocab_size", str(VOCAB), "--optimizer", "adamw"]  # fmt: skip
 
 
 def their_config():
@@ -52,32 +47,16 @@ def their_config():
     )  # fmt: skip
 
 
-def wait(device: torch.device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def steady(batch: int, seq_len: int, compiled: bool):
-    device, autocast = settings()
-    train.keep_freed_memory(device)
-    cfg = our_config(batch, seq_len)
-    model = Transformer(cfg).to(device)
+    train.keep_freed_memory(settings()[0])
+    run = make_run(our_flags(batch, seq_len))
     if compiled:
-        model.compile()
-    quiet = SimpleNamespace(health=lambda step, parameters: contextlib.nullcontext())
-    run = SimpleNamespace(
-        cfg=cfg, scaler=torch.amp.GradScaler(device.type, enabled=False), monitor=quiet,
-        optimizers=train.make_optimizers(model, cfg, device),
-    )  # fmt: skip
-    parameters = list(model.named_parameters())
-    tokens = torch.randint(VOCAB, (batch, seq_len), device=device)
+        run.model.compile()
+    tokens = torch.randint(VOCAB, (batch, seq_len), device=run.device)
 
     def step():
-        with autocast:
-            loss = model(tokens, tokens)[0] / tokens.numel()
-        loss.backward()
-        train.update(run, parameters, 1)
-        wait(device)
+        train_step(run, tokens)
+        wait(run.device)
 
     return step
 
@@ -85,7 +64,8 @@ def steady(batch: int, seq_len: int, compiled: bool):
 def qwen2(batch: int, seq_len: int, compiled: bool):
     from transformers import AutoModelForCausalLM
 
-    device, autocast = settings()
+    device, dtype = settings()
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     model = AutoModelForCausalLM.from_config(their_config()).to(device)
     if compiled:
         model.compile()
@@ -110,7 +90,7 @@ def trainer(batch: int, seq_len: int):
 
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    device, autocast = settings()
+    device, dtype = settings()
     begin, done = threading.Semaphore(0), threading.Semaphore(0)
 
     class Turns(TrainerCallback):
@@ -125,7 +105,7 @@ def trainer(batch: int, seq_len: int):
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=10**6,
         report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=6e-4,
-        bf16=autocast._enabled and autocast.fast_dtype == torch.bfloat16,
+        bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu", optim="adamw_torch_fused",
     )  # fmt: skip
     data = [dict(input_ids=tokens, labels=tokens)] * (batch * 1000)
@@ -141,9 +121,8 @@ def trainer(batch: int, seq_len: int):
 
 
 def product():
-    device, autocast = settings()
+    device, dtype = settings()
     train.keep_freed_memory(device)
-    dtype = autocast.fast_dtype if autocast._enabled else torch.float32
     a, b = (torch.randn(MATRIX, MATRIX, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -191,9 +170,9 @@ def writers(new_tokens: int, batch: int, ours: bool):
 def main(options) -> list[Figure]:
     batch, seq_len, rounds = (1, 64, 1) if options.quick else (4, 512, 3)
     tokens, figures = batch * seq_len, []
-    device, autocast = settings()
+    cfg = config.resolve(config.parse(our_flags(batch, seq_len)))
     with torch.device("meta"):
-        flops = tokens * flops_per_token(Transformer(our_config(1, 512)), our_config(1, seq_len))
+        flops = tokens * flops_per_token(Transformer(cfg), cfg)
     shape = f"gpt2-124m {batch} x {seq_len}"
 
     def rate(seconds) -> str:
@@ -221,7 +200,7 @@ def main(options) -> list[Figure]:
             ">= 0.45" if compiled else "", f"{flops / min(found['steady']) / 1e9:.0f} GFLOP/s",
             f"{product_flops / min(found['product']) / 1e9:.0f} GFLOP/s",
         ))  # fmt: skip
-    if device.type == "cpu":
+    if settings()[0].type == "cpu":
         ours, theirs = (peak_mb(make, batch, seq_len, False) for make in (steady, qwen2))
         figures.append(Figure(f"{shape}, peak memory", "transformers' Qwen2", [ours / theirs],
                               "<= 1", f"{ours:.0f} MB", f"{theirs:.0f} MB"))  # fmt: skip
