@@ -1,42 +1,32 @@
-"""Token files, the order in which they are read, and the loader.
+"""The order of the samples, datasets and their mixture, and the loader.
 
 The sample at global position g (0, 1, 2, … over the whole run) is a function of (seed, g) alone,
-and step s trains on positions s * batch_size … (s + 1) * batch_size - 1. So a run resumes at any
-step in constant time, with no loader state, and 1 or 8 processes see the same samples in the same
-steps.
+and each step takes the next batch_size positions. So a run resumes at any step in constant time,
+with no loader state, and 1 or 8 processes see the same samples in the same steps.
 
 A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
-that together fill a row (`Documents`).
-
-Another data source replaces `Mixture.batch`: give it `batch(start, stop) -> Batch` that answers the
-same for the same positions, and everything said above stays true.
+packed into a row (`Documents`). Another data source replaces `Mixture.batch`: as long as
+`batch(start, stop) -> Batch` is a function of its arguments, everything above stays true.
 """
 
-import contextlib
-import json
 import math
 import signal
 import sys
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import DataLoader
 
-from config import (
-    IGNORE,
-    Config,
-    ConfigError,
-    make_parser,
-    parse,
-    read_flags,
-    retry,
-    usable_cores,
-)
+from config import IGNORE, Config
+from steady.cli import ConfigError
+from steady.device import usable_cores
+from steady.packing import pack
+from steady.retry import retry
+from steady.tokens import TokenFile, decode, find_files, read_sidecars, split_weight, stdlib
 
 # --- the order -------------------------------------------------------------------------------
 
@@ -52,8 +42,8 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     """Where permutation number `key` of 0 … n - 1 sends i; all uint64, no table, O(1) an element.
 
     A Feistel network on pairs (left, right) of Z_a x Z_b, which is a bijection for any round
-    function. a * b exceeds n by less than sqrt(n) + 1, and a result that is not below n is sent
-    round again ("cycle walking", Black and Rogaway 2002), so that few elements go twice.
+    function. a * b exceeds n by less than sqrt(n) + 1; a result of n or more is encrypted again
+    ("cycle walking", Black and Rogaway 2002), which few elements need.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -82,125 +72,50 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     by_remainder = sorted(range(len(weights)), key=lambda k: counts[k] - weights[k] * length)
     for k in by_remainder[: length - sum(counts)]:
         counts[k] += 1
-    counts = [max(1, n) for n in counts]  # a small dataset is rare, but not left out
+    counts = [max(1, n) for n in counts]  # a small dataset is rare, but never left out
     slots = [(Fraction(2 * i + 1, 2 * c), k) for k, c in enumerate(counts) for i in range(c)]
     return np.array([k for _, k in sorted(slots)])
 
 
-# --- token files -----------------------------------------------------------------------------
-
-GPT2_VOCAB = 50257  # what files without a sidecar hold, unless --vocab_size says otherwise
-SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
-SHARD_HEADER_BYTES = 256 * 4
-
-
-class TokenFile:
-    """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
-
-    blocks[b] are the seq_len + 1 tokens of block b, the last of which is also the first of the
-    next; where the file is shorter than one block there is none.
-
-    Raises ConfigError where the file's size is not what its format says.
-    """
-
-    def __init__(self, path: Path, seq_len: int):
-        self.path, self.seq_len = path, seq_len
-        size = path.stat().st_size
-        sidecar = Path(f"{path}.json")
-        try:
-            self.meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
-        except ValueError as e:
-            raise ConfigError(f"{sidecar}: not JSON: {e}") from None
-        header = np.fromfile(path, np.int32, 3)
-        dtype = self.meta.get("dtype", "uint16")
-        if dtype not in ("uint16", "uint32"):
-            raise ConfigError(f"{sidecar}: dtype {dtype}; expected uint16 or uint32")
-        self.dtype, self.offset = np.dtype(dtype), 0
-        if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
-            self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
-            self.offset = SHARD_HEADER_BYTES
-            self.meta["tokens"] = int(header[2])
-        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
-        expected = self.meta.get("tokens", self.n_tokens)
-        if rest or self.n_tokens != expected or self.n_tokens <= 0:
-            raise ConfigError(
-                f"{path}: {size:,} bytes; expected {expected:,} tokens of {self.dtype.itemsize} "
-                f"bytes after a header of {self.offset}: is the file whole?"
-            )
-        self.map()
-
-    def map(self):
-        mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.n_tokens,))
-        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
-        self.blocks = np.empty((0, self.seq_len + 1), self.dtype)
-        if self.n_tokens > self.seq_len:
-            self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
-        masked = Path(f"{self.path}.mask")
-        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
-
-    def documents(self) -> np.ndarray:
-        """[documents + 1] where each begins, and the end of the last, in tokens."""
-        path = Path(f"{self.path}.docs")
-        if not path.exists():
-            raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
-                              "make it with python data.py, or use --data_mode stream")  # fmt: skip
-        at = np.fromfile(path, np.uint64).astype(np.int64)
-        masked = self.n_tokens if self.mask is None else len(self.mask)
-        if len(at) < 2 or at[-1] != self.n_tokens or (np.diff(at) < 0).any() or masked != at[-1]:
-            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents end at "
-                              f"{at[-1] if len(at) else 0:,} of {self.n_tokens:,} tokens, "
-                              f"the mask at {masked:,}")  # fmt: skip
-        return at
-
-    def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """How many tokens of documents, cut at seq_len, the loss counts."""
-        stops = np.minimum(ends, begins + 1 + self.seq_len)
-        if self.mask is None or not len(begins):
-            return stops - begins - 1
-        places = np.stack((begins + 1, stops), 1).ravel()
-        inside = places[:-1]  # reduceat takes no place at the very end
-        return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
-
-    def __getstate__(self):  # a loader process that does not fork maps the file itself
-        return {**self.__dict__, "tokens": None, "blocks": None, "mask": None}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self.map()
-
-
-def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
-    """The token files of `split` ("train" or "val") in a folder, or the one file that path is."""
-    root = Path(path).expanduser()
-    if root.is_dir():
-        single = root / f"{split}.bin"
-        return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
-    if not root.exists():
-        raise ConfigError(f"{option} {path}: no such file or folder")
-    if root.suffix != ".bin":
-        raise ConfigError(f"{option} {path}: expected a file of token ids, which ends in .bin")
-    return [root]
+# --- samples ---------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
-    """Samples as rows of a micro-batch of B sequences of T tokens."""
+    """A micro-batch of B sequences of T tokens."""
 
-    tokens: torch.Tensor  # [B, T]; without targets [B, T + 1], then they are what follows
-    targets: torch.Tensor | None = None  # [B, T], -100 where the loss does not count
-    documents: torch.Tensor | None = None  # [B, T]: the number of a token's document in its row
-    source: torch.Tensor | None = None  # [B]: the number of the dataset
+    tokens: torch.Tensor  # [B, T]; [B, T + 1] where targets is None: each target is the next token
+    targets: torch.Tensor | None = None  # [B, T], IGNORE where the loss does not count
+    documents: torch.Tensor | None = None  # [B, T]: number of a token's document in a packed row
+    source: torch.Tensor | None = None  # [B]: number of the dataset, where there are several
+
+    def to(self, device: torch.device) -> "Batch":
+        """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned."""
+        batch = self
+        if device.type == "cuda":  # narrow ids cross the bus and are widened on the GPU
+            batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in self))
+        tokens, targets, documents, source = (
+            x if x is None else x.long().to(device) for x in batch
+        )
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+        return Batch(tokens, targets, documents, source)
 
 
 class Size(NamedTuple):
-    """How much work the samples of a step are, on all ranks together."""
+    """How much work the samples of a step are, over all ranks."""
 
     tokens: int  # with padding
     real_tokens: int  # without
-    targets: int  # that the loss counts
+    targets: int  # counted by the loss
 
 
 class Dataset:
-    """One source of the mixture."""
+    """One source of the mixture. A subclass says what its samples are.
+
+    It has n_samples; `lengths(samples)` and `targets(samples)`: tokens and counted targets of
+    each; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample, column)`:
+    the file and the index in it of a token; `row_lengths_vary`: whether batches need padding.
+    """
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
         self.name, self.seq_len, self.weight = name, seq_len, weight
@@ -208,82 +123,103 @@ class Dataset:
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))
 
-    def number(self, in_files: list[int], n_samples: int):
-        """Number blocks or documents through all files, that have so many each."""
-        self.first = np.cumsum([0, *in_files])  # of each file, and the end
+    def number(self, per_file: list[int], n_samples: int):
+        """Number the blocks or documents, `per_file` in each, through all files."""
+        self.first = np.cumsum([0, *per_file])  # of each file, and the end
         self.n_samples = n_samples
         if self.weight is None:
             self.weight = Fraction(max(1, n_samples))
 
     def file_of(self, numbers):
-        """Which of the files blocks or documents with these numbers are in."""
+        """Index of the file that holds each of these blocks or documents."""
         return self.first.searchsorted(numbers, "right") - 1
 
 
 class Stream(Dataset):
     """Samples are blocks of seq_len + 1 tokens that overlap by one."""
 
+    mode, row_lengths_vary, has_prompts = "stream", False, False
+
     def __init__(self, *args):
         super().__init__(*args)
-        in_files = [len(file.blocks) for file in self.files]
-        self.number(in_files, sum(in_files))
+        per_file = [len(file.blocks) for file in self.files]
+        self.number(per_file, sum(per_file))
         if not self.n_samples:
-            raise ConfigError(
-                f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more than "
-                f"--seq_len {self.seq_len}"
-            )
+            raise ConfigError(f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more "
+                              f"than --seq_len {self.seq_len}")
 
-    def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Token ids [len(blocks), seq_len + 1]."""
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        return np.full(len(samples), self.seq_len)
+
+    targets = lengths
+
+    def attention_lengths(self) -> np.ndarray:
+        return np.array([self.seq_len])
+
+    def read(self, blocks: np.ndarray, length: int, pad: int):
+        """Token ids [len(blocks), seq_len + 1], targets and documents None."""
         if len(self.files) == 1:
-            return self.files[0].blocks[blocks]  # one copy of whole rows
+            return self.files[0].blocks[blocks], None, None  # one copy of whole rows
         file_of_block = self.file_of(blocks)
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
             mine = file_of_block == i
             out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
-        return out
+        return out, None, None
 
     def find(self, block: int, column: int = 0) -> tuple[Path, int]:
-        """The file that a block is in, and the token there that stands in this column of it."""
         i = self.file_of(block)
         return self.files[i].path, int(block - self.first[i]) * self.seq_len + column
 
+    def describe(self) -> str:
+        return ""
+
 
 class Documents(Dataset):
-    """Samples are documents, cut at seq_len, or with `packing` rows that several of them fill.
+    """Samples are documents, cut at seq_len, or with `packing` rows filled by several of them.
 
     The last token of a document is only a target: one of n + 1 tokens has a length of n.
     """
 
+    mode = "documents"
+
     def __init__(self, *args, packing: bool = False):
         super().__init__(*args)
+        self.row_lengths_vary = not packing
+        self.has_prompts = any(file.mask is not None for file in self.files)
         begins, ends, targets = [], [], []
         for file in self.files:
             at = file.documents()
-            keep = np.diff(at) > 1  # one of a single token predicts nothing
+            keep = np.diff(at) > 1  # a single token predicts nothing
             begins.append(at[:-1][keep])
             ends.append(at[1:][keep])
             targets.append(file.count_targets(begins[-1], ends[-1]))
-        in_files = [len(places) for places in begins]
-        begins, ends = np.concatenate(begins), np.concatenate(ends)
-        self.begins, lengths = begins, ends - begins - 1
-        self.lengths = np.minimum(lengths, self.seq_len)  # of each document
-        self.n_cut = int((lengths > self.seq_len).sum())
+        per_file = [len(places) for places in begins]
+        begins, ends, targets = map(np.concatenate, (begins, ends, targets))
         if not len(begins):
             raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
-        self.rows = pack(self.lengths, self.seq_len) if packing else None
-        targets = np.concatenate(targets)
-        self.n_empty = int((targets == 0).sum())
         if not targets.any():
             raise ConfigError(f"{self.files[0].path}: nothing to train on: no response in the "
-                              f"first --seq_len {self.seq_len} tokens of any document")  # fmt: skip
-        self.sample_lengths, self.sample_targets = self.lengths, targets
+                              f"first --seq_len {self.seq_len} tokens of any document")
+        self.begins = begins
+        self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
+        self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
+        self.n_empty = int((targets == 0).sum())
+        self.rows, self.sample_lengths, self.sample_targets = None, self.document_lengths, targets
         if packing:
-            order, starts = self.rows
-            self.sample_lengths = np.add.reduceat(self.lengths[order], starts[:-1])
+            self.rows = order, starts = pack(self.document_lengths, self.seq_len)
+            self.sample_lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
             self.sample_targets = np.add.reduceat(targets[order], starts[:-1])
-        self.number(in_files, len(self.sample_lengths))
+        self.number(per_file, len(self.sample_lengths))
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        return self.sample_lengths[samples]
+
+    def targets(self, samples: np.ndarray) -> np.ndarray:
+        return self.sample_targets[samples]
+
+    def attention_lengths(self) -> np.ndarray:
+        return self.document_lengths
 
     def documents_of(self, sample: int) -> np.ndarray:
         if self.rows is None:
@@ -291,256 +227,194 @@ class Documents(Dataset):
         order, starts = self.rows
         return order[starts[sample] : starts[sample + 1]]
 
+    def read(self, samples: np.ndarray, length: int, pad: int):
+        """Three arrays [len(samples), length]; documents is None without packing."""
+        shape = len(samples), length
+        tokens = np.full(shape, pad, self.dtype)
+        targets = np.full(shape, IGNORE, np.int32)
+        documents = np.zeros(shape, np.int16)
+        for row, sample in enumerate(samples):
+            at = 0
+            for number, document in enumerate(self.documents_of(sample)):
+                file = self.files[self.file_of(document)]
+                begin, n = self.begins[document], self.document_lengths[document]
+                ids = file.tokens[begin : begin + n + 1]
+                tokens[row, at : at + n] = ids[:-1]
+                targets[row, at : at + n] = ids[1:]
+                if file.mask is not None:
+                    prompt = file.mask[begin + 1 : begin + n + 1] == 0
+                    targets[row, at : at + n][prompt] = IGNORE
+                documents[row, at : at + n] = number
+                at += n
+            documents[row, at:] = number + 1  # padding is a document of its own
+        return tokens, targets, None if self.rows is None else documents
+
     def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
-        """The file and the token there that stands in this column of the sample's row."""
         for document in self.documents_of(sample):
-            if column < self.lengths[document]:
+            if column < self.document_lengths[document]:
                 break
-            column -= self.lengths[document]
+            column -= self.document_lengths[document]
         return self.files[self.file_of(document)].path, int(self.begins[document] + column)
 
-    def read_into(self, sample: int, tokens, targets, documents):
-        """Fill the beginnings of three rows [T]; targets has -100 where the loss does not count."""
-        at = 0
-        for number, document in enumerate(self.documents_of(sample)):
-            file = self.files[self.file_of(document)]
-            begin, n = self.begins[document], self.lengths[document]
-            ids, mask = file.tokens[begin : begin + n + 1], file.mask
-            tokens[at : at + n] = ids[:-1]
-            targets[at : at + n] = ids[1:]
-            if mask is not None:
-                targets[at : at + n][mask[begin + 1 : begin + n + 1] == 0] = IGNORE
-            documents[at : at + n] = number
-            at += n
-        documents[at:] = number + 1  # padding is a document of its own
+    def describe(self) -> str:
+        text = f", {len(self.begins):,} documents"
+        text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
+        text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
+        return text + (f" in {self.n_samples:,} rows" if self.rows is not None else "")
 
 
-def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that together fill rows of seq_len: (order, starts).
-
-    Row r has the documents order[starts[r] : starts[r + 1]]. The longest first, each into the
-    fullest row that it fits into (best fit decreasing); those of one length go at once, so that it
-    takes time for each length and not for each document.
-    """
-    by_length = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), np.int64)
-    rows = [np.empty(0, np.int64) for _ in range(seq_len + 1)]  # with so much room left
-    has_room = np.zeros(seq_len + 1, bool)
-    n_rows = 0
-    ends = np.flatnonzero(np.diff(lengths[by_length], append=-1)) + 1
-    for todo in np.split(by_length, ends[:-1]):
-        n = int(lengths[todo[0]])
-        while len(todo):
-            room = n + int(has_room[n:].argmax())
-            if not has_room[room]:
-                new = -(-len(todo) // (seq_len // n))
-                room, rows[seq_len] = seq_len, np.arange(n_rows, n_rows + new)
-                n_rows += new
-            taken, rows[room] = rows[room][: len(todo)], rows[room][len(todo) :]
-            row_of[todo[: len(taken)]] = taken
-            todo = todo[len(taken) :]
-            rows[room - n] = np.concatenate((rows[room - n], taken))
-            has_room[[room, room - n]] = len(rows[room]) > 0, True
-    order = np.argsort(row_of, kind="stable")
-    return order, np.searchsorted(row_of[order], np.arange(n_rows + 1))
+# --- the mixture -----------------------------------------------------------------------------
 
 
 class Mixture:
-    """The training data: all datasets in their proportions, in the order that `seed` gives."""
+    """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
     WINDOW = 4096  # positions whose order is computed at once: 0.4 µs each, 2.4 µs in 64s
-    ROUND = 8  # the length of padded rows is a multiple of this: what matrix units like
+    ROUND = 8  # padded rows are a multiple of this long: what matrix units like
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
         self.datasets, self.seed = datasets, seed
-        self.seq_len = datasets[0].seq_len
+        self.seq_len, self.mode = datasets[0].seq_len, datasets[0].mode
+        self.row_lengths_vary = datasets[0].row_lengths_vary
+        self.has_prompts = any(d.has_prompts for d in datasets)
+        self.n_samples = sum(d.n_samples for d in datasets)
+        self.n_tokens = sum(d.n_tokens for d in datasets)
+        self.dtype = np.result_type(*(d.dtype for d in datasets))
         files = [file for d in datasets for file in d.files]
-        metas = [file.meta for file in files]
-        data_vocab = max(meta.get("vocab_size", 0) for meta in metas)
-        if any("vocab_size" not in meta for meta in metas):
-            data_vocab = max(data_vocab, vocab_size or GPT2_VOCAB)
-        self.vocab_size = vocab_size or data_vocab
-        if data_vocab > self.vocab_size:
-            raise ConfigError(
-                f"--vocab_size {vocab_size}: the tokenizer of the data has {data_vocab} ids"
-            )
-        known = {meta["tokenizer"]: file.path for file, meta in zip(files, metas, strict=True)
-                 if meta.get("tokenizer")}  # fmt: skip
-        if len(known) > 1:
-            told = ", ".join(f"{path} {name}" for name, path in known.items())
-            raise ConfigError(f"--data: sources with different tokenizers: {told}")
-        self.tokenizer = next(iter(known), None)
-        self.tokenizer_folder = None
-        if self.tokenizer not in (None, "bytes"):
-            beside = (file.path.parent / "tokenizer" for file in files)
-            self.tokenizer_folder = next((str(path) for path in beside if path.is_dir()), None)
-        self.end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
-        n_bytes = [meta.get("bytes") for meta in metas]
+        self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = read_sidecars(
+            files, vocab_size
+        )
+        n_bytes = [file.meta.get("bytes") for file in files]
         self.bytes_per_token = None
         if all(n_bytes) and not self.has_prompts:
-            self.bytes_per_token = sum(n_bytes) / sum(d.n_tokens for d in datasets)
-        self.dtype = np.result_type(*(d.dtype for d in datasets))
+            self.bytes_per_token = sum(n_bytes) / self.n_tokens
+        # what must not change for a run to continue on the same data, wherever it has moved
+        self.fingerprint = [[f.path.name, f.n_tokens, f.meta.get("checksum", "")] for f in files]
         self.pattern = mixture_pattern([d.weight for d in datasets])
         self.rank_in_pattern = np.zeros_like(self.pattern)
         for k in range(len(datasets)):
             mine = self.pattern == k
             self.rank_in_pattern[mine] = np.arange(mine.sum())
         self.window, self.group = self.WINDOW, None
-        self._window = (None, None)
-
-    @property
-    def is_stream(self) -> bool:
-        return isinstance(self.datasets[0], Stream)
-
-    @property
-    def is_packed(self) -> bool:
-        return not self.is_stream and self.datasets[0].rows is not None
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether the loss leaves out some tokens; a stream is all text."""
-        return not self.is_stream and any(
-            f.mask is not None for d in self.datasets for f in d.files
-        )
-
-    @property
-    def n_samples(self) -> int:
-        return sum(d.n_samples for d in self.datasets)
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(d.n_tokens for d in self.datasets)
-
-    def fingerprint(self) -> list[list]:
-        """What must be unchanged for a run to continue on the same data, also if it has moved."""
-        files = [file for d in self.datasets for file in d.files]
-        return [[f.path.name, f.n_tokens, f.meta.get("checksum", "")] for f in files]
+        self.cached_window = None, None
 
     def group_by_length(self, steps: int, batch_size: int):
-        """From now on the documents of a batch of positions are of similar lengths.
+        """From now on, put documents of similar lengths into a batch, which saves padding.
 
-        Within each window of so many batches they are sorted by length, cut into batches, and
-        those shuffled. So a step's samples are still a function of (seed, batch_size, g). Does
-        nothing with 0 steps, and where all samples are of one length.
+        Each window of `steps` batches is sorted by length, cut into batches, and those are
+        shuffled. So a step's samples are still a function of (seed, batch_size, g). Does nothing
+        with 0 steps, or where all rows are of one length.
         """
-        if steps and not (self.is_stream or self.is_packed):
+        if steps and self.row_lengths_vary:
             self.window, self.group = steps * batch_size, batch_size
-            self._window = (None, None)
+            self.cached_window = None, None
 
     def epochs(self, position: int) -> list[float]:
-        """How often each dataset has been gone through before this position."""
+        """Epochs of each dataset that are done before this position."""
         cycle, r = divmod(position, len(self.pattern))
-        done = [cycle * int((self.pattern == k).sum()) + int((self.pattern[:r] == k).sum())
-                for k in range(len(self.datasets))]  # fmt: skip
-        return [n / d.n_samples for n, d in zip(done, self.datasets, strict=True)]
+        done = []
+        for k, dataset in enumerate(self.datasets):
+            n = cycle * int((self.pattern == k).sum()) + int((self.pattern[:r] == k).sum())
+            done.append(n / dataset.n_samples)
+        return done
 
     def order(self, start: int, stop: int) -> np.ndarray:
         """[2, stop - start]: the dataset and the sample of it at each global position."""
         windows = range(start // self.window, (stop - 1) // self.window + 1)
-        found = [self._order_of_window(w) for w in windows]
+        found = [self.order_of_window(w) for w in windows]
         found = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
         first = windows[0] * self.window
         return found[:, start - first : stop - first]
 
-    def _order_of_window(self, window: int) -> np.ndarray:
-        cached, found = self._window
-        if cached != window:
-            g = np.arange(window * self.window, (window + 1) * self.window, dtype=np.uint64)
-            cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
-            source = self.pattern[r]
-            sample = np.empty_like(g)
-            for k, dataset in enumerate(self.datasets):
-                mine = np.flatnonzero(source == k)
-                if not len(mine):
-                    continue
-                per_cycle = np.uint64((self.pattern == k).sum())
-                index = cycle[mine] * per_cycle + self.rank_in_pattern[r[mine]].astype(np.uint64)
-                epoch, i = np.divmod(index, np.uint64(dataset.n_samples))
-                key = mix(mix(np.uint64([self.seed]) + np.uint64(k << 32)) + epoch)
-                sample[mine] = permute(i, dataset.n_samples, key)
-            found = np.stack((source, sample.astype(np.int64)))
-            if self.group:
-                found = found[:, self._by_length(found, window)]
-            self._window = (window, found)
+    def order_of_window(self, window: int) -> np.ndarray:
+        cached, found = self.cached_window
+        if cached == window:
+            return found
+        g = np.arange(window * self.window, (window + 1) * self.window, dtype=np.uint64)
+        cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
+        source = self.pattern[r]
+        sample = np.empty_like(g)
+        for k in np.unique(source):
+            mine, n = np.flatnonzero(source == k), self.datasets[k].n_samples
+            per_cycle = np.uint64((self.pattern == k).sum())
+            index = cycle[mine] * per_cycle + self.rank_in_pattern[r[mine]].astype(np.uint64)
+            epoch, i = np.divmod(index, np.uint64(n))
+            key = mix(mix(np.uint64([self.seed]) + np.uint64(int(k) << 32)) + epoch)
+            sample[mine] = permute(i, n, key)
+        found = np.stack((source, sample.astype(np.int64)))
+        if self.group:
+            by_length = np.argsort(self.per_sample("lengths", *found), kind="stable")
+            by_length = by_length.reshape(-1, self.group)
+            n = len(by_length)
+            key = np.full(n, mix(np.uint64([self.seed]) ^ ~np.uint64(window))[0])
+            shuffled = permute(np.arange(n, dtype=np.uint64), n, key).astype(np.int64)
+            found = found[:, by_length[shuffled].ravel()]
+        self.cached_window = window, found
         return found
 
-    def _by_length(self, found: np.ndarray, window: int) -> np.ndarray:
-        by_length = np.argsort(self._lengths(*found), kind="stable").reshape(-1, self.group)
-        n = len(by_length)
-        key = np.full(n, mix(np.uint64([self.seed]) ^ ~np.uint64(window))[0])
-        return by_length[permute(np.arange(n, dtype=np.uint64), n, key).astype(np.int64)].ravel()
-
-    def _lengths(self, source: np.ndarray, sample: np.ndarray, of: str = "sample_lengths"):
+    def per_sample(self, what: str, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """"lengths" or "targets" of each sample."""
         out = np.empty(len(source), np.int64)
         for k in np.unique(source):
             mine = source == k
-            out[mine] = getattr(self.datasets[k], of)[sample[mine]]
+            out[mine] = getattr(self.datasets[k], what)(sample[mine])
         return out
 
     def row_length(self, longest):
         """Tokens in the rows of a micro-batch whose longest sample has so many."""
-        if self.is_packed:
+        if not self.row_lengths_vary:
             return self.seq_len + 0 * longest
         return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
 
-    def size(self, start: int, stop: int, micro_batch: int) -> Size:
-        """Of the samples at these positions, in micro-batches."""
-        if self.is_stream:
-            return Size(*[(stop - start) * self.seq_len] * 3)
-        order = self.order(start, stop)
-        lengths = self._lengths(*order)
+    def size(self, start: int, n: int, micro_batch: int) -> Size:
+        """Of the n samples from position `start` on, in micro-batches."""
+        if self.mode == "stream":
+            return Size(*[n * self.seq_len] * 3)
+        order = self.order(start, start + n)
+        lengths = self.per_sample("lengths", *order)
         rows = self.row_length(lengths.reshape(-1, micro_batch).max(1))
-        targets = self._lengths(*order, of="sample_targets")
+        targets = self.per_sample("targets", *order)
         return Size(int(rows.sum()) * micro_batch, int(lengths.sum()), int(targets.sum()))
 
     def typical_length(self) -> float:
-        """Mean tokens that the attention of a token goes over: FLOPs of attention grow with it."""
-        if self.is_stream:
-            return self.seq_len
-        lengths = np.concatenate([d.lengths for d in self.datasets]).astype(float)
+        """Mean length of the sequence that a token is in; attention's FLOPs are linear in it."""
+        lengths = np.concatenate([d.attention_lengths() for d in self.datasets]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
     def batch(self, start: int, stop: int) -> Batch:
-        """The samples at these positions.
+        """The samples at positions start … stop - 1, on the host.
 
-        Ids stay 2 or 4 bytes wide, a quarter or half of what the model wants, until they are on
-        its device. Raises ConfigError for an id that is not in the vocabulary.
+        Ids stay 2 or 4 bytes wide until they are on the model's device, which wants 8. Raises
+        ConfigError for an id that is not in the vocabulary.
         """
         source, sample = self.order(start, stop)
-        if self.is_stream:
-            batch = Batch(self._read_blocks(source, sample))
-        else:
-            batch = Batch(*self._read_documents(source, sample))
-        for ids, later in ((batch.tokens, 0), (batch.targets, 1)):  # a target is the next token
+        length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
+        parts = None
+        for k in np.unique(source):
+            mine = np.flatnonzero(source == k)
+            read = self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
+            if len(mine) == len(source):
+                parts = read  # all of one dataset: no copy
+                break
+            if parts is None:
+                dtypes = self.dtype, np.int32, np.int16
+                parts = [
+                    None if x is None else np.empty((len(source), x.shape[1]), dtype)
+                    for x, dtype in zip(read, dtypes, strict=True)
+                ]
+            for whole, part in zip(parts, read, strict=True):
+                if whole is not None:
+                    whole[mine] = part
+        tokens, targets, documents = parts
+        for ids, shift in ((tokens, 0), (targets, 1)):  # a target is the next token
             if ids is not None and ids.max() >= self.vocab_size:
                 row, column = np.argwhere(ids >= self.vocab_size)[0]
-                path, token = self.datasets[source[row]].find(sample[row], column)
-                raise ConfigError(
-                    f"{path}: token id {ids[row, column]} at token {token + later:,}; expected "
-                    f"ids below --vocab_size {self.vocab_size}"
-                )
-        if len(self.datasets) > 1:
-            batch = batch._replace(source=source)
-        return Batch(*(None if a is None else torch.from_numpy(a) for a in batch))
-
-    def _read_blocks(self, source: np.ndarray, block: np.ndarray) -> np.ndarray:
-        if len(self.datasets) == 1:
-            return self.datasets[0].read(block)
-        out = np.empty((len(block), self.seq_len + 1), self.dtype)
-        for k in np.unique(source):
-            mine = source == k
-            out[mine] = self.datasets[k].read(block[mine])
-        return out
-
-    def _read_documents(self, source: np.ndarray, sample: np.ndarray):
-        """tokens, targets, and in packed rows the numbers of documents, [B, T] each."""
-        shape = len(sample), int(self.row_length(self._lengths(source, sample).max()))
-        tokens = np.full(shape, self.end_of_text or 0, self.dtype)
-        targets = np.full(shape, IGNORE, np.int32)
-        documents = np.zeros(shape, np.int16)
-        for i, (k, number) in enumerate(zip(source, sample, strict=True)):
-            self.datasets[k].read_into(number, tokens[i], targets[i], documents[i])
-        return tokens, targets, documents if self.is_packed else None
+                path, index = self.datasets[source[row]].find(sample[row], column)
+                raise ConfigError(f"{path}: token id {ids[row, column]} at token "
+                                  f"{index + shift:,}; expected ids below --vocab_size "
+                                  f"{self.vocab_size}")
+        arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
+        return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
     def __getitems__(self, positions: range) -> Batch:  # what DataLoader calls
         return retry(lambda: self.batch(positions.start, positions.stop))
@@ -549,14 +423,13 @@ class Mixture:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
 
 
-def load_mixture(
-    paths: list[str], split: str, seq_len: int, seed: int, vocab_size: int | None = None,
-    option: str = "--data", mode: str = "auto", packing: bool = False,
-) -> Mixture | None:  # fmt: skip
-    """The mixture of the PATH[:WEIGHT] sources that `option` names.
+def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
+                 vocab_size: int | None = None, option: str = "--data", mode: str = "auto",
+                 packing: bool = False) -> Mixture | None:
+    """The mixture of the PATH[:WEIGHT] sources that `option` names. Raises ConfigError.
 
     mode: "stream", "documents", or "auto": documents where some file has prompts, or for packing.
-    The validation data beside --data may be missing: then this is None.
+    None where there is no validation data beside --data.
     """
     found, sources = [], [split_weight(spec) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
@@ -564,12 +437,8 @@ def load_mixture(
     for path, weight in sources:
         optional = split == "val" and option == "--data"
         if optional and Path(path).is_file():
-            continue  # a file to train on has nothing beside it
-        folder = path
-        if path == "stdlib":
-            from prepare import stdlib  # makes it, the first time
-
-            folder = stdlib()
+            continue  # a training file has no validation data beside it
+        folder = stdlib() if path == "stdlib" else path
         files = find_files(folder, split, option)
         if files:
             found.append((path, files, weight))
@@ -581,23 +450,40 @@ def load_mixture(
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
         names = [str(path) for path, *_ in found]
     prompts = any(Path(f"{file}.mask").exists() for _, files, _ in found for file in files)
-    kind = Stream
+    make = Stream
     if mode == "documents" or mode == "auto" and (packing or prompts):
-        kind = partial(Documents, packing=packing)
-    datasets = [kind(name, files, seq_len, weight)
-                for name, (_, files, weight) in zip(names, found, strict=True)]  # fmt: skip
+        make = partial(Documents, packing=packing)
+    datasets = [make(name, files, seq_len, weight)
+                for name, (_, files, weight) in zip(names, found, strict=True)]
     return Mixture(datasets, seed, vocab_size)
 
 
-def split_weight(spec: str) -> tuple[str, Fraction | None]:
-    path, _, weight = spec.rpartition(":")
-    try:
-        weight = Fraction(weight) if path else None
-    except ValueError:
-        return spec, None  # the colon belongs to the path
-    if weight is not None and weight <= 0:
-        raise ConfigError(f"--data {spec}: expected a weight above 0")
-    return (path, weight) if path else (spec, None)
+def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
+    """Training and validation data; sets cfg.vocab_size and cfg.data_mode. Raises ConfigError."""
+    val_option = "--val_data" if cfg.val_data else "--data"
+
+    def load(paths: list[str], split: str, option: str, seed: int) -> Mixture | None:
+        return load_mixture(
+            paths, split, cfg.seq_len, seed, cfg.vocab_size, option, cfg.data_mode, cfg.packing
+        )
+
+    val_data = None
+    if cfg.eval_only:  # the training data need not be there
+        train_data = val_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+        if train_data is None:
+            raise ConfigError("--eval_only: no validation data; name some with --val_data")
+    else:
+        train_data = load(cfg.data, "train", "--data", cfg.seed)
+        train_data.group_by_length(cfg.group_window, cfg.batch_size)
+    cfg.vocab_size, cfg.data_mode = train_data.vocab_size, train_data.mode
+    val_data = val_data or load(cfg.val_data or cfg.data, "val", val_option, 0)
+    if val_data:
+        if val_data.tokenizer != train_data.tokenizer:
+            raise ConfigError(f"{val_option}: made with {val_data.tokenizer}, "
+                              f"--data with {train_data.tokenizer}")
+        # one window over everything that is evaluated, sorted by length
+        val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
+    return train_data, val_data
 
 
 # --- the loader ------------------------------------------------------------------------------
@@ -608,7 +494,7 @@ def pick_workers(num_workers: str, device: torch.device, local_world_size: int) 
 
     auto is 0 on a CPU: a batch of 64 x 1,024 tokens takes 0.23 ms to read from the page cache and
     1.8 ms to get from another process, which also takes a core from the model. With CUDA it is
-    up to 2, so that a page that must come from the disk does not hold up the launch of kernels.
+    up to 2, so that a page that must come from the disk does not delay kernel launches.
     """
     if num_workers != "auto":
         return int(num_workers)
@@ -621,154 +507,61 @@ def leave_signals_to_parent(worker: int):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def as_it_is(batch: Batch) -> Batch:
-    return batch  # Mixture gives whole micro-batches
+def pass_through(batch: Batch) -> Batch:
+    return batch  # the default collation would stack; Mixture returns whole micro-batches
 
 
-def loader(
-    data: Mixture, cfg: Config, start_step: int, micro_batch: int, rank: int, world_size: int,
-    device: torch.device, workers: int, offset: int = 0,
-):  # fmt: skip
-    """Micro-batches of `micro_batch` samples on `device`.
+def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: int, rank: int,
+           world_size: int, device: torch.device, workers: int):
+    """Yields this rank's micro-batches on `device` for the next `steps` steps.
 
-    From step `start_step` to step cfg.max_steps - 1; step s takes the samples that begin with
-    s * cfg.batch_size + offset. One micro-batch is always on its way to the device while the one
-    before it is computed.
+    The first step takes the samples from `position` on. One micro-batch is always on its way to
+    the device while the one before it is computed.
     """
 
     def positions():
         per_rank = cfg.batch_size // world_size
-        for step in range(start_step, cfg.max_steps):
-            first = step * cfg.batch_size + offset + rank * per_rank
+        for step in range(steps):
+            first = position + step * cfg.batch_size + rank * per_rank
             for start in range(first, first + per_rank, micro_batch):
                 yield range(start, start + micro_batch)
 
-    pin = cfg.pin_memory and device.type == "cuda"
     batches = DataLoader(
         data,
         batch_sampler=positions(),
-        collate_fn=as_it_is,
+        collate_fn=pass_through,
         num_workers=workers,
-        pin_memory=pin,
+        pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
         worker_init_fn=leave_signals_to_parent,
-        generator=torch.Generator(),  # else it draws a seed from the one that dropout uses
+        generator=torch.Generator(),  # or it would draw a seed from the global one, as dropout does
     )
     ahead = None
     for batch in batches:
-        ready, ahead = ahead, to_device(batch, device)
+        ready, ahead = ahead, batch.to(device)
         if ready is not None:
             yield ready
     if ahead is not None:
         yield ahead
 
 
-def eval_batches(
-    data: Mixture, max_samples: int, micro_batch: int, rank: int, world_size: int,
-    device: torch.device,
-):  # fmt: skip
-    """This rank's share of the first `max_samples` samples, or of one epoch where that is less.
+def eval_batches(data: Mixture, max_samples: int, micro_batch: int, rank: int, world_size: int,
+                 device: torch.device):
+    """Yields this rank's share of the first `max_samples` samples, at most one epoch.
 
-    Every rank yields as many micro-batches of the same shape; what is over is masked.
+    Every rank yields the same number of micro-batches; surplus samples are masked.
     """
     n, stride = min(max_samples, data.n_samples), micro_batch * world_size
     for start in range(0, n, stride):
         first = start + rank * micro_batch
-        batch = to_device(data.batch(first, first + micro_batch), device)
+        batch = data.batch(first, first + micro_batch).to(device)
         if first + micro_batch > n:
             batch = batch._replace(targets=batch.targets.clone())
             batch.targets[max(0, n - first) :] = IGNORE
         yield batch
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with tokens and targets as int64 [B, T] on `device`."""
-    if device.type == "cuda":  # a quarter of the bytes cross the bus; the GPU widens them
-        # asynchronous where the batch is pinned
-        batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in batch))
-    tokens, targets, documents, source = (x if x is None else x.long().to(device) for x in batch)
-    if targets is None:
-        tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
-    return Batch(tokens, targets, documents, source)
-
-
-# --- text ------------------------------------------------------------------------------------
-
-
-def decode(tokenizer: str | None, ids: list[int]) -> str:
-    """The text of token ids; the ids themselves where no tokenizer is known."""
-    if tokenizer == "bytes":
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    if tokenizer is None:
-        return " ".join(map(str, ids))
-    return tokenizer_in(tokenizer).decode(ids)
-
-
-@lru_cache
-def tokenizer_in(folder: str):
-    from prepare import load_tokenizer
-
-    return load_tokenizer(folder, needs_end=False)
-
-
-# --- python data.py --------------------------------------------------------------------------
-
-
-def show(run_dir: str, step: int):
-    """Print the samples of update number `step` of a run, in the order of their positions."""
-    if step < 1:
-        raise ConfigError(f"step {step}: expected 1 or more, the number of an update")
-    cfg = parse([], saved=f"{run_dir}/config.yaml")
-    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
-                        mode=cfg.data_mode, packing=cfg.packing)  # fmt: skip
-    batch_size, offset = cfg.batch_size, 0
-    with contextlib.suppress(OSError, ValueError), open(f"{run_dir}/metrics.jsonl") as file:
-        for row in (json.loads(line) for line in file if '"order"' in line):
-            if row["step"] < step:  # said where a process begins, for what it may have changed
-                order = row["order"]
-                data.seed, batch_size, offset = order["seed"], order["batch_size"], order["offset"]
-    data.group_by_length(cfg.group_window, batch_size)
-    first = (step - 1) * batch_size + offset
-    source, sample = data.order(first, first + batch_size)
-    batch = data.batch(first, first + batch_size)
-    for i in range(batch_size):
-        dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
-        if not data.is_stream:
-            ids = ids[: dataset.sample_lengths[sample[i]]]
-        path, token = dataset.find(sample[i])
-        print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
-        print(data.decode(ids))
-
-
-USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
-       data.py show RUN_DIR STEP    print the samples that a run had in one step"""
-ABOUT = "Turn text, JSONL (.gz, .zst too) and Parquet files, folders or patterns into token files."
-
-
-def main(argv: list[str]) -> int:
-    """Returns the exit code."""
-    try:
-        if argv[:1] == ["show"]:
-            if len(argv) != 3 or not argv[2].isdigit():
-                raise ConfigError("expected: data.py show RUN_DIR STEP, the number of an update")
-            show(argv[1], int(argv[2]))
-            return 0
-        import prepare
-
-        parser = make_parser(prepare.Options, "data.py", USAGE, ABOUT)
-        parser.add_argument("inputs", nargs="+", metavar="INPUT", help="to be turned into tokens")
-        given = vars(read_flags(parser, argv))
-        print(prepare.prepare(given.pop("inputs"), prepare.Options(**given)))
-    except ConfigError as e:
-        print(f"data.py: error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was changed", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    from tools.prepare import main
+
     sys.exit(main(sys.argv[1:]))

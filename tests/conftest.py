@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,15 +22,30 @@ TRAIN = ROOT / "train.py"
 sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
+import steady.device  # noqa: E402
 import train  # noqa: E402
-from prepare import write_tokens  # noqa: E402
+from steady import faults  # noqa: E402
+from steady.tokens import write_tokens  # noqa: E402
+from tools import commands  # noqa: E402
 
-torch.set_num_threads(1)  # as `environment` does for other processes, for the same reason
+# One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
+# times slower on two cores.
+THREADS = os.environ.get("STEADY_TEST_THREADS", "1")
+torch.set_num_threads(int(THREADS))
 
-# A model and a run that take milliseconds a step.
+# A sample of 400 tokens takes longer than a run of 12 steps.
+whole_sample = train.sample
+train.sample = partial(whole_sample, max_new_tokens=40)
+
+if "STEADY_TEST_BF16" in os.environ:  # 0 or 1: as on a CPU without, or with, bf16 instructions
+    multiplies_bf16 = os.environ["STEADY_TEST_BF16"] == "1"
+    steady.device.multiplies_bf16 = lambda device: multiplies_bf16
+
+# A model and a run that take milliseconds a step. Not `--precision auto`, which is bf16 on some
+# CPUs and fp32 on others; a test of another precision adds its own, and the last one wins.
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "1", "--d_model", "32", "--d_ff", "64",
         "--seq_len", "32", "--batch_size", "8", "--max_steps", "12", "--warmup_steps", "2",
-        "--eval_steps", "2", "--log_interval", "4"]  # fmt: skip
+        "--eval_steps", "2", "--log_interval", "4", "--precision", "fp32"]
 
 
 def tiny_config(**changes) -> config.Config:
@@ -49,8 +66,9 @@ def corpus(tmp_path_factory) -> Path:
 def run(corpus, tmp_path, monkeypatch):
     """run(*flags) → what the program printed, run in tmp_path with TINY and the corpus.
 
-    bare: without either. expect: the exit code. ranks: processes. Runs train.py's own `command` in
-    this process or in forks of it, which saves seconds, unless there is another script.
+    bare: without either. expect: the exit code. ranks: processes. All of them do what
+    `python train.py` does, but in this process or a fork of it, which saves the seconds that
+    importing torch takes. script: run this file instead, in an interpreter of its own.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -67,14 +85,15 @@ def run(corpus, tmp_path, monkeypatch):
         if script is None:
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = train.command(flags)
+                code = faults.exit_code(commands.main, flags)
             gc.enable()
+            gc.unfreeze()
             assert code == expect, output.getvalue()
             return output.getvalue()
         done = subprocess.run(
             [sys.executable, str(script), *flags], env=environment(), capture_output=True,
             text=True, timeout=timeout,
-        )  # fmt: skip
+        )
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -82,9 +101,14 @@ def run(corpus, tmp_path, monkeypatch):
 
 
 def environment() -> dict[str, str]:
-    # One thread: the models are tiny, and two processes with two spinning threads each on two
-    # cores are thirty times slower than with one.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """For interpreters of their own, whose scripts may import this module."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    return {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path}
+
+
+def main(argv):
+    """What `python train.py` does, for scripts that change something first."""
+    faults.leave(faults.exit_code(commands.main, argv))
 
 
 def free_port() -> int:
@@ -122,6 +146,7 @@ class Process:
             return
         code = 70
         try:
+            torch.set_num_threads(1)  # OpenMP's other threads do not survive a fork
             os.setsid()
             os.chdir(folder)
             output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -131,10 +156,12 @@ class Process:
             if ranks > 1:
                 os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                                    LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                                   MASTER_PORT=str(port))  # fmt: skip
+                                   MASTER_PORT=str(port))
             if hook:
                 hook()
-            code = train.command([*map(str, flags)])
+            code = faults.exit_code(commands.main, [*map(str, flags)])
+        except Exception:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -171,4 +198,4 @@ def processes(folder: Path, ranks: int, flags, hook=None) -> list[Process]:
     """One process a rank, as torchrun would start them; hook is called with the rank."""
     port = free_port()
     return [Process(folder, flags, hook and (lambda r=r: hook(r)), r, ranks, port, f"log{r}.txt")
-            for r in range(ranks)]  # fmt: skip
+            for r in range(ranks)]

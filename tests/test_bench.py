@@ -1,23 +1,29 @@
-"""The benchmarks run, and say what they measured: in a tiny size, so that they do not rot."""
+"""The benchmarks can be named, and what they find becomes a table, a file and a picture."""
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 
 import pytest
 import torch
 from conftest import ROOT, environment
 
-from tests.bench.__main__ import NAMES, ON_REQUEST
-from tests.bench.common import Figure, table, take_turns
+from tests.bench import loading
+from tests.bench.__main__ import NAMES, ON_REQUEST, main
+from tests.bench.common import Figure, compare, in_turns, table, take_turns
+
+FASTER = Figure("a & b", "another's", [1.0, 3.0, 2.0], ">= 1.5", "1 s", "2 s")
+LARGER = Figure("c", "another's", [2.0], "<= 1.5", "2 MB", "1 MB")
 
 
-def bench(*argv, expect=0) -> str:
+def bench(*argv) -> str:
     done = subprocess.run([sys.executable, "-m", "tests.bench", *map(str, argv)], cwd=ROOT,
-                          env=environment(), capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
+                          env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_every_benchmark_can_be_named():
@@ -27,49 +33,84 @@ def test_every_benchmark_can_be_named():
         assert callable(importlib.import_module(f"tests.bench.{name}").main)
 
 
-def test_several_at_once_make_one_table_and_one_file(tmp_path):
-    told = bench("loading", "gpu", "--quick", "--json", tmp_path / "found.json")
+def test_the_record_names_only_benchmarks_that_exist():
+    record = json.loads((ROOT / "tests/bench/results/cpu.json").read_text())
+    assert set(record["commits"]) <= {*NAMES, *ON_REQUEST}
+
+
+def test_figures_become_a_table_a_file_and_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "main", lambda options: [FASTER, LARGER])
+    assert main(["loading", "--quick", "--json", str(tmp_path / "found.json")]) == 0
+    told = capsys.readouterr().out
+    assert ">= 1.5: met" in told and "<= 1.5: missed" in told
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["torch"] and found["device"] and found["quick"]
-    what = [figure["what"] for figure in found["figures"]]
-    assert any("gpt2-124m, muon, compiled: MFU" in w for w in what)  # of the GPU suite, on a CPU
-    assert all(w in told for w in what)
-    assert "expected one of training" in bench("nonsense", expect=2)
+    assert found["torch"] and found["device"] and found["commit"] and found["quick"]
+    assert [Figure(**figure) for figure in found["figures"]] == [FASTER, LARGER]
+    picture = ET.parse(tmp_path / "found.svg")
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a & b · another's", "2 x", "0.5 x"} <= set(texts)
 
 
-def test_the_fake_world_of_1024_is_no_slower():
-    told = bench("scaling", "--quick")
-    assert "| 1,024 | 24,576 |" in told and "computed" in told
-
-
-def make_counter(base):
-    count = base
-
-    def step():
-        nonlocal count
-        count += 1
-
-    return step
-
-
-def test_kinds_take_turns_in_processes_of_their_own():
-    found = take_turns({"a": (make_counter, 1), "b": (make_counter, 2)}, rounds=3, steps=2)
-    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3}
+def test_an_unknown_benchmark_is_refused(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["nonsense"])
+    assert refused.value.code == 2 and "expected one of training" in capsys.readouterr().err
 
 
 def test_a_figure_is_the_median_and_knows_its_aim():
-    figure = Figure("x", "y", [1.0, 3.0, 2.0], ">= 1.5", "1 s", "2 s")
-    assert figure.ratio == 2 and figure.met and "1 to 3" in figure.row()
-    assert not Figure("x", "y", [2.0], "<= 1.5").met and Figure("x", "y", [2.0]).met is None
-    lines = table([figure.row()]).splitlines()
-    assert len({len(line) for line in lines}) == 1 and ">= 1.5: met" in lines[-1]
+    assert FASTER.ratio == 2 and FASTER.met and "1 to 3" in FASTER.row()
+    assert not LARGER.met and Figure("x", "y", [2.0]).met is None
+    figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms")
+    assert figure.ratios == [3.0, 4.0, 1.0] and (figure.ours, figure.theirs) == ("5.0 ms", "2.0 ms")
+    lines = table([FASTER.row(), LARGER.row()]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_measures_take_turns_in_alternating_order():
+    calls = []
+    found = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 3)
+    assert calls == list("abbaab") and found == {"a": [1, 4, 5], "b": [2, 3, 6]}
+
+
+def recorder(path):
+    def make_steps(n: int):
+        with open(path, "a") as file:
+            file.write(f"{os.getpid()} {n}\n")
+
+    return make_steps
+
+
+@pytest.mark.slow
+def test_steps_take_turns_in_processes_of_their_own(tmp_path):
+    makers = {name: (recorder, tmp_path / "calls") for name in "ab"}
+    found = take_turns(makers, rounds=3, steps=2)
+    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3}
+    pids, steps = zip(*map(str.split, (tmp_path / "calls").read_text().splitlines()), strict=True)
+    assert steps == ("1", "1", *"222222")
+    assert len(set(pids)) == 2 and str(os.getpid()) not in pids
+    assert ["ab"[pid != pids[0]] for pid in pids[2:]] == list("abbaab")
+
+
+@pytest.mark.slow
+def test_several_at_once_make_one_table_and_one_file(tmp_path):
+    told = bench("loading", "gpu", "--quick", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    what = [figure["what"] for figure in found["figures"]]
+    assert any("gpt2-124m, muon, compiled: MFU" in w for w in what)  # of the GPU suite, on a CPU
+    assert all(w in told for w in what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "training")])
+def test_every_benchmark_runs(name):
+    told = bench(name, "--quick")
+    if name == "scaling":
+        assert "| 1,024 | 24,576 |" in told and "computed" in told
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ordinary_steps_do_not_synchronize():
-    from tests.bench.gpu import Trial, synchronizations
+    from tests.bench.gpu import synchronizations, warm_run
 
-    trial = Trial(torch.device("cuda"), ["--d_model", "128", "--d_ff", "256"], False, 4)
-    trial.step()
-    assert synchronizations(trial) == "none"
+    assert synchronizations(warm_run(["--d_model", "128", "--d_ff", "256"], 4)) == "none"

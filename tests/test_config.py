@@ -1,13 +1,16 @@
 """Where the options come from, and what is refused before any work is done."""
 
+import dataclasses
+import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from conftest import ROOT
 
 import config
-from config import ConfigError
+from steady.cli import ConfigError, write_yaml
 
 
 def parsed(*argv):
@@ -42,8 +45,8 @@ def test_dashes_and_underscores_are_the_same():
 
 def test_the_written_configuration_is_read_back(tmp_path):
     cfg = parsed("--learning_rate", "3e-5", "--data", "a:0.7", "b:0.3", "--compile", "--seed", "0")
-    config.write_yaml(cfg, tmp_path / "c.yaml", {"command": "train.py"})
-    assert parsed("--config", str(tmp_path / "c.yaml")) == config.dataclasses.replace(
+    write_yaml(cfg, tmp_path / "c.yaml", {"command": "train.py"})
+    assert parsed("--config", str(tmp_path / "c.yaml")) == dataclasses.replace(
         cfg, config=str(tmp_path / "c.yaml")
     )
 
@@ -57,7 +60,7 @@ def test_every_preset_and_size_is_valid(preset):
 
 @pytest.mark.parametrize("flags, words", [
     (["--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
-    (["--learning-rat=1"], ["--learning-rat", "--learning-rate"]),
+    (["--learning-rat=1"], ["--learning_rat", "--learning_rate"]),
     (["--max_steps", "many"], ["--max_steps", "many"]),
     (["--device", "tpu"], ["--device", "tpu", "cuda"]),
     (["--preset", "fst"], ["fst", "fast"]),
@@ -78,7 +81,14 @@ def test_every_preset_and_size_is_valid(preset):
     (["--resume", "x.pt", "--auto_resume"], ["--resume"]),
     (["--auto_resume", "--overwrite"], ["--overwrite"]),
     (["--seed", "99999999999999999999"], ["seed", "below"]),
-])  # fmt: skip
+    (["--rope_scaling", "8", "inf"], ["rope_scaling", "finite"]),
+    (["--rope_scaling", "8", "1"], ["rope_scaling", "one number, or four"]),
+    (["--wandb", "--no_tensorboard"], ["wandb", "TensorBoard files"]),
+    (["--model", "transformers"], ["--model transformers", "--init_from"]),
+    (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
+    (["--packing", "--data_mode", "stream"], ["data_mode stream", "documents"]),
+    (["--learning_rate"], ["--learning_rate", "argument"]),
+])
 def test_refused_with_what_was_given_and_what_was_expected(flags, words):
     message = refused(*flags)
     assert all(word in message for word in words), message
@@ -94,8 +104,10 @@ def test_refused_with_what_was_given_and_what_was_expected(flags, words):
     ("data: {a: 1}", [":1", "data"]),
     ("compile: maybe", [":1", "compile"]),
     ("preset: debug", [":1", "preset", "command line"]),
+    ("trust_remote_code: true", [":1", "trust_remote_code", "command line"]),
+    ("config: other.yaml", [":1", "config", "command line"]),
     ("[1, 2]: 3", [":1"]),
-])  # fmt: skip
+])
 def test_yaml_is_refused_with_key_and_line(tmp_path, text, words):
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -106,17 +118,17 @@ def test_yaml_is_refused_with_key_and_line(tmp_path, text, words):
 def test_yaml_values_are_read_as_written(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("learning_rate: 1e-4\nout_dir: 007\ncompile: no\ntensorboard: off\n"
-                    "monitor: off\ndata: [a:0.5, b:0.5]\nmicro_batch_size: null\n")  # fmt: skip
+                    "monitor: off\ndata: [a:0.5, b:0.5]\nmicro_batch_size: null\n")
     cfg = parsed("--config", str(file))
     assert (cfg.learning_rate, cfg.out_dir, cfg.compile, cfg.tensorboard) == (
         1e-4, "007", False, False,
-    )  # fmt: skip
+    )
     assert cfg.monitor == "off"  # the word, which YAML itself would read as False
     assert cfg.data == ["a:0.5", "b:0.5"] and cfg.micro_batch_size is None
 
 
 def test_a_model_by_name_replaces_the_shape_in_a_file(tmp_path):
-    config.write_yaml(parsed("--seed", "5"), tmp_path / "c.yaml", {})
+    write_yaml(parsed("--seed", "5"), tmp_path / "c.yaml", {})
     cfg = parsed("--config", str(tmp_path / "c.yaml"), "--model", "gpt2-124m", "--n_layer", "3")
     expected = config.MODELS["gpt2-124m"] | dict(n_layer=3, seed=5, head_dim=64)
     assert {name: getattr(cfg, name) for name in expected} == expected
@@ -129,6 +141,17 @@ def test_every_size_runs_on_1_2_4_and_8_processes(world_size):
         assert cfg.batch_size % (config.micro_batch_size(cfg, world_size) * world_size) == 0
 
 
+def test_what_follows_from_other_options():
+    assert parsed("--max_steps", "5000").warmup_steps == 100  # 2 %
+    assert parsed("--max_steps", "5000", "--warmup_steps", "0").warmup_steps == 0
+    assert config.micro_batch_size(parsed("--model", "gpt2-124m"), 1) == 16  # of 1,024 tokens
+    assert config.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
+    assert config.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
+    one, other = config.Config(), config.Config()
+    one.data.append("more")
+    assert other.data == ["stdlib"]
+
+
 def test_batch_that_does_not_divide_over_the_processes_names_the_nearest():
     with pytest.raises(ConfigError, match="8 processes.*8 or 16"):
         config.micro_batch_size(parsed("--batch_size", "12"), 8)
@@ -138,12 +161,49 @@ def test_usage_errors_are_one_line_and_exit_2():
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "--learning_rat", "1"],
         capture_output=True, text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "did you mean --learning_rate" in done.stderr
 
 
+def is_switch(field) -> bool:
+    return bool in (field.type, *get_args(field.type))
+
+
 def test_help_names_every_option():
-    text = " ".join(config.make_parser().format_help().split())
-    for field in config.dataclasses.fields(config.Config):
-        assert f"--{field.name}" in text and field.metadata["help"][:20] in text
+    text = " ".join(config.train_parser().format_help().split())
+    for field in dataclasses.fields(config.Config):
+        assert f" --{field.name}" in text and field.metadata["help"][:20] in text
+    for default in ("(default: 0)", "(default: 0.95)", "(default: stdlib)", "(default: on)"):
+        assert default in text
+
+
+def test_help_has_groups_and_one_form_of_each_option():
+    text = config.train_parser().format_help()
+    fields = dataclasses.fields(config.Config)
+    titles = [f.metadata["group"] for f in fields if "group" in f.metadata]
+    assert len(titles) > 5 and re.findall(r"^(\S.*):$", text, re.M)[-len(titles):] == titles
+    shown = re.findall(r"^  (--.+?)(?:  |$)", text, re.M)  # the column of names
+    assert len(shown) == len(fields)
+    for field, names in zip(fields, shown, strict=True):
+        both = is_switch(field) and field.default is not False  # the other is to undo a file alone
+        forms = [f"--{field.name}", *([f"--no_{field.name}"] if both else [])]
+        if is_switch(field):
+            assert names == ", ".join(forms)  # and no value
+        else:
+            assert re.fullmatch(rf"--{field.name} \S.*", names) and "--" not in names[2:]
+    assert not re.search(r"\[[A-Z_]+\]", text)  # such as `[AUTO_RESUME]`
+
+
+SWITCHES = [f.name for f in dataclasses.fields(config.Config) if is_switch(f)]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_take_no_value(name):
+    for flag, value in ((f"--{name}", True), (f"--no_{name}", False), (f"--{name}=true", True),
+                        (f"--{name}=FALSE", False), (f"--{name}=1", True), (f"--{name}=no", False)):
+        assert getattr(config.parse([flag]), name) is value
+    dashes = name.replace("_", "-")
+    assert getattr(config.parse([f"--{name}", f"--no-{dashes}"]), name) is False
+    assert f"--{name} maybe: expected true or false" in refused(f"--{name}=maybe")
+    assert "unknown argument False" in refused(f"--{name}", "False")

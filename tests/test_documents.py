@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from conftest import column, rows, tiny_config
 
 import data
-import train
-from data import ConfigError, Documents, Mixture, load_mixture, pack
-from model import IGNORE, Transformer
-from prepare import TokenWriter
+from config import IGNORE
+from data import Documents, Mixture, load_mixture
+from model import Transformer
+from steady.cli import ConfigError
+from steady.packing import pack
+from steady.tokens import TokenWriter, byte_tokenizer
+from tools import prepare
 
 CPU = torch.device("cpu")
 SEQ_LEN = 32
@@ -62,13 +65,14 @@ def model(**changes):
 
 
 def epoch(found, micro_batch=10):
-    """All batches of one epoch, the last with what is over of the next masked."""
+    """All batches of one epoch; in the last one, samples of the next are masked."""
     return list(data.eval_batches(found, 10**9, micro_batch, 0, 1, CPU))
 
 
 def totals(net, batches):
-    both = [net(batch.tokens, batch.targets, batch.documents) for batch in batches]
-    return sum(loss.item() for loss, _ in both), sum(count.item() for _, count in both)
+    """(sum of the losses, number of targets)."""
+    losses = sum(net(*batch[:3]).sum().item() for batch in batches)
+    return losses, sum((batch.targets != IGNORE).sum().item() for batch in batches)
 
 
 def alone(net, documents):
@@ -106,7 +110,7 @@ def test_their_gradients_are_the_same_too(folder):
     for name, found in kinds(folder).items():
         net = model()
         for batch in epoch(found):
-            net(batch.tokens, batch.targets, batch.documents)[0].backward()
+            net(*batch[:3]).sum().backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
     for name in ("dynamic", "grouped", "packed"):
         torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
@@ -123,6 +127,15 @@ def test_attention_does_not_cross_documents(folder):
         assert torch.equal(before[0, ~first], after[0, ~first])
         assert not torch.equal(before[0, first], after[0, first])
         assert not torch.allclose(net.hidden(changed)[0, ~first], after[0, ~first])
+
+
+def test_packed_rows_are_all_of_one_length(folder):
+    found = mixture(folder, packing=True)
+    found.group_by_length(4, 16)  # which has nothing to do
+    assert np.array_equal(found.order(0, 100), mixture(folder, packing=True).order(0, 100))
+    filled = found.datasets[0].lengths(found.order(0, found.n_samples)[1])
+    assert filled.min() < SEQ_LEN - found.ROUND
+    assert all(batch.tokens.shape == (1, SEQ_LEN) for batch in epoch(found, 1))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -171,16 +184,38 @@ def test_sizes_are_those_of_the_batches(folder, how):
     if how == "grouped":
         found.group_by_length(4, 24)
     for step in range(6):
-        size = found.size(24 * step, 24 * step + 24, 4)
-        batches = [data.to_device(found.batch(24 * step + i, 24 * step + i + 4), CPU)
-                   for i in range(0, 24, 4)]  # fmt: skip
+        size = found.size(24 * step, 24, 4)
+        batches = [found.batch(24 * step + i, 24 * step + i + 4).to(CPU)
+                   for i in range(0, 24, 4)]
         assert size.tokens == sum(b.tokens.numel() for b in batches)
         assert size.targets == sum((b.targets != IGNORE).sum().item() for b in batches)
         assert size.real_tokens >= size.targets
         if how == "packed":
             d = found.datasets[0]
             held = [d.documents_of(s) for s in found.order(24 * step, 24 * step + 24)[1]]
-            assert size.real_tokens == d.lengths[np.concatenate(held)].sum()
+            assert size.real_tokens == d.document_lengths[np.concatenate(held)].sum()
+
+
+def test_what_is_said_of_documents_is_what_they_are(folder):
+    documents = [(ids, mask[1 : SEQ_LEN + 1]) for ids, mask in conversations(300) if len(ids) > 1]
+    lengths = np.array([min(len(ids) - 1, SEQ_LEN) for ids, _ in documents])
+    cut = sum(len(ids) > SEQ_LEN + 1 for ids, _ in documents)
+    empty = sum(not any(mask) for _, mask in documents)
+    assert cut > 10 and empty > 10 and any(len(ids) == SEQ_LEN + 1 for ids, _ in documents)
+    told = mixture(folder).datasets[0].describe()
+    assert f", {len(documents)} documents" in told and f"({empty} without a response)" in told
+    assert f"({cut} longer than --seq_len are cut)" in told
+    for packing in (False, True):  # the length of the document of a token, in the mean
+        length = mixture(folder, packing=packing).typical_length()
+        assert length == pytest.approx((lengths**2).sum() / lengths.sum())
+
+
+def test_evaluation_takes_documents_by_length(folder):
+    cfg = tiny_config(data=[folder], seq_len=SEQ_LEN, eval_steps=99)
+    train_data, val_data = data.load_data(cfg)
+    lengths = val_data.per_sample("lengths", *val_data.order(0, val_data.n_samples))
+    assert (np.diff(lengths) >= 0).all()
+    assert train_data.window == cfg.group_window * cfg.batch_size
 
 
 def test_grouping_changes_the_order_inside_a_window_alone(folder):
@@ -189,7 +224,7 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
     for start in range(0, 64 * 6, 64):
         a, b = plain.order(start, start + 64)[1], grouped.order(start, start + 64)[1]
         assert sorted(a) == sorted(b) and not np.array_equal(a, b)
-        lengths = plain.datasets[0].lengths[b].reshape(4, 16)
+        lengths = plain.datasets[0].lengths(b).reshape(4, 16)
         assert (np.diff(lengths, axis=1) >= 0).all()
         by_batch = lengths[lengths[:, 0].argsort()]  # batches do not overlap in length
         assert (by_batch[1:, 0] >= by_batch[:-1, -1]).all()
@@ -201,7 +236,7 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
 
 
 FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "--log_interval", 1,
-         "--optimizer", "adamw", "--eval_interval", 6]  # fmt: skip
+         "--optimizer", "adamw", "--eval_interval", 6]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -211,7 +246,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
     def batch(self, start, stop):
         found = plain(self, start, stop)
         for g, tokens, targets in zip(range(start, stop), found.tokens.tolist(),
-                                      found.targets.tolist(), strict=True):  # fmt: skip
+                                      found.targets.tolist(), strict=True):
             kept = [pair for pair in zip(tokens, targets, strict=True) if pair != (256, IGNORE)]
             with open(tmp_path / "seen.txt", "a") as file:
                 print(self.seed, g, hash(tuple(kept)), file=file)
@@ -230,10 +265,10 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
     assert "documents" in told and "longer than --seq_len are cut" in told
     # from step 6 of two ranks on with one: the same steps again
     run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
-        "--micro_batch_size", 8, bare=True)  # fmt: skip
+        "--micro_batch_size", 8, bare=True)
     again = set((tmp_path / "seen.txt").read_text().splitlines())
     assert again == {line for line in seen["one"] if line.startswith("0 ")
-                     or int(line.split()[1]) >= 6 * 16}  # fmt: skip
+                     or int(line.split()[1]) >= 6 * 16}
     for metric in ("train/loss", "train/tokens"):
         assert column(tmp_path / "two", metric) == pytest.approx(
             column(tmp_path / "one", metric), rel=1e-4
@@ -243,7 +278,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
 def test_the_loss_is_a_mean_over_targets_whatever_the_micro_batch(run, tmp_path, folder):
     for micro in (16, 4):
         run(*FLAGS, "--data", folder, "--out_dir", f"m{micro}", "--micro_batch_size", micro,
-            "--group_window", 0)  # fmt: skip
+            "--group_window", 0)
     losses = [column(tmp_path / f"m{micro}", "train/loss") for micro in (16, 4)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     wasted = [column(tmp_path / f"m{micro}", "perf/padding_fraction") for micro in (16, 4)]
@@ -259,7 +294,7 @@ def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
     write_documents(tmp_path / "p", [*prompts[:5], last], "val")
     folder = write_documents(tmp_path / "p", [*prompts[:10], last])
     run("--data", folder, "--out_dir", "r", "--log_interval", 1, "--max_steps", 8,
-        "--monitor", "full", "--group_window", 0)  # fmt: skip
+        "--monitor", "full", "--group_window", 0)
     losses = column(tmp_path / "r", "train/loss")
     assert all(loss is not None for loss in losses.values())
     assert 0 in losses.values() and max(losses.values()) > 0
@@ -278,11 +313,11 @@ def test_documents_resume_bit_for_bit(run, tmp_path, folder):
         newer.unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
     ends = [torch.load(tmp_path / name / "checkpoints/step_00000012.pt", weights_only=True)
-            for name in ("whole", "r")]  # fmt: skip
+            for name in ("whole", "r")]
     assert all(torch.equal(a, b) for a, b in
-               zip(ends[0]["model"].values(), ends[1]["model"].values(), strict=True))  # fmt: skip
-    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--packing", False, bare=True,
-               expect=2)  # fmt: skip
+               zip(ends[0]["model"].values(), ends[1]["model"].values(), strict=True))
+    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--no_packing", bare=True,
+               expect=2)
     assert "packing True -> False" in told
 
 
@@ -295,6 +330,12 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
     np.array([0, 10, 900], np.uint64).tofile(plain / "train.bin.docs")
     told = run("--data", plain, "--data_mode", "documents", expect=2)
     assert "does not belong to train.bin: its documents end at 900 of 1,000 tokens" in told
+    np.array([0, 900, 10, 1000], np.uint64).tofile(plain / "train.bin.docs")
+    assert "does not belong" in run("--data", plain, "--data_mode", "documents", expect=2)
+    np.array([0, 10, 1000], np.uint64).tofile(plain / "train.bin.docs")
+    np.ones(900, np.uint8).tofile(plain / "train.bin.mask")
+    assert "the mask at 900" in run("--data", plain, "--data_mode", "documents", expect=2)
+    (plain / "train.bin.mask").unlink()
     told = run("--val_data", plain / "train.bin", expect=2)
     assert "--val_data: made with None, --data with bytes" in told
     told = run("--data", folder, "--data_mode", "stream", "--packing", expect=2)
@@ -324,8 +365,8 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys):
     write_documents(tmp_path / "d", [([*t, 256], [1] * (len(t) + 1)) for t in texts])
     for flags in ([], ["--packing"]):
         run("--data", tmp_path / "d", "--data_mode", "documents", *flags, "--out_dir", "r",
-            "--overwrite")  # fmt: skip
-        assert data.main(["show", "r", "2"]) == 0
+            "--overwrite")
+        assert prepare.main(["show", "r", "2"]) == 0
         shown = capsys.readouterr().out
         assert shown.count("--- sample") == 8 and "--- sample 8: d, " in shown
         assert shown.count("document number") >= 8
@@ -338,7 +379,7 @@ def constant(folder, token, n, documents=False):
     """A dataset of which a model cannot but be sure: one token again and again."""
     if documents:
         return write_documents(folder, [([token] * (3 + i % 40), [1] * (3 + i % 40))
-                                        for i in range(n)])  # fmt: skip
+                                        for i in range(n)])
     folder.mkdir()
     for split in ("train", "val"):
         np.full(n, token, np.uint16).tofile(folder / f"{split}.bin")
@@ -349,7 +390,7 @@ def constant(folder, token, n, documents=False):
 def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
     a, b = constant(tmp_path / "a", 7, 3000), constant(tmp_path / "b", 9, 30_000)
     flags = ["--data", f"{a}:0.75", f"{b}:0.25", "--vocab_size", 257, "--log_interval", 4,
-             "--max_steps", 16, "--eval_interval", 8]  # fmt: skip
+             "--max_steps", 16, "--eval_interval", 8]
     told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=ranks)
     assert "a 75.0% (1.03 epochs), b 25.0% (0.03 epochs)" in told
     both, of_a, of_b = (column(tmp_path / "r", f"train/loss{n}") for n in ("", "/a", "/b"))
@@ -383,16 +424,22 @@ def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
         for sidecar in (tmp_path / name).glob("*.json"):
             sidecar.write_text(sidecar.read_text().replace('"bytes"', '"bpe@1"', 1))
     paths = [str(tmp_path / name) for name in ("a", "b")]
-    assert "5 6 7" in run("--data", *paths, "--out_dir", "r", "--max_steps", 200)  # ids, no words
-    (tmp_path / "a/tokenizer").mkdir()
+    flags = ["--data", *paths, "--out_dir", "r", "--eval_interval", 0]
+    assert "5 6 7" in run(*flags, "--max_steps", 50)  # ids, no words
+    byte_tokenizer().save_pretrained(tmp_path / "a/tokenizer")
     found = load_mixture(paths, "train", 8, 0)
     assert found.tokenizer_folder == str(tmp_path / "a/tokenizer")
-    for folder, overwrite, left in ((tmp_path / "a/tokenizer", False, True), (None, False, True),
-                                    (None, True, False)):  # fmt: skip
-        train.keep_tokenizer(folder and str(folder), tmp_path / "r/tokenizer", overwrite)
-        assert (tmp_path / "r/tokenizer").exists() == left
-    train.keep_tokenizer(str(tmp_path / "a/tokenizer"), tmp_path / "a/tokenizer", True)
-    assert (tmp_path / "a/tokenizer").exists()
+    # a run has its own copy, which outlives that of the data but not --overwrite
+    run(*flags, "--max_steps", 2, "--overwrite")
+    assert (tmp_path / "r/tokenizer").is_dir()
+    (tmp_path / "a/tokenizer").rename(tmp_path / "elsewhere")
+    run(*flags, "--max_steps", 3, "--auto_resume")
+    assert (tmp_path / "r/tokenizer").is_dir()
+    run(*flags, "--max_steps", 2, "--overwrite")
+    assert not (tmp_path / "r/tokenizer").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "a/tokenizer")
+    run(*flags, "--max_steps", 2, "--out_dir", "a", "--overwrite")  # beside its data
+    assert (tmp_path / "a/tokenizer").is_dir() and (tmp_path / "a/train.bin").exists()
 
 
 def test_datasets_of_one_name_are_told_apart(tmp_path):
@@ -416,14 +463,14 @@ def test_documents_of_a_mixture(run, tmp_path):
     a, b = (constant(tmp_path / n, t, 200, documents=True) for n, t in (("a", 7), ("b", 9)))
     for flags in ([], ["--packing"]):
         run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "documents", "--out_dir", "r",
-            "--overwrite", *flags)  # fmt: skip
+            "--overwrite", *flags)
         last = rows(tmp_path / "r")[-2]
         assert last["train/loss/a"] < 5 and last["train/loss/b"] < 5
 
 
 def test_the_loader_hands_out_documents_from_other_processes(folder):
-    found, cfg = mixture(folder, packing=True), tiny_config(batch_size=8, max_steps=4)
-    here, there = (list(data.loader(found, cfg, 0, 4, 0, 1, CPU, n)) for n in (0, 2))
+    found, cfg = mixture(folder, packing=True), tiny_config(batch_size=8)
+    here, there = (list(data.loader(found, cfg, 0, 4, 4, 0, 1, CPU, n)) for n in (0, 2))
     for x, y in itertools.zip_longest(here, there):
         assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
     assert isinstance(found.datasets[0], Documents)

@@ -13,11 +13,13 @@ from config import IGNORE
 from model import (
     LinearCrossEntropy,
     Transformer,
-    attention_backend,
     flops_per_token,
     generate,
-    set_attention_backend,
+    output_health,
+    sample_token,
 )
+from steady.cli import ConfigError
+from steady.device import attention_backend, set_attention_backend
 
 CPU = torch.device("cpu")
 
@@ -37,8 +39,7 @@ def some_tokens(B=3, T=32, V=257):
 
 
 def mean_loss(model, tokens, targets):
-    loss_sum, count = model(tokens, targets)
-    return loss_sum / count
+    return model(tokens, targets).sum() / (targets != IGNORE).sum()
 
 
 def gradients(model):
@@ -46,7 +47,7 @@ def gradients(model):
 
 
 VARIANTS = [{}, dict(qkv_bias=True), dict(qk_norm=True), dict(tie_embeddings=True),
-            dict(n_kv_head=2), dict(head_dim=24)]  # fmt: skip
+            dict(n_kv_head=2), dict(head_dim=24)]
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
@@ -68,6 +69,25 @@ def test_loss_at_the_start_is_that_of_a_guess(changes):
     )
 
 
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_blocks_begin_as_the_identity(changes):
+    model, tokens = Transformer(tiny_config(**changes)), some_tokens()
+    assert torch.equal(model.hidden(tokens), model.norm(model.embedding(tokens)))
+
+
+def test_dropout_is_where_the_help_says_and_in_training_alone(monkeypatch):
+    model, tokens, found = make(dropout=0.25), some_tokens(), []
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "dropout", lambda x, p, training, *more: (
+        found.append(p * training) or dropout(x, p, training, *more)))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **how: (
+        found.append(how["dropout_p"]) or attention(*x, **how)))
+    assert not torch.equal(model.hidden(tokens), model.hidden(tokens))
+    assert found == [0.25] * 2 * (1 + 3 * 2)  # embeddings; attention and both outputs of a block
+    model.eval()
+    assert torch.equal(model.hidden(tokens), model.hidden(tokens))
+
+
 def test_overfits_one_batch():
     model, tokens = make(), some_tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,7 +106,7 @@ def test_micro_batches_give_the_gradient_of_the_whole():
     whole = gradients(model)
     model.zero_grad()
     for i in range(4):
-        (model(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2])[0] / y.numel()).backward()
+        (model(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2]).sum() / y.numel()).backward()
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, whole[name], rtol=1e-4, atol=1e-6)
 
@@ -103,8 +123,8 @@ def test_padding_changes_neither_loss_nor_gradient():
     torch.testing.assert_close(padded, loss)
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=1e-6)
-    loss_sum, count = model(x, torch.full_like(y, IGNORE))
-    assert loss_sum.item() == 0 and count.item() == 0
+    nothing = torch.full_like(y, IGNORE)
+    assert torch.equal(model(x, nothing), torch.zeros(y.shape))
 
 
 def test_padding_the_vocabulary_does_not_change_the_loss():
@@ -115,9 +135,11 @@ def test_padding_the_vocabulary_does_not_change_the_loss():
     torch.testing.assert_close(mean_loss(model, tokens, tokens), expected)
 
 
+@pytest.mark.parametrize("rows", [4, 99])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_loss_is_that_of_the_logits(autocast):
+def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
     """The chunked loss and its gradients, with any weights in the sum, are the plain formula's."""
+    monkeypatch.setattr(LinearCrossEntropy, "cpu_chunk", 128 * rows)
     torch.manual_seed(0)
     n, width, vocab, padded = 21, 16, 99, 128
     hidden = torch.randn(n, width, requires_grad=True)
@@ -150,7 +172,7 @@ def test_grouped_queries_equal_repeated_heads():
             w[6 * 16 :].view(2, 16, -1).repeat_interleave(2, 0).flatten(0, 1),
         ))
         for name, w in grouped.state_dict().items() if "qkv" in name
-    })  # fmt: skip
+    })
     tokens = some_tokens()
     torch.testing.assert_close(full.hidden(tokens), grouped.hidden(tokens), rtol=1e-4, atol=1e-5)
 
@@ -165,7 +187,7 @@ def test_attention_backends_agree_and_the_one_in_use_is_reported():
             assert name in ("auto", used)
             found[name] = model.hidden(tokens)
         set_attention_backend("cudnn")
-        with pytest.raises(config.ConfigError, match="cudnn"):
+        with pytest.raises(ConfigError, match="cudnn"):
             attention_backend(tiny_config(attention="cudnn"), CPU, torch.float32)
     finally:
         set_attention_backend("auto")
@@ -216,13 +238,13 @@ def test_flops_are_those_that_torch_counts(name):
         model = Transformer(cfg)
         tokens = torch.zeros(1, cfg.seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model(tokens, tokens)[0].backward()
+        model(tokens, tokens).sum().backward()
     counted = counter.get_total_flops() / cfg.seq_len
     assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.parametrize("name, millions", [("gpt2-124m", 124), ("350m", 354), ("1b", 1236),
-                                            ("7b", 6738)])  # fmt: skip
+                                            ("7b", 6738)])
 def test_sizes_are_what_their_names_say(name, millions):
     vocab = {"1b": "128256", "7b": "32000"}.get(name, "50257")
     with torch.device("meta"):
@@ -230,25 +252,73 @@ def test_sizes_are_what_their_names_say(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
+@torch.no_grad()
+def continued(model, tokens, new):
+    """The likeliest continuation, each token computed anew from the newest half or more of 32."""
+    start = 0
+    for _ in range(new):
+        if tokens.shape[1] - start > 32:
+            start = tokens.shape[1] - 16
+        logits = model.logits(model.hidden(tokens[:, start:])[:, -1])
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
+    return tokens
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 @pytest.mark.parametrize("prompt_length, new", [(5, 20), (30, 40), (40, 3)])
-def test_generation_with_and_without_cache_agree(changes, prompt_length, new):
+def test_generation_with_a_cache_is_that_without(changes, prompt_length, new):
     model, prompt = make(**changes), some_tokens(B=2, T=prompt_length)
-    cached = generate(model, prompt, new, temperature=0)
-    plain = generate(model, prompt, new, temperature=0, use_cache=False)
-    assert cached.shape == (2, prompt_length + new)
-    assert torch.equal(cached, plain) and torch.equal(cached[:, :prompt_length], prompt)
+    found = generate(model, prompt, new, temperature=0)
+    assert found.shape == (2, prompt_length + new)
+    assert torch.equal(found, continued(model, prompt, new))
+    assert torch.equal(found[:, :prompt_length], prompt)
 
 
 def test_sampling_follows_the_distribution():
     model, prompt = make(), some_tokens(B=1, T=4).repeat(4000, 1)
     logits = model.logits(model.hidden(prompt[:1])[:, -1])[0]
-    draw = torch.Generator().manual_seed(0)
-    new = generate(model, prompt, 1, temperature=0.7, top_k=3, generator=draw)[:, -1]
-    top = logits.topk(3)
+
+    def sampled():
+        torch.manual_seed(0)
+        return generate(model, prompt, 1, temperature=0.7, top_k=3)[:, -1]
+
+    new, top = sampled(), logits.topk(3)
     expected = (top.values / 0.7).softmax(-1)
     frequency = torch.stack([(new == i).float().mean() for i in top.indices])
     assert frequency.sum().item() == pytest.approx(1)
     torch.testing.assert_close(frequency, expected, atol=0.04, rtol=0)
-    again = generate(model, prompt, 1, 0.7, 3, torch.Generator().manual_seed(0))[:, -1]
-    assert torch.equal(new, again)
+    assert torch.equal(new, sampled())
+
+
+def test_a_sample_from_more_tokens_than_there_are():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    assert sample_token(logits, 1.0, top_k=50, top_p=1.0).item() in range(3)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_generation_has_no_dropout_and_leaves_the_mode_as_it_was(training):
+    model, prompt = make(dropout=0.5).train(training), some_tokens(B=2, T=5)
+    found = [generate(model, prompt, 10, temperature=0) for _ in range(2)]
+    assert torch.equal(*found) and model.training == training
+
+
+def test_rows_are_written_until_the_last_has_ended():
+    model, prompt = make(), some_tokens(B=2, T=5)
+    free = generate(model, prompt, 20, temperature=0)
+    stop = int(free[0, 8])
+    assert stop not in free[1, 5:12]
+    found = generate(model, prompt, 20, temperature=0, stop=stop)
+    assert (found[0, 8:] == stop).all() and torch.equal(found[1, :12], free[1, :12])
+
+
+def test_health_of_the_output_is_that_of_its_distribution():
+    model, tokens = make(dropout=0.5), some_tokens(B=9)
+    targets = tokens.roll(-1, 1)
+    targets[:, 20:] = IGNORE
+    found = output_health(model, tokens, targets)
+    assert model.training
+    model.eval()
+    p = model.predict(tokens[:8, :20]).softmax(-1)  # 8 rows of 32 are the 256 positions it takes
+    entropy, top1 = -(p * p.log()).sum(-1).mean(), p.amax(-1).mean()
+    assert found["health/output_entropy"].item() == pytest.approx(entropy.item(), rel=1e-4)
+    assert found["health/output_top1"].item() == pytest.approx(top1.item(), rel=1e-4)

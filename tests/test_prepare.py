@@ -1,22 +1,25 @@
 """`python data.py`: text, JSONL and Parquet become token files, whole or not at all."""
 
 import gzip
+import hashlib
 import json
 import os
-import shlex
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 from conftest import ROOT, environment
 
 import data
-import prepare
-from config import ConfigError
+from steady.cli import ConfigError
+from steady.tokens import TokenWriter, find_files
+from tools import prepare
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
 TEMPLATE = (
@@ -41,7 +44,7 @@ def made(tmp_path, capsys):
     """made(*arguments, expect=0) → what `python data.py` printed."""
 
     def made(*arguments, expect=0):
-        code = data.main([*map(str, arguments)])
+        code = prepare.main([*map(str, arguments)])
         out, err = capsys.readouterr()
         assert code == expect, err
         return out + err
@@ -54,7 +57,7 @@ def tokenizer(tmp_path_factory):
     """Folder of a small BPE tokenizer with a chat template, trained by the program itself."""
     folder = tmp_path_factory.mktemp("tokenizer")
     source = write_jsonl(folder / "t.jsonl", [{"text": text} for text in texts(300)])
-    assert data.main([str(source), f"--out={folder}", "--train_tokenizer=400"]) == 0
+    assert prepare.main([str(source), f"--out={folder}", "--train_tokenizer=400"]) == 0
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -77,12 +80,15 @@ def read(folder, split="train"):
 
 def files_of(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file()}  # fmt: skip
+            if p.is_file()}
 
 
-def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, tokenizer):
+def test_documents_are_what_the_tokenizer_alone_makes_of_them(
+    tmp_path, made, tokenizer, monkeypatch
+):
     from transformers import AutoTokenizer
 
+    monkeypatch.setattr(prepare, "CHUNK_BYTES", 4000)
     alone, found = AutoTokenizer.from_pretrained(tokenizer), texts(200)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [*found, ""]])
     told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, "--val-fraction", 0.2)
@@ -97,6 +103,8 @@ def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, to
     n_bytes = sum(len(text.encode()) for text in found)
     metas = [json.loads((tmp_path / f"o/{s}.bin.json").read_text()) for s in ("train", "val")]
     assert sum(meta["bytes"] for meta in metas) == n_bytes
+    content = (tmp_path / "o/train.bin").read_bytes()
+    assert metas[0]["checksum"] == hashlib.sha256(content).hexdigest()
     mixture = data.load_mixture([str(tmp_path / "o")], "train", 8, 0)
     assert mixture.decode(documents["train"][0][:-1]) == alone.decode(documents["train"][0][:-1])
     assert mixture.vocab_size == len(alone) and mixture.end_of_text == alone.eos_token_id
@@ -120,6 +128,8 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
         outputs.append(files_of(tmp_path / f"o{workers}"))
     assert outputs[0] == outputs[1] == outputs[2]
     assert {"train.bin.mask", "val.bin", "train.bin.docs"} <= set(outputs[0])
+    masks = [mask for split in ("train", "val") for _, mask in read(tmp_path / "o1", split)]
+    assert sum(all(mask) for mask in masks) >= 150 and sum(mask[0] == 0 for mask in masks) == 50
 
 
 def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
@@ -152,9 +162,9 @@ def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", [
         {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}, {"messages": chat},
         {"messages": chat[:3]}, {"messages": chat[1:]},
-    ])  # fmt: skip
+    ])
     made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tokenizer,
-         "--val_fraction", 0)  # fmt: skip
+         "--val_fraction", 0)
     text, pair, talk, open_end, greeting = read(tmp_path / "o")
     assert text == (alone("all of it")["input_ids"] + [end], [1] * len(text[0]))
     prompt, reply = alone("the cat")["input_ids"], alone(" sat")["input_ids"]
@@ -196,7 +206,13 @@ def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenize
     text, pair = read(tmp_path / "o")
     assert text[0] == [start, *plain("the cat")["input_ids"], end]
     assert pair == ([start, *plain("a")["input_ids"], *plain("b")["input_ids"], end],
-                    [0, 0, 1, 1])  # fmt: skip
+                    [0, 0, 1, 1])
+    (tmp_path / "long.txt").write_text("\n".join(texts(300)))
+    made(tmp_path / "long.txt", "--out", tmp_path / "p", "--tokenizer", tmp_path / "llama",
+         "--val_fraction", 0.3)
+    for split in ("train", "val"):
+        ((ids, _),) = read(tmp_path / "p", split)
+        assert ids[0] == start and start not in ids[1:] and ids[-1] == end and end not in ids[:-1]
 
 
 def test_parquet_and_packed_files(tmp_path, made):
@@ -204,7 +220,7 @@ def test_parquet_and_packed_files(tmp_path, made):
     zstandard = pytest.importorskip("zstandard")
     found = texts(500)
     pq.write_table(pa.table({"id": range(500), "body": found}), tmp_path / "a.parquet",
-                   row_group_size=120)  # fmt: skip
+                   row_group_size=120)
     lines = "".join(json.dumps({"body": text}) + "\n" for text in found)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
@@ -220,7 +236,7 @@ def test_parquet_and_packed_files(tmp_path, made):
     assert "columns id, body; expected text (see --text_field)" in told
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-100])
     assert "cannot be unpacked" in made(tmp_path / "torn.jsonl.gz", "--out", tmp_path / "x",
-                                        "--text_field", "body", expect=2)  # fmt: skip
+                                        "--text_field", "body", expect=2)
 
 
 def test_pyarrow_missing_is_said(tmp_path, made, monkeypatch):
@@ -252,7 +268,7 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
     if "messages" in bad:  # all lines will be so: it cannot be left out
         assert "chat template" in told
         assert "chat template" in made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad",
-                                       expect=2)  # fmt: skip
+                                       expect=2)
         return
     assert f"{tmp_path / 'a.jsonl'}:701: " in told and "--skip_bad" in told
     told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad")
@@ -269,11 +285,30 @@ def test_text_that_is_not_utf8(tmp_path, made, tokenizer):
     assert read(tmp_path / "o")[0][0] == [*b"the cat\n\xffsat\n", 256]
 
 
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path, made, tokenizer):
+    from transformers import AutoTokenizer
+
+    endless = AutoTokenizer.from_pretrained(tokenizer)
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "endless")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "endless", expect=2)
+    assert "has no end-of-text" in told
+
+
+def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
+    chunk = prepare.Chunk("a", "lines", [b'{"prompt": "the cat", "response": "sat"}'], 1)
+    for folder in (None, tokenizer):
+        encoder = prepare.Encoder(folder, prepare.Options())
+        here, there = encoder(chunk), pickle.loads(pickle.dumps(encoder))(chunk)
+        assert repr(here) == repr(there)
+
+
 def test_an_id_never_wraps(tmp_path):
-    writer = prepare.TokenWriter(tmp_path / "train.bin", 50257)
+    writer = TokenWriter(tmp_path / "train.bin", 50257)
     with pytest.raises(ConfigError, match="to 70000; expected ids below 50257"):
         writer.add(np.array([5, 70000]), np.array([2]), None, 9)
-    large = prepare.TokenWriter(tmp_path / "val.bin", 100_000)
+    large = TokenWriter(tmp_path / "val.bin", 100_000)
     large.add(np.array([5, 70000]), np.array([2]), None, 9)
     large.close()
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
@@ -312,8 +347,11 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
     for number, left in ((signal.SIGINT, False), (signal.SIGKILL, True)):
         shutil.rmtree(tmp_path / "o/.preparing", ignore_errors=True)
         command = [sys.executable, str(ROOT / "data.py"), str(large), "--out", str(tmp_path / "o")]
-        process = subprocess.Popen(command, env=environment(), start_new_session=True,
-                                   stderr=subprocess.PIPE, text=True)  # fmt: skip
+        # SIGINT is ignored where pytest itself was started in the background of a script
+        process = subprocess.Popen(
+            command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         draft = tmp_path / "o/.preparing/train.bin"
         while process.poll() is None and not (draft.exists() and draft.stat().st_size > 10**6):
             time.sleep(0.01)
@@ -325,7 +363,7 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
         assert {name: now[name] for name in before} == before
         assert all(name in before or name.startswith(".preparing") for name in now)
         assert "Traceback" not in told
-    assert len(data.find_files(str(tmp_path / "o"), "train")) == 1
+    assert len(find_files(str(tmp_path / "o"), "train")) == 1
     made(source, "--out", tmp_path / "o")  # and that of the killed one is gone
     assert files_of(tmp_path / "o") == before
 
@@ -345,41 +383,64 @@ def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeyp
 
         made(source, "--out", tmp_path / "o", "--val_fraction", 0.2)
         monkeypatch.setattr(prepare.Path, "rename", rename)
-        data.main([str(other), "--out", str(tmp_path / "o"), "--val_fraction", "0.2"])
+        prepare.main([str(other), "--out", str(tmp_path / "o"), "--val_fraction", "0.2"])
         monkeypatch.undo()
-        assert data.find_files(str(tmp_path / "o"), "train") == []
+        assert find_files(str(tmp_path / "o"), "train") == []
 
 
+def write_large(path, mb):
+    """mb MB of lines in a file a hundredth of that size."""
+    lines = "".join(json.dumps({"text": f"{i} " * 200}) + "\n" for i in range(1000)).encode()
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(max(1, round(mb * 1e6 / len(lines)))):
+            file.write(lines)
+    return path
+
+
+def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1 << 14)
+    peaks = []
+    for mb in (0.5, 0.5, 2):  # the first time also imports
+        source = write_large(tmp_path / "a.jsonl.gz", mb)
+        tracemalloc.start()
+        prepare.prepare([str(source)], prepare.Options(out=str(tmp_path / "o"), workers=1))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.1 * peaks[1] < 1e6, peaks
+
+
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path):
     """80 MB of lines in a small file, and one row group of Parquet with 90 MB."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    lines = "".join(json.dumps({"text": f"{i} " * 2000}) + "\n" for i in range(100)).encode()
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
-        for _ in range(80_000_000 // len(lines)):
-            file.write(lines)
     column = pa.array([f"{i:015d}" * 400 for i in range(15_000)])  # 90 MB in one row group
     pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet", use_dictionary=False)
+    pq.write_table(pa.table({"text": column[:10]}), tmp_path / "few.parquet")
+    # from a small process, so that the figure is not that of this one, which it would begin with
     code = (
-        "import resource, sys, prepare\n"
-        "inputs, out = sys.argv[1:]\n"
-        "print(prepare.prepare([inputs], prepare.Options(out=out, workers=2)))\n"
-        "print(max(resource.getrusage(who).ru_maxrss for who in\n"
-        "          (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))\n"
+        "import resource, subprocess, sys\n"
+        "subprocess.run([sys.executable, *sys.argv[1:]], check=True)\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
     )
-    for name in ("a.jsonl.gz", "b.parquet"):
-        command = [sys.executable, "-c", code, str(tmp_path / name), str(tmp_path / "o")]
-        # from a shell, so that the figure is not that of this process, which it would begin with
-        done = subprocess.run(shlex.join(command) + "; exit $?", shell=True, env=environment(),
-                              capture_output=True, text=True)  # fmt: skip
+
+    def peak(source):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(ROOT / "data.py"), str(source), "--workers", "2",
+             "--out", str(tmp_path / "o"), "--val_fraction", "0"],
+            env=environment(), capture_output=True, text=True,
+        )
         assert done.returncode == 0, done.stderr
-        peak = int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
-        assert peak < 170e6, (name, peak)
+        return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+
+    few = peak(write_large(tmp_path / "few.jsonl.gz", 0.4)), peak(tmp_path / "few.parquet")
+    many = peak(write_large(tmp_path / "a.jsonl.gz", 80)), peak(tmp_path / "b.parquet")
+    assert many[0] < few[0] + 30e6 and many[1] < few[1] + 60e6, (few, many)
 
 
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
     (tmp_path / "a.txt").write_text("\n".join(texts(800)))
     told = made(tmp_path / "a.txt", "--out", tmp_path / "o", "--train_tokenizer", 300,
-                "--val_fraction", 0.1)  # fmt: skip
+                "--val_fraction", 0.1)
     assert "vocabulary 300 (bpe-300@" in told
     from transformers import AutoTokenizer
 

@@ -1,105 +1,335 @@
-"""What the README says is so: its commands run as they are written, its patches apply and train."""
+"""The README and docs/ say what is so: commands run as written, snippets apply and train."""
 
+import dataclasses
+import importlib.metadata
+import json
 import os
 import re
+import runpy
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Process, column, environment
+import torch._dynamo  # noqa: F401  # by any first optimizer: once here, not in each fork
+from conftest import ROOT, TINY, Process, column
+from packaging.requirements import Requirement
 
 import config
-import model
-import prepare
+from steady.report import describe_event
+from steady.slowdowns import CAUSES
+from tools import generate, prepare
 
 README = (ROOT / "README.md").read_text()
+CHINESE = (ROOT / "README.zh-CN.md").read_text()
+HACKING = (ROOT / "docs" / "hacking.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "README.zh-CN.md",
+                                             *sorted((ROOT / "docs").glob("*.md")))}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(text: str, *languages: str) -> list[str]:
+    """Contents of fenced blocks: of all, or of those in some languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if not languages or language in languages]
 
 
-@pytest.fixture
-def clone(tmp_path) -> Path:
-    """The files of the repository in a folder of their own."""
-    for name in ("checkpoint", "config", "convert", "data", "model", "monitor", "prepare", "train"):
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    shutil.copy(ROOT / "requirements.txt", tmp_path)
-    return tmp_path
+def inline_code(text: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", text)
 
 
-def test_commands_run_as_written(clone):
-    """The default run, though only a tenth of its steps, then to resume it, then two processes."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(clone / "cache")}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+def copy_files(to: Path) -> Path:
+    """What train.py needs of the repository, without whatever else lies there."""
+    to.mkdir()
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt")):
+        shutil.copy(file, to)
+    for folder in ("steady", "tools"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def shell(command: str, folder: Path, python: str, **variables) -> str:
+    """What a command prints with this Python first on the PATH; it must succeed."""
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path,
+           "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     env.pop("PYTHONPATH", None)
-    printed = []
-    for command in blocks("sh"):
-        command = command.replace("python train.py\n", "python train.py --max_steps 100\n")
-        done = subprocess.run(
-            command, shell=True, cwd=clone, env=env, capture_output=True, text=True, timeout=900
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed.append(done.stdout)
-    assert len(printed) == 3
-    # 2.65 here; the standard library differs between versions of Python.
+    done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def shape(line: str) -> str:
+    """A line of output without its numbers and the time that is left."""
+    return re.sub(r" *\d[\d.e+-]*[kM]?", " #", line.partition(" | left ")[0])
+
+
+def test_commands_run_as_written(tmp_path):
+    """Installing apart, and with fewer steps: the default run, its resume, two processes."""
+    clone = copy_files(tmp_path / "clone")
+    first, resume, two = (command.strip() for command in blocks(README, "sh"))
+    install, _, train = first.partition(" && ")
+    assert install == "pip install -r requirements.txt"
+    few = "--eval_steps 2 --max_steps"
+
+    printed = shell(f"{train} {few} 20", clone, sys.executable)
+    assert "step 20/20" in printed and "goodput" in printed
+    assert len(printed.split("sample  of what it writes:")[1].strip()) > 100
+    if "1 x cpu" in printed:
+        shown = next(block for block in blocks(README, "") if block.startswith("step "))
+        shapes = {shape(line) for line in printed.splitlines()}
+        assert [line for line in shown.splitlines() if shape(line) not in shapes] == ["…"]
+    losses = column(clone / "runs/001", "train/loss")
+    assert list(losses) == [1, 20] and losses[20] < losses[1]
+
+    printed = shell(f"{resume} {few} 23", clone, sys.executable)
+    assert "at step 20" in printed and "step 23/23" in printed
+    assert list(column(clone / "runs/001", "train/loss")) == [1, 20, 21, 23]
+
+    printed = shell(f"{two} {few} 3", clone, sys.executable)
+    assert "2 x cpu" in printed or "2 x cuda" in printed
+    assert list(column(clone / "runs/002", "train/loss")) == [1, 3]
+
+
+@pytest.mark.slow
+def test_first_command_in_an_empty_environment(tmp_path):
+    """With the pinned versions; installing the ranges over them must change none."""
+    clone = copy_files(tmp_path / "clone")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = str(tmp_path / "venv/bin/python")
+    shell("pip install -r requirements-dev.txt", clone, python)
+    pinned = shell("pip freeze", clone, python)
+    printed = shell(f"{blocks(README, 'sh')[0].strip()} --max_steps 100", clone, python)
+    assert "step 100/100" in printed
+    # 2.65 here; the standard library differs between versions of Python
     assert column(clone / "runs/001", "val/bits_per_byte")[100] < 2.9
-    assert "step 100/100" in printed[0] and "goodput" in printed[0]
-    assert len(printed[0].split("sample  of what it writes:")[1].strip()) > 100
-    assert "nothing to do" in printed[1]
-    assert "2 x cpu" in printed[2] or "2 x cuda" in printed[2]
-    assert column(clone / "runs/002", "train/loss")[60] < 2.6
+    assert shell("pip freeze", clone, python) == pinned
 
 
-CHANGES = ["optimizer", "block", "data source", "metric"]
+def commands(text: str) -> list[list[str]]:
+    """The words of each `python …` or `torchrun …` line, from the script on."""
+    lines = "".join(blocks(text, "sh", "bash")).splitlines() + inline_code(text)
+    words = [shlex.split(line.rpartition("&& ")[2]) for line in lines
+             if re.match(r"(pip .*&& )?(srun )?(python|torchrun) .*\.py", line)]
+    return [line[next(i for i, word in enumerate(line) if word.endswith(".py")):]
+            for line in words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_valid(page):
+    for script, *argv in commands(PAGES[page]):
+        if script == "train.py" and "--help" not in argv:
+            config.resolve(config.parse(argv))
+        elif script == "data.py" and argv[0] != "show":
+            parser = prepare.make_parser(prepare.Options, "data.py", "", "")
+            parser.add_argument("inputs", nargs="+")
+            prepare.read_flags(parser, argv)
+        elif script == "model.py":
+            kind = {"generate": generate.GenerateOptions, "export": generate.ExportOptions}[argv[0]]
+            parser = generate.make_parser(kind, "model.py", "", "")
+            parser.add_argument("positional", nargs=2 if argv[0] == "generate" else 3)
+            generate.read_flags(parser, argv)
+
+
+# --- requirements ----------------------------------------------------------------------------
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    found = [Requirement(line) for line in lines if line]
+    return [r for r in found if not r.marker or r.marker.evaluate()]
+
+
+def test_requirements_keep_what_is_installed():
+    """So that the README's first command leaves a torch of the user's own alone."""
+    pins = {r.name: next(iter(r.specifier)).version for r in requirements("requirements-dev.txt")}
+    for r in requirements("requirements.txt"):
+        assert [s.operator for s in r.specifier] == [">="], r
+        assert r.specifier.contains(importlib.metadata.version(r.name)), r
+        assert r.specifier.contains(pins[r.name]), r
+    torch = next(r for r in requirements("requirements.txt") if r.name == "torch")
+    for version in ("2.11.0+cu128", "2.13.0+cpu", "2.15.0"):
+        assert torch.specifier.contains(version)
+    listed = re.search(r"^dependencies = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(),
+                       re.DOTALL | re.MULTILINE)
+    assert {str(r).lower() for r in requirements("requirements.txt")} == {
+        str(Requirement(line)).lower() for line in json.loads(listed[1])}
+
+
+def test_tests_have_an_environment_of_their_own():
+    """For their pins would replace an installed torch."""
+    install = next(block for block in blocks(README, "bash") if "requirements-dev.txt" in block)
+    first, second = install.splitlines()
+    assert re.fullmatch(r"python -m venv (\S+) && \. \1/bin/activate", first)
+    assert second == "pip install -r requirements-dev.txt && python -m pytest"
+    assert all([s.operator for s in r.specifier] == ["=="]
+               for r in requirements("requirements-dev.txt"))
+
+
+# --- how to change things --------------------------------------------------------------------
+
+SNIPPETS = re.findall(r"^## Another (.*?)\n\nIn `(\w+\.py)`, replace\n\n```python\n(.*?)```\n\nwith"
+                      r"\n\n```python\n(.*?)```$", HACKING, re.DOTALL | re.MULTILINE)
+
+
+def train_in(clone: Path, corpus: Path) -> dict[int, float]:
+    """The losses of the train.py in `clone`, in a fork of this process, which has torch already."""
+    argv = ["train.py", *TINY, "--log_interval", "1", "--data", str(corpus), "--out_dir", "r",
+            "--no_tensorboard"]
+
+    def hook():
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(str(ROOT)):
+                del sys.modules[name]
+        sys.path[:] = [str(clone), *(p for p in sys.path if Path(p).resolve() != ROOT)]
+        sys.argv = argv
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as end:  # the only way it should end
+            sys.stdout.flush()
+            os._exit(end.code or 0)
+        raise AssertionError("train.py returned")
+
+    process = Process(clone, [], hook)
+    assert process.code() == 0, process.text()
+    return column(clone / "r", "train/loss")
 
 
 @pytest.fixture(scope="module")
-def unpatched(corpus, tmp_path_factory) -> dict[int, float]:
+def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
     """The losses of the program as it is."""
-    folder = tmp_path_factory.mktemp("unpatched")
-    process = Process(folder, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", "r"])
-    assert process.code() == 0, process.text()
-    return column(folder / "r", "train/loss")
+    return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
 
-@pytest.mark.parametrize("patch, changed", list(zip(blocks("diff"), CHANGES, strict=True)),
-                         ids=CHANGES)  # fmt: skip
-def test_patches_apply_and_train(clone, corpus, unpatched, patch, changed):
-    applied = subprocess.run(["git", "apply", "-"], cwd=clone, input=patch, text=True,
-                             capture_output=True)  # fmt: skip
-    assert applied.returncode == 0, applied.stderr
-    command = [sys.executable, "train.py", *TINY, "--log_interval", "1", "--data", str(corpus),
-               "--out_dir", "after"]  # fmt: skip
-    done = subprocess.run(command, cwd=clone, env={**environment(), "PYTHONPATH": ""},
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    after = column(clone / "after", "train/loss")
+def test_hacking_has_four_snippets():
+    assert [what for what, *_ in SNIPPETS] == ["optimizer", "block", "data source", "metric"]
+
+
+@pytest.mark.parametrize("what, file, old, new", SNIPPETS, ids=[what for what, *_ in SNIPPETS])
+def test_snippets_apply_and_train(tmp_path, corpus, unchanged, what, file, old, new):
+    clone = copy_files(tmp_path / "clone")
+    text = (clone / file).read_text()
+    assert text.count(old) == 1
+    (clone / file).write_text(text.replace(old, new))
+    after = train_in(clone, corpus)
     assert after[12] < after[1]
-    if changed == "metric":
-        assert after == unpatched  # it looks on and changes nothing
-        assert len(column(clone / "after", "health/head_norm")) == 12
+    if what == "metric":
+        assert after == unchanged  # it watches and changes nothing
+        assert len(column(clone / "r", "health/head_norm")) == 12
     else:
-        assert after != unpatched
+        assert after != unchanged
 
 
-def test_options_and_files_it_names_exist():
-    fields = {f.name for f in config.dataclasses.fields(config.Config)}
-    flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z_-]*[a-z])", README)}
-    for options in (prepare.Options, model.GenerateOptions, model.ExportOptions):
-        fields |= {f.name for f in config.dataclasses.fields(options)}
-    known = fields | {"nproc_per_node", "max_restarts", "help"}
+# --- what the pages say ----------------------------------------------------------------------
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_and_files_exist(page):
+    text = PAGES[page]
+    options = (config.Config, prepare.Options, generate.GenerateOptions, generate.ExportOptions)
+    known = {f.name for kind in options for f in dataclasses.fields(kind)}
+    known |= {f"no_{name}" for name in known} | {"help"}
+    known |= {"nproc_per_node", "max_restarts"}  # of torchrun
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
-    for script in ("monitor.py", "tests/bench/__main__.py"):
+    for script in ("tools/report.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
-    assert flags - known == set()
-    for name in re.findall(r"`((?:tests/)?[\w/]+\.py)`|\]\((\w+\.md)\)", README):
-        assert (ROOT / "".join(name)).exists(), name
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z_-]*[a-z])", text)
+    assert {flag.replace("-", "_") for flag in flags} - known == set()
+    for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
+        assert (page.parent / link).exists(), link
+    for anchor in re.findall(r"\]\(([\w.-]*\.md#[\w-]+)\)", text):
+        file, _, name = anchor.partition("#")
+        titles = re.findall(r"^##+ (.*)$", (page.parent / file).read_text(), re.MULTILINE)
+        assert name in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles], anchor
 
 
-def test_the_map_of_the_house_has_the_right_sizes():
-    for name, lines in re.findall(r"^\| `(\w+\.py)` .* \| (\d+) \|$", README, re.MULTILINE):
-        actual = len((ROOT / name).read_text().splitlines())
-        assert abs(actual - int(lines)) <= 20, f"{name} has {actual} lines, README says {lines}"
+@pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
+def test_map_names_every_file(text):
+    """And each of them once."""
+    rows = [line.split("|")[1] for line in text.splitlines() if re.match(r"\| `[\w/]+\.py`", line)]
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    files = [path for folder in (".", "steady", "tools") for path in (ROOT / folder).glob("*.py")]
+    actual = [path.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py"]
+    assert sorted(named) == sorted(actual)
+
+
+def test_warning_is_as_printed():
+    """The numbers are from a real run, so only the words can grow old."""
+    causes = [f"{CAUSES['data']} (85%)", "unexplained (15%)"]
+    phases = [("data", 20.4), ("forward", 1.65), ("backward", 1.51)]
+    event = dict(kind="step", since=401, before=30.1, after=53.7, percent=78, creeps=False,
+                 phases=phases, causes=causes)
+    assert f"warning: step 520: {describe_event(event)}\n" in blocks(README)
+
+
+def test_pages_link_both_ways():
+    for page in PAGES:
+        if page.parent.name == "docs":
+            assert f"(docs/{page.name})" in README and f"(docs/{page.name})" in CHINESE
+            assert "(../README.md)" in PAGES[page]
+    assert "(README.zh-CN.md)" in README and "(README.md)" in CHINESE
+
+
+def test_both_readmes_have_the_same_commands():
+    def sections(text: str) -> list[list[str]]:
+        return [sorted(inline_code(part)) for part in text.split("\n## ")]
+
+    def whole_commands(text: str) -> list[str]:
+        return [code for code in inline_code(text) if re.match("python |pip |torchrun ", code)]
+
+    assert blocks(README) == blocks(CHINESE)
+    assert whole_commands(README) == whole_commands(CHINESE)
+    # within a section, sentences may name them in another order
+    for english, chinese in zip(sections(README), sections(CHINESE), strict=True):
+        assert english == chinese
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+def cells(text: str, title: str) -> list[list[str]]:
+    """The rows of the table under a title."""
+    table = [line for line in text.split(f"\n## {title}\n")[1].split("\n## ")[0].splitlines()
+             if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def short(ratio: float) -> str:
+    return f"{ratio:.4g}" if 0.95 < ratio < 1.05 else f"{ratio:.3g}"
+
+
+def measured() -> list[list[str]]:
+    """What and against what, ratio, spread, ours, theirs of each figure on record."""
+    rows = []
+    for f in json.loads((ROOT / "tests/bench/results/cpu.json").read_text())["figures"]:
+        low, high = min(f["ratios"]), max(f["ratios"])
+        spread = f"{short(low)} to {short(high)}" if len(f["ratios"]) > 1 else ""
+        ratio = short(statistics.median(f["ratios"]))
+        rows.append([f["what"], f["reference"], ratio, spread, f["ours"], f["theirs"]])
+    return rows
+
+
+def test_figures_are_those_on_record():
+    listed = cells(PAGES[ROOT / "docs/benchmarks.md"], "All figures")
+    assert [row[:6] for row in listed] == measured()
+    on_record = [row[2:4] for row in measured()]
+    for text, title in ((README, "Figures"), (CHINESE, "性能数据")):
+        shown = cells(text, title)
+        assert len(shown) == 6
+        for *_, ratio, spread, command in shown:
+            assert [ratio, spread.replace("～", " to ")] in on_record
+            name = re.search(r"tests\.bench (\w+)", command)[1]
+            assert (ROOT / "tests/bench" / f"{name}.py").exists()

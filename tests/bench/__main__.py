@@ -10,6 +10,7 @@ Each is a module of this folder with `main(options) -> [Figure]`, and runs in a 
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -17,80 +18,78 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy
 import torch
-import transformers
 
-import train
+from steady.device import device_name, pick_device, pick_dtype
+from steady.rundir import provenance
 from tests.bench.common import Figure, picture, table
 
 NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "loading",
-         "resume", "preparation", "documents", "million", "slowdowns", "startup",
-         "scaling"]  # fmt: skip
+         "resume", "preparation", "documents", "million", "slowdowns", "startup", "scaling"]
 ON_REQUEST = ["crash", "gpu"]
 
 
 def machine() -> dict:
-    device = train.pick_device("auto", 0)
-    about = train.provenance()
+    device, notes = pick_device("auto", 0), provenance()
     return {
-        "date": about["started"],
-        "commit": about["commit"],
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else train.cpu_name(),
-        "precision": str(train.pick_dtype("auto", device)).removeprefix("torch."),
+        "date": notes["started"],
+        "commit": notes["commit"],
+        "device": device_name(device),
+        "precision": str(pick_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "python": about["python"],
-        "torch": about["torch"],
-        "transformers": transformers.__version__,
-        "numpy": numpy.__version__,
+        "python": notes["python"],
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
     }
 
 
-def main():
+def run_apart(names: list[str], flags: list[str]) -> tuple[list[Figure], list[str]]:
+    """(figures, benchmarks that failed), each benchmark in a process of its own."""
+    figures, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        for name in names:
+            print(f"--- {name}", flush=True)
+            argv = [sys.executable, "-m", "tests.bench", name, *flags, "--json", str(file)]
+            if subprocess.run(argv).returncode:
+                failed.append(name)
+            else:
+                figures += [Figure(**f) for f in json.loads(file.read_text())["figures"]]
+    return figures, failed
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench",
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+                                     description=__doc__.split("\n")[0])
     known = f"of {', '.join(NAMES)}; and, on request, {', '.join(ON_REQUEST)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--quick", action="store_true", help="a tiny size, to see that they work")
-    parser.add_argument(
-        "--json",
-        help="write the figures, with machine and versions, to this file, "
-        "and a picture of them beside it",
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and "
+                        "versions, to this file, and a picture of them beside it")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
     parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
             parser.error(f"{name}: expected one {known}")
-    began, about, figures, failed = time.perf_counter(), machine(), [], []
+    began, about, failed = time.perf_counter(), machine(), []
     names = options.names or NAMES
     if len(names) == 1:
         figures = importlib.import_module(f"tests.bench.{names[0]}").main(options)
     else:
-        given = {"nanogpt": options.nanogpt, "text": options.text, "model": options.model}
-        flags = [f"--{name}={value}" for name, value in given.items() if value]
-        flags += ["--quick"] * options.quick
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "figures.json"
-            for name in names:
-                print(f"--- {name}", flush=True)
-                argv = [sys.executable, "-m", "tests.bench", name, *flags, "--json", str(file)]
-                if subprocess.run(argv).returncode:
-                    failed.append(name)
-                else:
-                    figures += [Figure(**f) for f in json.loads(file.read_text())["figures"]]
+        passed_on = {"nanogpt": options.nanogpt, "text": options.text, "model": options.model}
+        flags = [f"--{name}={value}" for name, value in passed_on.items() if value]
+        figures, failed = run_apart(names, flags + ["--quick"] * options.quick)
     if options.json:
         record = {**about, "quick": options.quick,
-                  "figures": [dataclasses.asdict(f) for f in figures]}  # fmt: skip
+                  "figures": [dataclasses.asdict(f) for f in figures]}
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
         Path(options.json).with_suffix(".svg").write_text(picture(record))
     print(table([figure.row() for figure in figures]))
     print(f"{time.perf_counter() - began:.0f} s"
-          + (f"; failed: {', '.join(failed)}" if failed else ""))  # fmt: skip
-    sys.exit(bool(failed))
+          + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,19 +1,33 @@
-"""What the benchmarks share: kinds that take turns, ratios with their spread, the table."""
+"""What the benchmarks share: figures and their table, measuring in turns, train.py's own loop."""
 
 import contextlib
+import gc
 import html
+import io
+import json
 import math
 import multiprocessing
+import os
+import resource
 import statistics
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 
 import config
 import train
-from model import Transformer
+from steady import faults
+from tools import commands
+
+CPU = torch.device("cpu")
+
+# --- figures ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -43,11 +57,19 @@ class Figure:
         spread = f"{short(low)} to {short(high)}" if len(self.ratios) > 1 else ""
         verdict = {None: "", True: f"{self.aim}: met", False: f"{self.aim}: missed"}[self.met]
         return [self.what, self.reference, short(self.ratio), spread, self.ours, self.theirs,
-                verdict]  # fmt: skip
+                verdict]
 
 
 def short(ratio: float) -> str:
     return f"{ratio:.4g}" if 0.95 < ratio < 1.05 else f"{ratio:.3g}"
+
+
+def compare(what: str, reference: str, ours: list[float], theirs: list[float], unit: str,
+            aim: str = "") -> Figure:
+    """The figure of two measurements, one a round; unit: how a median is written, "{:.1f} ms"."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Figure(what, reference, ratios, aim, unit.format(statistics.median(ours)),
+                  unit.format(statistics.median(theirs)))
 
 
 COLUMNS = ["what", "against", "ratio", "spread", "ours", "theirs", "aim"]
@@ -58,105 +80,15 @@ def table(rows: list[list[str]]) -> str:
     rows = [COLUMNS, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-             for row in rows]  # fmt: skip
+             for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
-
-
-def ratios(over: list[float], under: list[float]) -> list[float]:
-    """Round by round."""
-    return [a / b for a, b in zip(over, under, strict=True)]
-
-
-class Off:
-    """In the place of a monitor: does nothing."""
-
-    seconds = 0.0
-
-    def phase(self, name):
-        pass
-
-    def due(self, step, every=None):
-        return False
-
-    def health(self, step, named_parameters):
-        return contextlib.nullcontext()
-
-    def step(self, *args, **kwargs):
-        pass
-
-
-def make_run(flags: list[str]) -> SimpleNamespace:
-    """What `train.update` needs of a train.Run, made as train.py makes it, with no monitor."""
-    cfg = config.resolve(config.parse(flags))
-    device = train.pick_device(cfg.device, 0)
-    dtype = train.pick_dtype(cfg.precision, device)
-    model = Transformer(cfg).to(device)
-    return SimpleNamespace(
-        cfg=cfg, device=device, dtype=dtype, model=model, named=list(model.named_parameters()),
-        optimizers=train.make_optimizers(model, cfg, device), monitor=Off(),
-        scaler=torch.amp.GradScaler(device.type, enabled=False),
-        autocast=torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
-    )  # fmt: skip
-
-
-def train_step(run: SimpleNamespace, tokens: torch.Tensor):
-    with run.autocast:
-        loss = run.model(tokens, tokens)[0] / tokens.numel()
-    loss.backward()
-    train.update(run, run.named, 1)
-
-
-def wait(device: torch.device):
-    """For what is queued on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def serve(pipe, make, args):
-    """In a process of its own: make the step once, then run it so many times as is asked for."""
-    step = make(*args)
-    for n in iter(pipe.recv, 0):
-        began = time.perf_counter()
-        for _ in range(n):
-            step()
-        pipe.send((time.perf_counter() - began) / n)
-
-
-def take_turns(kinds: dict, rounds: int, steps: int = 1, warm_up: int = 1) -> dict:
-    """kinds: {name: (make, *args)} → {name: [seconds a step, of each round]}.
-
-    make(*args) returns what makes one step. Each kind lives in a process of its own, so that
-    neither its memory nor its settings touch another's, and they take turns: what else the machine
-    does falls on all of them.
-    """
-    context, workers = multiprocessing.get_context("spawn"), {}
-    for name, (make, *args) in kinds.items():
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, make, args), daemon=True)
-        process.start()
-        there.close()
-        workers[name] = process, here
-    found = {name: [] for name in kinds}
-    try:
-        for i in range(-1, rounds):
-            for name, (_, pipe) in workers.items():
-                pipe.send(steps if i >= 0 else warm_up)
-                seconds = pipe.recv()
-                if i >= 0:
-                    found[name].append(seconds)
-    finally:
-        for process, pipe in workers.values():
-            with contextlib.suppress(OSError):
-                pipe.send(0)
-            process.join(30)
-    return found
 
 
 def picture(record: dict) -> str:
     """SVG: how many times better than each reference, on a logarithmic axis; a line is the spread.
 
-    record: what --json wrote. Where the aim is to be small (time, memory), better is 1 / ratio.
-    What has no aim, or is a small share of its reference, is not shown.
+    record: what --json wrote. Where small is good (time, memory), better is 1 / ratio. Figures
+    without an aim are left out, and those that are a small share of their reference.
     """
     figures = [Figure(**figure) for figure in record["figures"]]
     figures = [f for f in figures if f.aim and f.ours and f.theirs and 0.05 < f.ratio < 20]
@@ -178,7 +110,7 @@ def picture(record: dict) -> str:
             f'height="14" fill="{colour}"/><path d="M{low:.0f} {y}H{high:.0f}" stroke="#222"/>',
             f'<text x="{max(zero, high) + 6:.0f}" y="{y + 5}">'
             f"{statistics.median(better):.3g} x</text>",
-        ]  # fmt: skip
+        ]
     bottom = 40 + line * len(figures)
     title = f"times better than the reference; {record['device']}, {record['precision']}"
     return (
@@ -188,3 +120,155 @@ def picture(record: dict) -> str:
         + "\n".join(body)
         + f'<path d="M{zero} 28V{bottom}" stroke="#222"/></svg>\n'
     )
+
+
+# --- measuring in turns ----------------------------------------------------------------------
+
+
+def seconds(call, *args) -> float:
+    began = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - began
+
+
+def in_turns(measures: dict, rounds: int) -> dict:
+    """{name: measure} → {name: [measure() of each round]}, in alternating order.
+
+    So whatever else the machine does falls on all of them.
+    """
+    found = {name: [] for name in measures}
+    for i in range(rounds):
+        for name in list(measures)[:: -1 if i % 2 else 1]:
+            found[name].append(measures[name]())
+    return found
+
+
+def new_process(**more) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), **more)
+
+
+def take_turns(makers: dict, rounds: int, steps: int = 1, warm_up: int = 1) -> dict:
+    """{name: (make, *args)} → {name: [seconds a step, of each round]}.
+
+    make(*args) returns a function that makes n steps. Each lives in a process of its own, so that
+    neither its memory nor its settings affect another.
+    """
+    with contextlib.ExitStack() as stack:
+        measures = {}
+        for name, maker in makers.items():
+            process = stack.enter_context(new_process(initializer=start, initargs=maker))
+            process.submit(step_seconds, warm_up).result()
+            measures[name] = lambda p=process: p.submit(step_seconds, steps).result()
+        return in_turns(measures, rounds)
+
+
+def start(make, *args):
+    global make_steps  # in a process of take_turns
+    make_steps = make(*args)
+
+
+def step_seconds(n: int) -> float:
+    return seconds(make_steps, n) / n
+
+
+def apart(call, *args) -> tuple:
+    """call(*args) in a process of its own, and the MB of memory that it had at its peak."""
+    with new_process() as process:
+        return process.submit(with_peak_mb, call, *args).result()
+
+
+def with_peak_mb(call, *args) -> tuple:
+    return call(*args), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+@contextlib.contextmanager
+def silence():
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        yield
+
+
+def wait(device: torch.device):
+    """For what is queued on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def repeat(step, device: torch.device = CPU):
+    """step() → a function that makes n steps and waits for them."""
+
+    def make_steps(n: int):
+        for _ in range(n):
+            step()
+        wait(device)
+
+    return make_steps
+
+
+def matrix_products(n: int, device: torch.device, dtype: torch.dtype):
+    """A function that makes products of n x n matrices, 2 n^3 operations each."""
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return repeat(partial(torch.mm, a, b, out=torch.empty_like(a)), device)
+
+
+# --- train.py, in pieces ---------------------------------------------------------------------
+
+
+class Off:
+    """In the place of a monitor: does nothing."""
+
+    nonfinite_in_a_row = 0
+    phase = add_losses = step = staticmethod(lambda *args: None)
+    health = staticmethod(lambda *args: contextlib.nullcontext())
+
+
+class Countdown:
+    """In the place of faults.Stop: ends training after `left` steps."""
+
+    signal, save, left = 0, False, 0
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def random_tokens(path: Path, n: int, vocab_size: int):
+    path.parent.mkdir(exist_ok=True)
+    np.random.default_rng(0).integers(0, vocab_size, n, dtype=np.uint16).tofile(path)
+
+
+def make_run(flags: list[str]) -> train.Run:
+    """A run as train.py sets it up, with no monitor, evaluation or checkpoints.
+
+    Its tokens are random: nothing can be learned from them, so gradients stay as they are.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        random_tokens(Path(folder) / "train.bin", 10**6, config.parse(flags).vocab_size)
+        run = train.set_up([*flags, "--data", folder, "--max_steps", str(10**9), "--warmup_steps",
+                            "0", "--eval_interval", "0", "--save_interval", "0"])
+    run.monitor, run.stop = Off(), Countdown()
+    return run
+
+
+def train_steps(run: train.Run, steps: int = 1):
+    """Make so many more updates in train.py's own loop."""
+    run.stop.left = steps
+    train.train(run)
+    wait(run.device)
+
+
+def train_log(flags: list) -> list[dict]:
+    """The rows that train.py logs with these flags. It runs in this process; writes no sample."""
+    train.sample = lambda run: ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        argv = [*map(str, flags), "--eval_interval", "0", "--save_interval", "0", "--out_dir",
+                folder]
+        assert faults.exit_code(commands.main, argv) == 0
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    gc.enable()  # which training switches off
+    return [json.loads(line) for line in lines]
+
+
+def logged_step_ms(flags: list) -> float:
+    """The median of what train.py logs with these flags, without the first step."""
+    ms = [row["perf/step_ms_median"] for row in train_log(flags) if "perf/step_ms_median" in row]
+    return statistics.median(ms[1:])

@@ -3,30 +3,36 @@
     python -m tests.bench documents
 
 The documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
-seq_len). Runs of a few steps alternate in one process; the ratio is of real
-tokens, without padding, a second. Then what the loader alone hands out, the waste for other
-windows, and what the loss of each dataset of a mixture costs.
+seq_len). Runs of a few steps alternate in one process; the ratio is of real tokens, without
+padding, a second. Then what the loader alone hands out, the waste for other windows, and what the
+loss of each dataset of a mixture costs.
 """
 
-import contextlib
-import io
-import json
 import statistics
 import tempfile
-import time
+from collections import deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import data
-import train
 from config import Config
-from data import load_mixture
-from prepare import TokenWriter
-from tests.bench.common import Figure, ratios
+from monitor import add_by_dataset
+from steady.tokens import TokenWriter
+from tests.bench.common import (
+    Figure,
+    compare,
+    in_turns,
+    logged_step_ms,
+    random_tokens,
+    repeat,
+    seconds,
+    train_log,
+)
 
-SEQ_LEN, BATCH, MICRO, STEPS, ROUNDS = 512, 64, 16, 34, 3
+SEQ_LEN, BATCH, MICRO = 512, 64, 16
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
     "fixed": (["--group_window", "0"], SEQ_LEN),
     "dynamic": (["--group_window", "0"], 8),
@@ -45,106 +51,89 @@ def write_corpus(folder: Path, n: int):
     writer.close()
 
 
-def real_tokens_per_second(folder: Path, flags: list[str], steps: int) -> float:
+def real_tokens_per_second(folder: Path, kind: str, quick: bool) -> float:
     """Of a run of the program itself, without its first steps."""
-    argv = ["--data", str(folder), "--data_mode", "documents", "--seq_len", str(SEQ_LEN),
-            "--batch_size", str(BATCH), "--micro_batch_size", str(MICRO), "--max_steps", str(steps),
-            "--log_interval", "1", "--save_interval", "0", "--eval_interval", "0",
-            "--no_tensorboard", "--out_dir", str(folder / "run"), "--overwrite",
-            *flags]  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert train.command(argv) == 0
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    flags, data.Mixture.ROUND = KINDS[kind]
+    steps = 4 if quick else 10 if kind == "fixed" else 34
+    rows = train_log(["--data", folder, "--data_mode", "documents", "--seq_len", SEQ_LEN,
+                      "--batch_size", BATCH, "--micro_batch_size", MICRO, "--max_steps", steps,
+                      "--log_interval", 1, "--no_tensorboard", *flags])
     rows = [row for row in rows if "train/loss" in row][2:]
-    seconds = sum(row["perf/step_ms"] for row in rows) / 1e3
-    return (rows[-1]["train/tokens"] - rows[0]["train/tokens"]) / seconds
+    ms = sum(row["perf/step_ms"] for row in rows)
+    return (rows[-1]["train/tokens"] - rows[0]["train/tokens"]) / ms * 1e3
 
 
-def waste(found, steps: int, batch: int, micro: int) -> float:
-    size = found.size(0, steps * batch, micro)
+def padding(mixture: data.Mixture, batch: int = BATCH, micro: int = MICRO) -> float:
+    size = mixture.size(0, 192 * batch, micro)
     return 1 - size.real_tokens / size.tokens
 
 
-def dataset_loss_cost(folder: Path) -> list[float]:
+def load_alone(folder: Path, kind: str) -> float:
+    """Share of padding; prints what the loader hands out with no model behind it."""
+    data.Mixture.ROUND = KINDS[kind][1]
+    mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents",
+                                packing=kind == "packed")
+    if kind == "grouped":
+        mixture.group_by_length(32, BATCH)
+    found = padding(mixture, 20, 10) if kind == "packed" else padding(mixture)
+    cfg = Config(batch_size=BATCH)
+    batches = data.loader(mixture, cfg, 0, 200, MICRO, 0, 1, torch.device("cpu"), 0)
+    took = seconds(deque, batches, 0)  # keeps none
+    rate = mixture.size(0, 200 * BATCH, MICRO).real_tokens / took / 1e6
+    lengths = {int(mixture.row_length(n)) for n in range(1, SEQ_LEN + 1)}
+    print(f"{kind:8s} padding {found:6.1%}, loader {rate:.1f} M real tokens/s; at most "
+          f"{len(lengths)} lengths of rows")
+    return found
+
+
+def print_windows(folder: Path):
+    print("grouped, padding by window in steps:", end="")
+    for window in (0, 1, 4, 8, 16, 32, 64):
+        mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents")
+        mixture.group_by_length(window, BATCH)
+        print(f"  {window}: {padding(mixture):.1%}", end="")
+    print()
+
+
+def dataset_loss_percent(folder: Path) -> list[float]:
     """Per cent of a step that the losses by dataset cost at log_interval 10, of pairs of runs."""
-    for name in ("a", "b"):
-        (folder / name).mkdir()
-        np.zeros(500_000, np.uint16).tofile(folder / name / "train.bin")
-    sources = [str(folder / name / "train.bin") for name in ("a", "b")]
-    costs = []
-    for i in range(6):
-        ms = {}
-        for on in ((True, False), (False, True))[i % 2]:
-            argv = ["--data", *sources, "--vocab_size", "257", "--max_steps", "60",
-                    "--log_interval", "10", "--save_interval", "0", "--no_tensorboard",
-                    "--out_dir", str(folder / "run"), "--overwrite",
-                    f"--loss_by_dataset={on}"]  # fmt: skip
-            with contextlib.redirect_stdout(io.StringIO()):
-                assert train.command(argv) == 0
-            lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-            found = [json.loads(line).get("perf/step_ms_median") for line in lines]
-            ms[on] = statistics.median(x for x in found if x)
-        costs.append(100 * (ms[True] / ms[False] - 1))
-    return costs
+    sources = [folder / name / "train.bin" for name in ("a", "b")]
+    for source in sources:
+        random_tokens(source, 500_000, 257)
+    flags = ["--data", *sources, "--vocab_size", 257, "--max_steps", 60, "--log_interval", 10,
+             "--no_tensorboard"]
+    ms = in_turns({switch: partial(logged_step_ms, [*flags, switch])
+                   for switch in ("--loss_by_dataset", "--no_loss_by_dataset")}, 6)
+    return [100 * (on / off - 1) for on, off in zip(*ms.values(), strict=True)]
 
 
 def dataset_loss_us() -> float:
     """us inside the addition of one micro-batch's losses by dataset."""
-    totals, source = torch.zeros(2, 2), torch.arange(24) % 2
-    batch = data.Batch(None, None, None, source)
-    losses, counts = torch.rand(24, requires_grad=True) * 2, torch.full((24,), 64)
-    began = time.perf_counter()
-    for _ in range(2000):
-        train.add_by_dataset(totals, batch, losses, counts)
-    return (time.perf_counter() - began) / 2000 * 1e6
+    batch = data.Batch(None, torch.ones(24, 64, dtype=torch.long), source=torch.arange(24) % 2)
+    totals, losses = torch.zeros(2, 2), torch.rand(24, 64)
+    add = repeat(partial(add_by_dataset, totals, losses, batch))
+    return seconds(add, 2000) / 2000 * 1e6
 
 
 def main(options) -> list[Figure]:
-    figures, rounds = [], 1 if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "documents"
         write_corpus(folder, 20_000)
-        rates, padded = {name: [] for name in KINDS}, {}
-        for _ in range(rounds):
-            for name, (more, multiple) in KINDS.items():
-                data.Mixture.ROUND = multiple
-                steps = 4 if options.quick else 10 if name == "fixed" else STEPS
-                rates[name].append(real_tokens_per_second(folder, more, steps))
+        rates = in_turns({kind: partial(real_tokens_per_second, folder, kind, options.quick)
+                          for kind in KINDS}, 1 if options.quick else 3)
         print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
-              "20 rows in micro-batches of 10")  # fmt: skip
-        for name, (_, multiple) in KINDS.items():
-            data.Mixture.ROUND = multiple
-            packing = name == "packed"
-            found = load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents",
-                                 packing=packing)  # fmt: skip
-            if name == "grouped":
-                found.group_by_length(32, BATCH)
-            padded[name] = waste(found, 192, *((20, 10) if packing else (BATCH, MICRO)))
-            cfg = Config(batch_size=BATCH, seq_len=SEQ_LEN, max_steps=200)
-            began, n = time.perf_counter(), 0
-            for _ in data.loader(found, cfg, 0, MICRO, 0, 1, torch.device("cpu"), 0):
-                n += 1
-            seconds = time.perf_counter() - began
-            loaded = found.size(0, 200 * BATCH, MICRO).real_tokens / seconds / 1e6
-            shapes = {int(found.row_length(n)) for n in range(1, SEQ_LEN + 1)}
-            print(f"{name:8s} padding {padded[name]:6.1%}, loader {loaded:.1f} M real tokens/s; "
-                  f"at most {len(shapes)} lengths of rows")  # fmt: skip
-            if name == "fixed":
-                continue
-            figures.append(Figure(
-                f"documents, {name}: real tokens", "all padded to seq_len",
-                ratios(rates[name], rates["fixed"]), "",
-                f"{statistics.median(rates[name]):.0f}/s, {padded[name]:.1%} padding",
-                f"{statistics.median(rates['fixed']):.0f}/s, {padded['fixed']:.1%} padding",
-            ))  # fmt: skip
-        print("grouped, padding by window in steps:", end="")
-        for window in (0, 1, 4, 8, 16, 32, 64):
-            found = load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents")
-            found.group_by_length(window, BATCH)
-            print(f"  {window}: {waste(found, 192, BATCH, MICRO):.1%}", end="")
-        print()
-        costs = [0.0] if options.quick else dataset_loss_cost(Path(place))
-        print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
-              f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
-              "for each micro-batch")  # fmt: skip
+              "20 rows in micro-batches of 10")
+        padded = {kind: load_alone(folder, kind) for kind in KINDS}
+        print_windows(folder)
+        costs = [0.0] if options.quick else dataset_loss_percent(Path(place))
+    print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
+          f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
+          "for each micro-batch")
+    figures, reference = [], rates.pop("fixed")
+    for kind, rate in rates.items():
+        figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,
+                         reference, "{:.0f}/s")
+        figure.ours += f", {padded[kind]:.1%} padding"
+        figure.theirs += f", {padded['fixed']:.1%} padding"
+        figures.append(figure)
     return figures

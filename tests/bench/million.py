@@ -2,7 +2,7 @@
 
     python -m tests.bench million
 
-A real Monitor (light, a log every 50 steps, metrics.jsonl and TensorBoard in a temporary
+A real monitor (light, a log every 50 steps, metrics.jsonl and TensorBoard in a temporary
 directory) with constant numbers and nothing to train. Prints for each tenth of the steps how long
 one takes (over chunks of 1,000 steps: the median, and the fastest tenth of them, which other
 processes on the machine disturb less), and the memory, the descriptors and the threads at its
@@ -10,33 +10,29 @@ end; then what a step of this monitor takes against one of a new monitor, in tur
 the steps, and what closing takes.
 """
 
-import contextlib
 import gc
 import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from config import Config
-from monitor import PHASES, Monitor, count_files, rss_bytes
-from tests.bench.common import Figure, ratios
+from steady.telemetry import count_files, rss_bytes
+from tests.bench.common import Figure, compare, in_turns, make_run, seconds, silence
+from tests.bench.monitor_cost import FLAGS, empty_steps, with_monitor
 
 CHUNK = 1000
 
 
-def chunk(monitor, first: int, loss, grad_norm) -> float:
-    """Microseconds a step of CHUNK steps."""
-    began = time.perf_counter()
-    for step in range(first, first + CHUNK):
-        for name in PHASES:
-            monitor.phase(name)
-        monitor.phase("other")
-        monitor.step(step, 1e-3, loss, grad_norm, tokens=1000)
-    return (time.perf_counter() - began) / CHUNK * 1e6
+def step_us(run) -> float:
+    """Microseconds a step of CHUNK steps. Garbage is collected after them: the loop's work."""
+    with silence():
+        found = seconds(empty_steps, run, CHUNK) / CHUNK * 1e6
+    gc.collect()
+    return found
 
 
 def open_files() -> int:
@@ -50,59 +46,39 @@ def open_files() -> int:
 
 def main(options) -> list[Figure]:
     steps = 20_000 if options.quick else 1_000_000
-
-    cfg = Config(monitor="light", log_interval=50, max_steps=2 * steps, batch_size=10, seq_len=100)
-    loss, grad_norm = torch.tensor(1.0), torch.tensor(1.0)
-    print(f"{steps} steps, a log every {cfg.log_interval}\n")
+    print(f"{steps} steps, a log every 50\n")
     print("tenth   us/step: median   fastest tenth    RSS MB  files  threads")
     rows = []
-
-    def new_monitor(folder: Path) -> Monitor:
-        folder.mkdir()
-        return Monitor(
-            cfg, start_step=0, flops_per_token=10**6, peak=None, device=torch.device("cpu"),
-            out_dir=folder, tensorboard_dir=folder / "tensorboard",
-        )  # fmt: skip
-
-    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
-        folder = Path(name) / "old"
-        monitor = new_monitor(folder)
-        gc.disable()  # as train.train does
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        off = make_run(FLAGS)
+        with silence():
+            run = with_monitor(off, folder / "old", log_interval=50)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # as in training
         for tenth in range(10):
-            times = []
-            for first in range(tenth * steps // 10 + 1, (tenth + 1) * steps // 10, CHUNK):
-                with contextlib.redirect_stdout(null):
-                    times.append(chunk(monitor, first, loss, grad_norm))
-                gc.collect()  # every 1,000 steps, not timed: it belongs to the loop
-                if first == 1:
-                    gc.freeze()
+            times = [step_us(run) for _ in range(steps // 10 // CHUNK)]
             rows.append((statistics.median(times), np.percentile(times, 10), rss_bytes() / 1e6,
-                         open_files(), len(os.listdir("/proc/self/task"))))  # fmt: skip
+                         open_files(), len(os.listdir("/proc/self/task"))))
             print("{:5d} {:17.1f} {:15.1f} {:9.2f} {:6d} {:8d}".format(tenth + 1, *rows[-1]),
-                  flush=True)  # fmt: skip
-        new = new_monitor(Path(name) / "new")
-        pairs = []
-        for first in range(1, steps // 10, CHUNK):
-            with contextlib.redirect_stdout(null):
-                pairs.append((chunk(monitor, steps + first, loss, grad_norm),
-                              chunk(new, first, loss, grad_norm)))  # fmt: skip
-            gc.collect()
-        size = (folder / "metrics.jsonl").stat().st_size / 1e6
-        began = time.perf_counter()
-        monitor.close()
-        closing = time.perf_counter() - began
-        new.close()
+                  flush=True)
+        with silence():
+            new = with_monitor(off, folder / "new", log_interval=50)
+        found = in_turns({"old": partial(step_us, run), "new": partial(step_us, new)},
+                         steps // 10 // CHUNK)
+        size = (folder / "old/metrics.jsonl").stat().st_size / 1e6
+        closing = seconds(run.monitor.close)
+        new.monitor.close()
     _, _, rss, files, threads = zip(*rows, strict=True)
     print(f"\nRSS from the second tenth to the last {rss[-1] - rss[1]:+.2f} MB, descriptors "
           f"{'constant' if len(set(files)) == 1 else 'CHANGE'}, threads "
-          f"{'constant' if len(set(threads)) == 1 else 'CHANGE'}")  # fmt: skip
+          f"{'constant' if len(set(threads)) == 1 else 'CHANGE'}")
     print(f"close(): {closing:.2f} s, RSS {rss_bytes() / 1e6 - rss[-1]:+.1f} MB, "
-          f"for {size:.1f} MB of metrics.jsonl")  # fmt: skip
-    old, young = zip(*pairs, strict=True)
+          f"for {size:.1f} MB of metrics.jsonl")
     return [
-        Figure(f"the monitor after {steps:,} steps: time", "a new monitor", ratios(old, young),
-               "<= 1.05", f"{statistics.median(old):.1f} us a step",
-               f"{statistics.median(young):.1f} us a step"),
+        compare(f"the monitor after {steps:,} steps: time", "a new monitor", found["old"],
+                found["new"], "{:.1f} us a step", "<= 1.05"),
         Figure(f"the monitor after {steps:,} steps: memory", "after a fifth of them",
                [rss[-1] / rss[1]], "<= 1.005", f"{rss[-1]:.1f} MB", f"{rss[1]:.1f} MB"),
-    ]  # fmt: skip
+    ]

@@ -2,30 +2,24 @@
 
     python -m tests.bench naive
 
-Same model, random tokens and fused AdamW in one process; blocks of steps of each kind are
-interleaved. "plain" watches nothing; each row below adds one habit to it; "naive" has them all;
-"ours" has the Monitor (light, a log every 50 steps, metrics.jsonl and TensorBoard). Prints the
-milliseconds a step that each adds to the plain block of its round, and the factor: the median
-over rounds, and the quartiles. "inside" is the time spent in the habit's own lines, which the
-noise of the machine hardly touches, and the factor that it makes; it lacks what the habit slows
-down elsewhere (the step under the profiler, a loss without reduction).
+Same model, random tokens and fused AdamW in one process; blocks of steps of each kind take turns.
+"plain" watches nothing; each row adds one habit to it, then all of them, then the Monitor instead
+(light, a log every 50 steps, metrics.jsonl and TensorBoard). "Time in its own lines" is what the
+noise of the machine hardly touches; it lacks what a habit slows down elsewhere, as the profiler
+does the step.
 """
 
-import contextlib
-import gc
-import os
 import statistics
 import tempfile
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.utils.tensorboard import SummaryWriter
 
-import train
-from tests.bench import monitor_cost
-from tests.bench.common import Figure, make_run, ratios, wait
+from tests.bench.common import Figure, Off, compare, in_turns, make_run, silence, train_steps
+from tests.bench.monitor_cost import FLAGS, block, time_calls, with_monitor
 
 TENSORBOARD = "TensorBoard: 10 add_scalar, every step"
 LOSS = "loss.item()"
@@ -37,136 +31,86 @@ HABITS = (TENSORBOARD, LOSS, GRADIENTS, WEIGHTS, SAMPLES, PROFILER)
 DATASETS = ("web", "code", "books")
 
 
-@contextlib.contextmanager
-def inside(run):
-    began = time.perf_counter()
-    yield
-    run.inside += time.perf_counter() - began
+class Naive(Off):
+    """In the place of a monitor: what loops do by habit in each step."""
 
+    def __init__(self, run, habits, folder: Path):
+        self.run, self.habits, self.writer = run, habits, SummaryWriter(folder)
+        self.parameters = list(run.model.named_parameters())
+        self.scalars = {"loss": 0.0, "lr": 0.0, **{f"scalar/{i}": float(i) for i in range(8)}}
+        self.profile = None
 
-def step_of(run, habits, step: int, writer):
-    """Step number `step`; with `habits` empty, as train.train makes it with no monitor."""
-    monitor = run.monitor
-    train.seed_everything(run.cfg.seed, step, 0)
-    lr = train.set_learning_rate(run.optimizers, train.learning_rate(step, run.cfg))
-    monitor.phase("data")
-    tokens, targets = monitor_cost.random_batch(run)
-    monitor.phase("forward")
-    with run.autocast:
-        if SAMPLES in habits:
-            logits = run.model.logits(run.model.hidden(tokens)).flatten(0, 1)
-            each = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(tokens)
-            loss = each.sum() / tokens.numel()
-        else:
-            loss = run.model(tokens, targets)[0] / tokens.numel()
-    monitor.phase("backward")
-    loss.backward()
-    scalars = {"loss": 0.0, "lr": lr, **{f"scalar/{i}": float(i) for i in range(8)}}
-    if SAMPLES in habits:
-        with inside(run):
+    def phase(self, name):
+        if name == "data" and PROFILER in self.habits and (self.run.step + 1) % 50 == 0:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+        if name == "optimizer" and GRADIENTS in self.habits:
+            self.norms = {name: p.grad.norm().item() for name, p in self.parameters}
+
+    def add_losses(self, losses, batch):
+        if SAMPLES in self.habits:
             by_dataset = {name: [] for name in DATASETS}
-            for i, sample in enumerate(each.detach().mean(1)):
+            for i, sample in enumerate(losses.mean(1)):
                 by_dataset[DATASETS[i % len(DATASETS)]].append(sample.item())
-    if LOSS in habits:
-        with inside(run):
-            scalars["loss"] = loss.item()
-    if GRADIENTS in habits:
-        with inside(run):
-            run.norms = {name: p.grad.norm().item() for name, p in run.named}
-    monitor.phase("optimizer")
-    grad_norm = train.update(run, run.named, step)
-    monitor.phase("other")
-    if WEIGHTS in habits:
-        with inside(run):
-            run.norms = {name: p.detach().norm().item() for name, p in run.named}
-    if TENSORBOARD in habits:
-        with inside(run):
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-    monitor.step(step, lr, loss.detach(), grad_norm, tokens=tokens.numel())
+        if LOSS in self.habits:
+            self.scalars["loss"] = losses.mean().item()
+
+    def step(self, step, learning_rate, *values):
+        if WEIGHTS in self.habits:
+            self.norms = {name: p.detach().norm().item() for name, p in self.parameters}
+        if TENSORBOARD in self.habits:
+            self.scalars["lr"] = learning_rate
+            for name, value in self.scalars.items():
+                self.writer.add_scalar(name, value, step)
+        if self.profile:
+            self.profile.stop()
+            self.profile = None
+
+    def close(self):
+        self.writer.close()
 
 
-def block(run, habits, first: int, steps: int, writer) -> tuple[float, float]:
-    """Milliseconds a step, and how many of them inside the habits or the monitor."""
-    run.inside = run.monitor.seconds = 0.0
-    began = time.perf_counter()
-    for step in range(first, first + steps):
-        if PROFILER in habits and step % 50 == 0:
-            with inside(run):
-                profile = torch.profiler.profile()
-                profile.start()
-            step_of(run, habits, step, writer)
-            with inside(run):
-                profile.stop()
-        else:
-            step_of(run, habits, step, writer)
-    wait(run.device)
-    seconds = time.perf_counter() - began
-    return seconds / steps * 1e3, (run.inside + run.monitor.seconds) / steps * 1e3
+def with_habits(run, habits, folder: Path):
+    run = replace(run, step=49)
+    run.monitor = Naive(run, habits, folder)
+    train_steps(run)  # the first profile of a process takes seconds
+    return run
 
 
 def main(options) -> list[Figure]:
     steps, blocks = (5, 1) if options.quick else (50, 15)
-    from torch.utils.tensorboard import SummaryWriter
-
-    kinds = {"plain": (), **{habit: (habit,) for habit in HABITS}, "naive": HABITS, "ours": ()}
-    ms, within = ({kind: [] for kind in kinds} for _ in range(2))
-    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as null:
+    with tempfile.TemporaryDirectory() as name, silence():
         folder = Path(name)
-        run = make_run(["--optimizer", "adamw", *monitor_cost.FLAGS])
-        off = run.monitor
-        with contextlib.redirect_stdout(null):
-            monitor = monitor_cost.make_monitor(run, "light", 50, folder / "ours")
-        timed = monitor_cost.Timed(monitor)
-        writers = {kind: SummaryWriter(folder / str(i)) for i, kind in enumerate(kinds)}
-        for kind in kinds:  # the first profile of a process takes seconds
-            block(run, kinds[kind], 50, 1, writers[kind])
-        gc.collect()
-        gc.freeze()
-        gc.disable()  # in all of them, as train.train does
-        for i in range(blocks):
-            order = list(kinds)[:: 1 if i % 2 else -1]
-            for kind in order:
-                run.monitor = timed if kind == "ours" else off
-                monitor.since = monitor.step_began = time.perf_counter()
-                with contextlib.redirect_stdout(null):
-                    first = -(-steps // 50) * 50 * (i + 2) - steps + 1
-                    found, inner = block(run, kinds[kind], first, steps, writers[kind])
-                ms[kind].append(found)
-                within[kind].append(inner)
-                gc.collect()
-        monitor.close()
-        for writer in writers.values():
-            writer.close()
+        runs = {"plain": make_run(["--optimizer", "adamw", *FLAGS])}
+        for i, habits in enumerate([*((habit,) for habit in HABITS), HABITS]):
+            kind = "naive" if habits == HABITS else habits[0]
+            runs[kind] = with_habits(runs["plain"], habits, folder / str(i))
+        runs["ours"] = with_monitor(runs["plain"], folder / "ours", log_interval=50)
+        watched = {kind: run for kind, run in runs.items() if kind != "plain"}
+        for run in watched.values():
+            time_calls(run.monitor)
+        found = in_turns({kind: partial(block, run, steps) for kind, run in runs.items()}, blocks)
+        ms = {kind: [1e3 * seconds for seconds in values] for kind, values in found.items()}
+        within = {}  # ms a step of each round
+        for kind, run in watched.items():
+            inside = torch.tensor([spent for _, spent in run.monitor.inside])
+            within[kind] = (1e3 * inside.view(blocks, steps).mean(1)).tolist()
+            run.monitor.close()
 
-    print(f"default model, {run.cfg.batch_size} x {run.cfg.seq_len} tokens, {run.device.type}, "
-          f"{torch.get_num_threads()} threads, {len(ms['plain'])} rounds of {steps} steps: "
-          f"plain takes {statistics.median(ms['plain']):.4g} ms a step ({min(ms['plain']):.4g} to "
-          f"{max(ms['plain']):.4g})\n")  # fmt: skip
-
-    def spread(values, form) -> str:
-        low, middle, high = np.percentile(values, (25, 50, 75))
-        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
+    cfg, plain = runs["plain"].cfg, statistics.median(ms["plain"])
+    print(f"default model, {cfg.batch_size} x {cfg.seq_len} tokens, {torch.get_num_threads()} "
+          f"threads, {blocks} rounds of {steps} steps: plain takes {plain:.4g} ms a step "
+          f"({min(ms['plain']):.4g} to {max(ms['plain']):.4g})")
     if steps < 50:
-        print(f"Short blocks: the profile, and the log of ours, is one step in {steps}.\n")
-    plain = statistics.median(ms["plain"])
-    print(f"{'cause':42s} {'ms a step added':26s} {'factor':24s} inside, ms; factor")
-    for kind in list(kinds)[1:]:
-        pairs = list(zip(ms[kind], ms["plain"], strict=True))
-        added, factor = [m - p for m, p in pairs], [m / p for m, p in pairs]
-        inner = statistics.median(within[kind])
-        print(f"{kind:42s} {spread(added, '+.2f'):26s} {spread(factor, '.3f'):24s} {inner:.3f}; "
-              f"{1 + inner / plain:.4f}")  # fmt: skip
+        print(f"Short blocks: the profile, and the log of ours, is one step in {steps}.")
     names = {"naive": "all of these habits", "ours": "steady's monitor"}
-    figures = [
-        Figure(f"a step with {names.get(kind, kind)}: time in its own lines", "a plain step",
-               [1 + inner / plain for inner in within[kind]], "",
-               f"{plain + statistics.median(within[kind]):.1f} ms", f"{plain:.1f} ms")
-        for kind in list(kinds)[1:]
-    ]  # fmt: skip
-    figures.append(Figure("a step with all of these habits", "a step with steady's monitor",
-                          ratios(ms["naive"], ms["ours"]), "",
-                          f"{statistics.median(ms['naive']):.1f} ms",
-                          f"{statistics.median(ms['ours']):.1f} ms"))  # fmt: skip
-    return figures
+    figures = []
+    for kind, inner in within.items():
+        what = f"a step with {names.get(kind, kind)}"
+        figures += [
+            compare(what, "a plain step", ms[kind], ms["plain"], "{:.1f} ms"),
+            compare(f"{what}: time in its own lines", "a plain step",
+                    [plain + own for own in inner], [plain] * blocks, "{:.2f} ms"),
+        ]
+    return [*figures, compare("a step with all of these habits", "a step with steady's monitor",
+                              ms["naive"], ms["ours"], "{:.1f} ms")]

@@ -9,15 +9,15 @@ workers, and with the tokenizer of bytes.
 
 import json
 import os
-import statistics
 import sysconfig
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-import prepare
-from config import usable_cores
-from tests.bench.common import Figure, ratios
+from steady.device import usable_cores
+from steady.tokens import load_tokenizer
+from tests.bench.common import Figure, compare, in_turns, seconds
+from tools.prepare import Options, prepare
 
 VOCAB = 16384
 
@@ -35,7 +35,7 @@ def documents(path: str | None) -> list[str]:
 
 
 def main(options) -> list[Figure]:
-    texts = documents(options.text)
+    texts, cores = documents(options.text), usable_cores()
     texts, rounds = (texts[:300], 1) if options.quick else (texts, 5)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -43,36 +43,27 @@ def main(options) -> list[Figure]:
         with open(source, "w") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         size = sum(len(text.encode()) for text in texts) / 1e6
-        first = prepare.Options(out=str(folder / "t"), train_tokenizer=VOCAB)
-        prepare.prepare([str(source)], first)
+
+        def ours(out: str = "o", **how):
+            prepare([str(source)], Options(out=str(folder / out), **how))
+
+        ours("t", train_tokenizer=VOCAB)
         tokenizer = str(folder / "t/tokenizer")
-        fast = prepare.load_tokenizer(tokenizer).backend_tokenizer
+        fast = load_tokenizer(tokenizer).backend_tokenizer
 
         def alone():
             os.environ["TOKENIZERS_PARALLELISM"] = "true"
             for i in range(0, len(texts), 1000):
                 fast.encode_batch_fast(texts[i : i + 1000], add_special_tokens=False)
 
-        def ours(**how):
-            prepare.prepare([str(source)], prepare.Options(out=str(folder / "o"), **how))
-
-        cores = usable_cores()
-        kinds = {"tokenizers alone": alone}
+        ways = {"alone": alone}
         for workers in sorted({1, cores, 2 * cores}):
-            kinds[f"data.py, {workers} workers"] = lambda n=workers: ours(
-                tokenizer=tokenizer, workers=n
-            )
-        kinds["data.py, bytes"] = ours
-        rates = {name: [] for name in kinds}
-        for _ in range(rounds):
-            for name, run in kinds.items():
-                began = time.perf_counter()
-                run()
-                rates[name].append(size / (time.perf_counter() - began))
-    reference = rates["tokenizers alone"]
-    return [
-        Figure(f"text to tokens, {size:.0f} MB, {name}", f"tokenizers alone, {cores} cores",
-               ratios(found, reference), ">= 0.8" if f" {cores} w" in name else "",
-               f"{statistics.median(found):.1f} MB/s", f"{statistics.median(reference):.1f} MB/s")
-        for name, found in rates.items() if found is not reference
-    ]  # fmt: skip
+            ways[f"data.py, {workers} workers"] = partial(ours, tokenizer=tokenizer,
+                                                          workers=workers)
+        ways["data.py, bytes"] = ours
+        rates = in_turns({name: lambda way=way: size / seconds(way) for name, way in ways.items()},
+                         rounds)
+    reference = rates.pop("alone")
+    return [compare(f"text to tokens, {size:.0f} MB, {name}", f"tokenizers alone, {cores} cores",
+                    rate, reference, "{:.1f} MB/s", ">= 0.8" if f" {cores} w" in name else "")
+            for name, rate in rates.items()]

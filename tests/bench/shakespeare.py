@@ -11,10 +11,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-from tests.bench.common import Figure, ratios
+from tests.bench.common import Figure, compare, in_turns, seconds
 from tests.bench.small import nanogpt, some_text, write_characters
 from tests.bench.startup import TRAIN
 
@@ -23,37 +23,34 @@ OURS = ["--n_layer", "1", "--batch_size", "16", "--max_steps", "360"]
 
 
 def main(options) -> list[Figure]:
-    rounds = 1 if options.quick else 2
-    found, loss = {"ours": [], "nanogpt": []}, {"ours": [], "nanogpt": []}
-
-    def run(name: str, command: list, pattern: str, folder: Path):
-        began = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-        found[name].append(time.perf_counter() - began)
-        loss[name].append(float(re.findall(pattern, done.stdout)[-1]))
-
+    losses = {"ours": [], "nanogpt": []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data = folder / "data/shakespeare_char"
         vocab_size = write_characters(some_text(options), data)
         rows = (data / "val.bin").stat().st_size // 2 // 64
-        for _ in range(rounds):
-            quick = ["--max_steps", "5"] if options.quick else []
-            run("ours", [sys.executable, TRAIN, *OURS, "--data", data, "--vocab_size",
-                         str(vocab_size), "--eval_steps", str(rows // 16), *quick],
-                r"validation loss ([\d.]+)", folder)  # fmt: skip
-            if options.nanogpt:
-                steps = 5 if options.quick else 2000
-                run("nanogpt", nanogpt(folder, options.nanogpt, steps, "--eval_iters=20"),
-                    r"val loss ([\d.]+)", folder)  # fmt: skip
-    reached = f"{statistics.median(found['ours']):.1f} s to {statistics.median(loss['ours']):.4f}"
+        quick = ["--max_steps", "5"] if options.quick else []
+        commands = {"ours": [sys.executable, TRAIN, *OURS, "--data", data, "--vocab_size",
+                             str(vocab_size), "--eval_steps", str(rows // 16), *quick]}
+        if options.nanogpt:
+            commands["nanogpt"] = nanogpt(folder, options.nanogpt, 5 if options.quick else 2000,
+                                          "--eval_iters=20")
+
+        def run(name: str):
+            done = subprocess.run(commands[name], cwd=folder, check=True, capture_output=True,
+                                  text=True)
+            found = re.findall(r"(?:validation|val) loss ([\d.]+)", done.stdout)
+            losses[name].append(float(found[-1]))
+
+        took = in_turns({name: partial(seconds, run, name) for name in commands},
+                        1 if options.quick else 2)
+    reached = {name: f"{statistics.median(took[name]):.1f} s to "
+                     f"{statistics.median(losses[name]):.4f}" for name in took}
     figures = [Figure("characters of Shakespeare: validation loss", f"{AIM}",
-                      [x / AIM for x in loss["ours"]], "<= 1", reached)]  # fmt: skip
+                      [loss / AIM for loss in losses["ours"]], "<= 1", reached["ours"])]
     if options.nanogpt:
-        theirs = f"{statistics.median(found['nanogpt']):.1f} s to "
-        theirs += f"{statistics.median(loss['nanogpt']):.4f}"
-        figures.append(Figure("characters of Shakespeare to 1.8857: whole command",
-                              "nanoGPT's CPU recipe",
-                              ratios(found["ours"], found["nanogpt"]), "<= 0.25", reached,
-                              theirs))  # fmt: skip
+        figure = compare("characters of Shakespeare to 1.8857: whole command",
+                         "nanoGPT's CPU recipe", took["ours"], took["nanogpt"], "", "<= 0.25")
+        figure.ours, figure.theirs = reached["ours"], reached["nanogpt"]
+        figures.append(figure)
     return figures

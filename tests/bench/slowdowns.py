@@ -12,7 +12,7 @@ where jump and creep are told apart.
 
 import numpy as np
 
-from monitor import Watch
+from monitor import SlowdownDetector
 from tests.bench.common import Figure
 
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
@@ -42,7 +42,7 @@ def trace(rng, logs: int, kind: str, log_interval: int = 50):
         row[f"perf/{phase}_ms"] += grown[i]
         row |= dict.fromkeys(("perf/logging_ms", "perf/evaluation_ms", "perf/checkpoint_ms"), 0.0)
         row |= {"step": int(steps[(i + 1) * log_interval - 1]), "perf/step_ms": mean[i],
-                "perf/step_ms_median": median[i], "perf/tflops": 1 / mean[i]}  # fmt: skip
+                "perf/step_ms_median": median[i], "perf/tflops": 1 / mean[i]}
         rows.append(row)
     return rows, slow_at, phase, kind == "creep"
 
@@ -54,7 +54,7 @@ def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50
     for i in range(traces):
         kind = ("none", "jump", "creep")[i % 3]
         rows, slow_at, phase, creeps = trace(rng, logs, kind, log_interval)
-        watch = Watch()
+        watch = SlowdownDetector()
         events = [e for row in rows for e in watch.add(row) if "ended" not in e]
         slow += slow_at is not None
         early = [e for e in events if slow_at is None or e["found"] < min(slow_at, e["since"])]
@@ -74,7 +74,7 @@ def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50
         traces=traces, slow=slow, precision=1 - false / max(1, alarms), recall=found / slow,
         phase=phases / max(1, found), shape=shapes / max(1, found), false=false,
         late_jumps=late.count("jump"), late_creeps=late.count("creep"),
-    )  # fmt: skip
+    )
 
 
 def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
@@ -83,7 +83,7 @@ def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
     logs = min(steps, 10**6) // log_interval
     count = 0
     for _ in range(max(1, steps // 10**6)):
-        watch = Watch()
+        watch = SlowdownDetector()
         rows = trace(rng, logs, "none", log_interval)[0]
         count += sum("ended" not in e for row in rows for e in watch.add(row))
     return count
@@ -100,4 +100,4 @@ def main(options) -> list[Figure]:
         print(f"false alarms in {steps:,} quiet steps logged every {log_interval}: {n}")
     aims = dict(recall=">= 0.95", precision=">= 0.95", phase=">= 0.9", shape="")
     return [Figure(f"slow-downs in simulated runs: {name}", f"{traces:,} runs, answer known",
-                   [found[name]], aim) for name, aim in aims.items()]  # fmt: skip
+                   [found[name]], aim) for name, aim in aims.items()]

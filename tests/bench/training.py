@@ -1,96 +1,87 @@
 """A step of gpt2-124m against transformers' Qwen2 of that shape, its Trainer, and the matrix peak.
 
 Forward, backward, clipping and AdamW's update on random tokens, in the precision that train.py
-picks here. Each in a process of its own, with the settings it has in use: ours as train.py sets
-it up, Qwen2 in a plain loop with fused AdamW, the Trainer where accelerate is installed. The peak
-is that of products of 2048 x 2048 in the same type. Then generation from the same weights.
+picks here. Each in a process of its own, with the settings it has in use: ours in train.py's loop,
+Qwen2 in a plain loop with fused AdamW, the Trainer where accelerate is installed. The peak is that
+of products of 2048 x 2048 in the same type. Then generation from the same weights.
 """
 
 import importlib.util
-import multiprocessing
-import resource
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
 import torch
 
 import config
-import train
 from model import Transformer, flops_per_token, generate
-from tests.bench.common import Figure, make_run, ratios, take_turns, train_step, wait
+from steady import device as devices
+from tests.bench.common import (
+    CPU,
+    Figure,
+    apart,
+    compare,
+    make_run,
+    matrix_products,
+    repeat,
+    take_turns,
+    train_steps,
+    wait,
+)
 
-VOCAB = 50257
 MATRIX = 2048
 
 
-def settings() -> tuple[torch.device, torch.dtype]:
-    """As train.py picks them."""
-    device = train.pick_device("auto", 0)
-    return device, train.pick_dtype("auto", device)
+def resolved(flags: list[str]) -> tuple[config.Config, torch.device, torch.dtype]:
+    """What train.py makes of the flags here."""
+    cfg = config.resolve(config.parse(flags))
+    device = devices.pick_device(cfg.device, 0)
+    return cfg, device, devices.pick_dtype(cfg.precision, device)
 
 
-def our_flags(batch: int, seq_len: int) -> list[str]:
-    return ["--model", "gpt2-124m", "--seq_len", str(seq_len), "--batch_size", str(batch),
-            "--vocab_size", str(VOCAB), "--optimizer", "adamw"]  # fmt: skip
+def steady(flags: list[str]):
+    return partial(train_steps, make_run(flags))
 
 
-def their_config():
-    from transformers import Qwen2Config
+def qwen2_model(cfg: config.Config):
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
-    shape = config.MODELS["gpt2-124m"]
-    return Qwen2Config(
-        vocab_size=VOCAB, hidden_size=shape["d_model"], intermediate_size=shape["d_ff"],
-        num_hidden_layers=shape["n_layer"], num_attention_heads=shape["n_head"],
-        num_key_value_heads=shape["n_kv_head"], max_position_embeddings=1024,
+    return AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_ff,
+        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
+        num_key_value_heads=cfg.n_kv_head, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    ))
 
 
-def steady(batch: int, seq_len: int, compiled: bool):
-    train.keep_freed_memory(settings()[0])
-    run = make_run(our_flags(batch, seq_len))
-    if compiled:
-        run.model.compile()
-    tokens = torch.randint(VOCAB, (batch, seq_len), device=run.device)
-
-    def step():
-        train_step(run, tokens)
-        wait(run.device)
-
-    return step
-
-
-def qwen2(batch: int, seq_len: int, compiled: bool):
-    from transformers import AutoModelForCausalLM
-
-    device, dtype = settings()
+def qwen2(flags: list[str]):
+    """The plain loop that a tutorial has."""
+    cfg, device, dtype = resolved(flags)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    model = AutoModelForCausalLM.from_config(their_config()).to(device)
-    if compiled:
+    model = qwen2_model(cfg).to(device)
+    if cfg.compile:
         model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), 6e-4, weight_decay=0.1, fused=True)
-    tokens = torch.randint(VOCAB, (batch, seq_len), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), cfg.learning_rate, weight_decay=0.1,
+                                  fused=True)
 
     def step():
+        tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.seq_len), device=device)
         with autocast:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        wait(device)
 
-    return step
+    return repeat(step, device)
 
 
-def trainer(batch: int, seq_len: int):
-    """The Trainer's own loop, stopped before each step until it is asked for one."""
-    import threading
+def trainer(flags: list[str]):
+    """The Trainer's own loop in a thread, which waits before each step until one is wanted."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    device, dtype = settings()
+    cfg, device, dtype = resolved(flags)
     begin, done = threading.Semaphore(0), threading.Semaphore(0)
 
     class Turns(TrainerCallback):
@@ -101,117 +92,97 @@ def trainer(batch: int, seq_len: int):
             wait(device)
             done.release()
 
-    tokens = torch.randint(VOCAB, (seq_len,))
+    tokens = torch.randint(cfg.vocab_size, (cfg.seq_len,))
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=10**6,
-        report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=6e-4,
-        bf16=dtype == torch.bfloat16,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=cfg.batch_size,
+        max_steps=10**6, report_to=[], save_strategy="no", disable_tqdm=True,
+        learning_rate=cfg.learning_rate, bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu", optim="adamw_torch_fused",
-    )  # fmt: skip
-    data = [dict(input_ids=tokens, labels=tokens)] * (batch * 1000)
-    model = AutoModelForCausalLM.from_config(their_config())
-    loop = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Turns()])
+    )
+    data = [dict(input_ids=tokens, labels=tokens)] * (cfg.batch_size * 1000)
+    loop = Trainer(model=qwen2_model(cfg), args=arguments, train_dataset=data, callbacks=[Turns()])
     threading.Thread(target=loop.train, daemon=True).start()
 
     def step():
         begin.release()
         done.acquire()
 
-    return step
+    return repeat(step)
 
 
-def product():
-    device, dtype = settings()
-    train.keep_freed_memory(device)
-    a, b = (torch.randn(MATRIX, MATRIX, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def step():
-        for _ in range(10):
-            torch.mm(a, b, out=out)
-        wait(device)
-
-    return step
+def product(flags: list[str]):
+    _, device, dtype = resolved(flags)
+    devices.keep_freed_memory(device)
+    multiply = matrix_products(MATRIX, device, dtype)
+    return lambda n: multiply(10 * n)
 
 
-def peak_mb(make, *args) -> float:
-    """What a process that makes three steps has at most."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(three_steps, (make, args))
+def three_steps(make, flags: list[str]):
+    make(flags)(3)
 
 
-def three_steps(make, args) -> float:
-    step = make(*args)
-    for _ in range(3):
-        step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
-def writers(new_tokens: int, batch: int, ours: bool):
-    """Greedy generation with a cache, from the same weights; both made from one folder."""
-    from transformers import AutoModelForCausalLM
-
-    from convert import adopt, load_weights
+def writer(new_tokens: int, batch: int, ours: bool):
+    """Greedy generation with a cache; both have the weights of one folder."""
+    from steady.huggingface import config_from_hf, load_weights
 
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(their_config()).eval()
+    theirs = qwen2_model(resolved(our_flags(1, 1024))[0]).eval()
     prompt = torch.arange(16).repeat(batch, 1)
-    if not ours:
-        return lambda: theirs.generate(prompt, max_new_tokens=new_tokens, do_sample=False,
-                                       pad_token_id=0)  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        model = Transformer(config.resolve(adopt(config.Config(init_from=folder))))
-        load_weights(model, Path(folder))
-    train.keep_freed_memory(torch.device("cpu"))
-    return partial(generate, model, prompt, new_tokens, temperature=0)
+    write = partial(theirs.generate, prompt, max_new_tokens=new_tokens, do_sample=False,
+                    pad_token_id=0)
+    if ours:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            model = Transformer(config.resolve(config_from_hf(config.Config(init_from=folder))))
+            load_weights(model, Path(folder))
+        devices.keep_freed_memory(CPU)
+        write = partial(generate, model, prompt, new_tokens, temperature=0)
+    return repeat(write)
+
+
+def our_flags(batch: int, seq_len: int, *more: str) -> list[str]:
+    return ["--model", "gpt2-124m", "--vocab_size", "50257", "--seq_len", str(seq_len),
+            "--batch_size", str(batch), "--optimizer", "adamw", *more]
+
+
+def per_second(work: float, seconds: list[float]) -> list[float]:
+    return [work / s for s in seconds]
 
 
 def main(options) -> list[Figure]:
     batch, seq_len, rounds = (1, 64, 1) if options.quick else (4, 512, 3)
-    tokens, figures = batch * seq_len, []
-    cfg = config.resolve(config.parse(our_flags(batch, seq_len)))
+    cfg, device, _ = resolved(our_flags(batch, seq_len))
     with torch.device("meta"):
-        flops = tokens * flops_per_token(Transformer(cfg), cfg)
-    shape = f"gpt2-124m {batch} x {seq_len}"
-
-    def rate(seconds) -> str:
-        return f"{tokens / sorted(seconds)[len(seconds) // 2]:.0f} tokens/s"
-
-    for compiled in (False, True):
-        how = "compiled" if compiled else "eager"
-        kinds = {"steady": (steady, batch, seq_len, compiled),
-                 "qwen2": (qwen2, batch, seq_len, compiled), "product": (product,)}  # fmt: skip
-        if not compiled and importlib.util.find_spec("accelerate"):
-            kinds["trainer"] = (trainer, batch, seq_len)
-        found = take_turns(kinds, rounds, warm_up=2)
-        for name, reference, aim in (("qwen2", f"transformers' Qwen2, {how}", (1.15, 1.05)),
-                                     ("trainer", "Hugging Face Trainer", (2, 2))):  # fmt: skip
-            if name in found:
-                figures.append(Figure(
-                    f"{shape}, {how}", reference, ratios(found[name], found["steady"]),
-                    f">= {aim[compiled]}", rate(found["steady"]), rate(found[name]),
-                ))  # fmt: skip
-        product_flops = 20 * MATRIX**3
-        share = ratios([s / product_flops for s in found["product"]],
-                       [s / flops for s in found["steady"]])  # fmt: skip
-        figures.append(Figure(
-            f"{shape}, {how}: FLOP/s", "peak of matrix products", share,
-            ">= 0.45" if compiled else "", f"{flops / min(found['steady']) / 1e9:.0f} GFLOP/s",
-            f"{product_flops / min(found['product']) / 1e9:.0f} GFLOP/s",
-        ))  # fmt: skip
-    if settings()[0].type == "cpu":
-        ours, theirs = (peak_mb(make, batch, seq_len, False) for make in (steady, qwen2))
-        figures.append(Figure(f"{shape}, peak memory", "transformers' Qwen2", [ours / theirs],
-                              "<= 1", f"{ours:.0f} MB", f"{theirs:.0f} MB"))  # fmt: skip
-        for size in (1, 8):
-            new = 4 if options.quick else 48
-            found = take_turns({"ours": (writers, new, size, True),
-                                "theirs": (writers, new, size, False)}, rounds)  # fmt: skip
-            figures.append(Figure(
-                f"gpt2-124m, greedy generation, batch {size}", "transformers' generate",
-                ratios(found["theirs"], found["ours"]), ">= 1",
-                f"{new * size / min(found['ours']):.0f} tokens/s",
-                f"{new * size / min(found['theirs']):.0f} tokens/s",
-            ))  # fmt: skip
+        gflop = batch * seq_len * flops_per_token(Transformer(cfg), cfg) / 1e9
+    shape, figures = f"gpt2-124m {batch} x {seq_len}", []
+    for how, aim in (("eager", ">= 1.15"), ("compiled", ">= 1.05")):
+        flags = our_flags(batch, seq_len, "--compile" if how == "compiled" else "--no_compile")
+        makers = {"steady": steady, f"transformers' Qwen2, {how}": qwen2}
+        if how == "eager" and importlib.util.find_spec("accelerate"):
+            makers["Hugging Face Trainer"] = trainer
+        makers["peak of matrix products"] = product
+        found = take_turns({name: (make, flags) for name, make in makers.items()}, rounds,
+                           warm_up=2)
+        ours, peak = found.pop("steady"), found.pop("peak of matrix products")
+        rate = per_second(batch * seq_len, ours)
+        for name, theirs in found.items():
+            figures.append(compare(f"{shape}, {how}", name, rate,
+                                   per_second(batch * seq_len, theirs), "{:.0f} tokens/s",
+                                   ">= 2" if name == "Hugging Face Trainer" else aim))
+        figures.append(compare(f"{shape}, {how}: FLOP/s", "peak of matrix products",
+                               per_second(gflop, ours), per_second(20 * MATRIX**3 / 1e9, peak),
+                               "{:.0f} GFLOP/s", ">= 0.45" if how == "compiled" else ""))
+    if device.type != "cpu":
+        return figures
+    flags = our_flags(batch, seq_len, "--no_compile")
+    ours, theirs = (apart(three_steps, make, flags)[1] for make in (steady, qwen2))
+    figures.append(compare(f"{shape}, peak memory", "transformers' Qwen2", [ours], [theirs],
+                           "{:.0f} MB", "<= 1"))
+    new = 4 if options.quick else 48
+    for size in (1, 8):
+        found = take_turns({whose: (writer, new, size, whose == "ours")
+                            for whose in ("ours", "theirs")}, rounds)
+        ours, theirs = (per_second(new * size, seconds) for seconds in found.values())
+        figures.append(compare(f"gpt2-124m, greedy generation, batch {size}",
+                               "transformers' generate", ours, theirs, "{:.0f} tokens/s", ">= 1"))
     return figures

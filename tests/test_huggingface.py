@@ -1,15 +1,21 @@
 """Weights of others come in, ours go out, and the numbers are the same on both sides."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import shutil
 import subprocess
 import sys
+import weakref
 
 import pytest
+import safetensors
 import torch
-from conftest import ROOT, column, environment
+from conftest import ROOT, TINY, column, environment
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -18,17 +24,21 @@ from transformers import (
 )
 
 import config
-import convert
-import model as model_module
+import data
 import train
-from config import Config, ConfigError
-from model import Transformer, generate
+from config import Config
+from model import Transformer, generate, sample_token
+from steady import checkpoint, faults, huggingface
+from steady.cli import ConfigError
+from steady.tokens import byte_tokenizer
+from tools import commands
+from tools import generate as generation
 
 SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-             eos_token_id=256, bos_token_id=None, pad_token_id=None)  # fmt: skip
+             eos_token_id=256, bos_token_id=None, pad_token_id=None)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
-              high_freq_factor=4.0, original_max_position_embeddings=32)  # fmt: skip
+              high_freq_factor=4.0, original_max_position_embeddings=32)
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SMALL),
     "llama, head_dim": lambda: LlamaConfig(**SMALL, head_dim=24, rms_norm_eps=1e-5),
@@ -39,7 +49,7 @@ FAMILIES = {
     "qwen2": lambda: Qwen2Config(**SMALL),
     "qwen2, tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=32),
-}  # fmt: skip
+}
 
 
 def save_random(folder, found, **how):
@@ -53,9 +63,9 @@ def save_random(folder, found, **how):
 
 
 def ours_of(folder, **changes):
-    cfg = convert.adopt(Config(init_from=str(folder), **changes))
+    cfg = huggingface.config_from_hf(Config(init_from=str(folder), **changes))
     ours = Transformer(config.resolve(cfg))
-    assert convert.load_weights(ours, folder) == []
+    assert huggingface.load_weights(ours, folder) == []
     return ours.eval()
 
 
@@ -75,13 +85,12 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family
     ours = ours_of(tmp_path)
     assert relative(ours.predict(tokens), theirs(tokens).logits) < 1e-4
     targets = tokens.roll(-1, 1)
-    loss, count = ours(tokens, targets)
-    (loss / count).backward()
+    ours(tokens, targets).mean().backward()
     logits = theirs(tokens).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     expected, gradients = dict(theirs.named_parameters()), {n: p.grad for n, p in
-                                                             ours.named_parameters()}  # fmt: skip
-    for name, (mine, rows) in convert.names(ours.cfg).items():
+                                                             ours.named_parameters()}
+    for name, (mine, rows) in huggingface.hf_key_map(ours.cfg).items():
         assert relative(gradients[mine][rows], expected[name].grad) < 1e-3, name
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         a, b = ours.predict(tokens).float(), theirs(tokens).logits.float()
@@ -93,16 +102,43 @@ def test_greedy_generations_are_equal_token_for_token(tmp_path, tokens, family):
     theirs, ours = save_random(tmp_path, FAMILIES[family]()), ours_of(tmp_path)
     prompt = tokens[:, :10]
     expected = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None,
-                               pad_token_id=0)  # fmt: skip
+                               pad_token_id=0)
     assert torch.equal(generate(ours, prompt, 60, temperature=0), expected)
 
 
-def test_shards_are_read_one_by_one(tmp_path, tokens, monkeypatch):
+def test_tensors_are_read_one_at_a_time_from_all_shards(tmp_path, tokens, monkeypatch):
     theirs = save_random(tmp_path, FAMILIES["qwen3"](), max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert relative(ours_of(tmp_path).predict(tokens), theirs(tokens).logits) < 1e-4
+    plain, read, alive = safetensors.safe_open, [], []
+
+    class Counted:
+        def __init__(self, *arguments):
+            self.file = plain(*arguments)
+
+        def __enter__(self):
+            self.tensors = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def keys(self):
+            return self.tensors.keys()
+
+        def get_tensor(self, name):
+            tensor = self.tensors.get_tensor(name)
+            read.append(weakref.ref(tensor))
+            alive.append(sum(ref() is not None for ref in read))
+            return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors, "safe_open", Counted)
+        ours = ours_of(tmp_path)
+    assert len(alive) == len(theirs.state_dict()) and max(alive) <= 2  # the one before goes next
+    assert relative(ours.predict(tokens), theirs(tokens).logits) < 1e-4
 
 
+@pytest.mark.slow
 def test_memory_is_the_model_and_a_shard(tmp_path):
     """100 MB in shards of 10 MB."""
     wide = SMALL | dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=3)
@@ -110,20 +146,22 @@ def test_memory_is_the_model_and_a_shard(tmp_path):
         tmp_path, max_shard_size="10MB"
     )
     code = (
-        "import re, sys, torch, config, convert\n"
+        "import re, sys, torch, config\n"
         "from pathlib import Path\n"
+        "from model import Transformer\n"
+        "from steady.huggingface import config_from_hf, load_weights\n"
         "def status(name):\n"
         "    text = open('/proc/self/status').read()\n"
         "    return int(re.search(name + r':\\s+(\\d+)', text)[1]) * 1024\n"
-        "cfg = config.resolve(convert.adopt(config.Config(init_from=sys.argv[1])))\n"
+        "cfg = config.resolve(config_from_hf(config.Config(init_from=sys.argv[1])))\n"
         "before = status('VmRSS')\n"
-        "model = convert.Transformer(cfg)\n"
-        "convert.load_weights(model, Path(sys.argv[1]))\n"
+        "model = Transformer(cfg)\n"
+        "load_weights(model, Path(sys.argv[1]))\n"
         "size = sum(p.numel() for p in model.parameters()) * 4\n"
         "print(size, status('VmHWM') - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment(),
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     size, used = map(int, done.stdout.split())
     assert used < size + 40e6, (size, used)
@@ -133,7 +171,7 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     save_random(tmp_path / "m", FAMILIES["qwen2"]())
     flags = ["--init_from", tmp_path / "m"]
     for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "at most 128"),
-                        (["--model", "1b"], "--model 1b: the shape is that")):  # fmt: skip
+                        (["--model", "1b"], "--model 1b: the shape is that")):
         assert words in run(*flags, *more, bare=True, expect=2)
     assert "no such folder" in run("--init_from", tmp_path / "none", bare=True, expect=2)
     (tmp_path / "empty").mkdir()
@@ -149,8 +187,9 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     with pytest.raises(ConfigError, match=r"mlp.\w+_proj.weight is .*; expected"):
         ours_of(tmp_path / "m")
     (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=1)))
-    ours = Transformer(config.resolve(convert.adopt(Config(init_from=str(tmp_path / "m")))))
-    left = convert.load_weights(ours, tmp_path / "m")
+    cfg = config.resolve(huggingface.config_from_hf(Config(init_from=str(tmp_path / "m"))))
+    ours = Transformer(cfg)
+    left = huggingface.load_weights(ours, tmp_path / "m")
     assert len(left) == 12 and all("layers.1." in name for name in left)
 
 
@@ -166,7 +205,7 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
     save_random(tmp_path / "m", FAMILIES["llama"]())
     path = tmp_path / "m/config.json"
     found = json.loads(path.read_text()) | dict(model_type="odd", auto_map={
-        "AutoConfig": "odd.C", "AutoModelForCausalLM": "odd.M"})  # fmt: skip
+        "AutoConfig": "odd.C", "AutoModelForCausalLM": "odd.M"})
     path.write_text(json.dumps(found))
     flags = ["--init_from", tmp_path / "m"]
     assert "--trust_remote_code" in tune(*flags, expect=2) and not touched.exists()
@@ -175,11 +214,11 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
     touched.unlink()  # nor does a checkpoint say that it may be run
     assert "trust_remote_code" not in (tmp_path / "runs/001/config.yaml").read_text()
     assert "--trust_remote_code" in tune("--auto_resume", "--max_steps", 30, expect=2)
-    assert model_module.main(["generate", "runs/001"]) == 2 and not touched.exists()
+    assert generation.main(["generate", "runs/001"]) == 2 and not touched.exists()
 
 
 FINE = ["--seq_len", 32, "--batch_size", 8, "--max_steps", 20, "--log_interval", 1, "--eval_steps",
-        2, "--warmup_steps", 2]  # fmt: skip
+        2, "--warmup_steps", 2, "--precision", "fp32"]
 
 
 @pytest.fixture
@@ -191,18 +230,17 @@ def tune(run, corpus):
 def test_twenty_steps_are_the_same_in_both_worlds(tmp_path, tune, corpus):
     theirs = save_random(tmp_path / "m", FAMILIES["qwen2"]()).train()
     tune("--init_from", tmp_path / "m", "--out_dir", "r", "--optimizer", "adamw",
-         "--learning_rate", 1e-3, "--lr_schedule", "constant", "--precision", "fp32")  # fmt: skip
+         "--learning_rate", 1e-3, "--lr_schedule", "constant")
     saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
     in_blocks = [p for n, p in theirs.named_parameters() if p.ndim == 2 and "layers." in n]
     others = [p for p in theirs.parameters() if not any(p is q for q in in_blocks)]
     optimizer = torch.optim.AdamW(
         [dict(params=in_blocks, weight_decay=saved.weight_decay), dict(params=others,
-         weight_decay=0.0)], lr=1e-3, betas=(saved.beta1, saved.beta2))  # fmt: skip
-    mixture = train.load_mixture([str(corpus)], "train", 32, saved.seed)
+         weight_decay=0.0)], lr=1e-3, betas=(saved.beta1, saved.beta2))
+    mixture = data.load_mixture([str(corpus)], "train", 32, saved.seed)
     losses = {}
     for step in range(20):
-        tokens, targets, *_ = train.to_device(mixture.batch(8 * step, 8 * step + 8),
-                                              torch.device("cpu"))  # fmt: skip
+        tokens, targets, *_ = mixture.batch(8 * step, 8 * step + 8).to(torch.device("cpu"))
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step, saved)
         logits = theirs(tokens).logits
@@ -214,7 +252,7 @@ def test_twenty_steps_are_the_same_in_both_worlds(tmp_path, tune, corpus):
         losses[step + 1] = loss.item()
     assert column(tmp_path / "r", "train/loss") == pytest.approx(losses, rel=1e-3)
     assert losses[20] < 0.7 * losses[1]
-    convert.export(tmp_path / "r", tmp_path / "out", torch.float32)
+    generation.export(tmp_path / "r", tmp_path / "out", torch.float32)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert back.config.max_position_embeddings == 128 and saved.seq_len == 32
     probe = tokens[:1]
@@ -223,27 +261,44 @@ def test_twenty_steps_are_the_same_in_both_worlds(tmp_path, tune, corpus):
 
 KINDS = {"qwen3": [], "qwen3, head_dim": ["--head_dim", 24], "llama": ["--no_qk_norm"],
          "qwen2": ["--qkv_bias", "--no_qk_norm"], "tied": ["--tie_embeddings"],
-         "llama3 rope": ["--rope_scaling", 8, 1, 4, 16]}  # fmt: skip
+         "llama3 rope": ["--rope_scaling", 8, 1, 4, 16]}
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
 def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, flags):
     run("--out_dir", "r", "--max_steps", 3, *flags)
-    assert model_module.main(["export", "r", "out"]) == 0
-    state = convert.read_state(tmp_path / "r")[0]
+    assert generation.main(["export", "r", "out"]) == 0
+    state = generation.read_state(tmp_path / "r")[0]
     ours = ours_of(tmp_path / "out")
     size = state["vocab_size"]
     for name, tensor in ours.state_dict().items():
         rows = slice(size) if name in ("embedding.weight", "head.weight") else slice(None)
         assert torch.equal(tensor[rows], state["model"][name][rows]), name
-    assert convert.export(tmp_path / "r/checkpoints/step_00000003.pt", tmp_path / "b",
-                          torch.bfloat16).endswith("with the tokenizer bytes")  # fmt: skip
+    assert generation.export(tmp_path / "r/checkpoints/step_00000003.pt", tmp_path / "b",
+                          torch.bfloat16).endswith("with the tokenizer bytes")
     assert json.loads((tmp_path / "b/config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_transformers_loads_what_is_exported(run, tmp_path):
+    run("--out_dir", "r")
+    assert generation.main(["export", "r", "out"]) == 0
+    theirs, tokenizer = (kind.from_pretrained(tmp_path / "out")
+                         for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id == 256
+    text = "naïve 猫 1 + 2 =\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    prompt = torch.tensor([ids[-5:]])
+    ours, _ = generation.open_model(tmp_path / "r", 100)
+    expected = theirs.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generate(ours, prompt, 8, temperature=0), expected)
+
+
+@pytest.mark.slow
 def test_a_fresh_process_loads_it_offline_without_code(run, tmp_path):
     run("--out_dir", "r")
-    model_module.main(["export", "r", "out"])
+    generation.main(["export", "r", "out"])
     code = (
         "import sys, torch\n"
         "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
@@ -267,7 +322,7 @@ def test_a_fresh_process_loads_it_offline_without_code(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("256 Qwen3ForCausalLM\n")
-    ours, _ = convert.open_model(tmp_path / "r", 100)
+    ours, _ = generation.open_model(tmp_path / "r", 100)
     expected = generate(ours, torch.tensor([list("猫 1 + 2 =\n".encode()[-5:])]), 8, 0)
     written, numbers = done.stdout.rsplit("\n", 2)[:2]
     assert written.startswith("1 + 1") and numbers.startswith(str(expected.tolist()))
@@ -280,27 +335,27 @@ def test_what_must_not_be_exported(run, tmp_path, capsys):
     broken = bytearray(good)
     broken[len(good) // 2] ^= 1
     path.write_bytes(broken)
-    assert model_module.main(["export", str(path), "out"]) == 2
+    assert generation.main(["export", str(path), "out"]) == 2
     assert "not a checkpoint that can be read" in capsys.readouterr().err
     path.write_bytes(good)
     state = torch.load(path, weights_only=True)
     state["model"]["norm.weight"][0] = float("nan")
     (tmp_path / "nan/checkpoints").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert.checkpoint, "problem", lambda p: None)
+        patch.setattr(checkpoint, "find_corruption", lambda p: None)
         torch.save(state, tmp_path / "nan/checkpoints/step_00000003.pt")
-        assert model_module.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
-    assert "not finite, first norm.weight" in capsys.readouterr().err
+        assert generation.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
+    assert "non-finite weights, first in norm.weight" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert model_module.main(["export", "none", "out"]) == 2
-    assert model_module.main(["export", "r", "r"]) == 2
+    assert generation.main(["export", "none", "out"]) == 2
+    assert generation.main(["export", "r", "r"]) == 2
     assert "is not empty" in capsys.readouterr().err
 
 
 def test_other_architectures_train_through_transformers(tmp_path, tune):
     found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64,
                        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None,
-                       eos_token_id=256)  # fmt: skip
+                       eos_token_id=256)
     save_random(tmp_path / "gpt2", found)
     flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
     told = tune(*flags, "--out_dir", "r", "--monitor", "full")
@@ -311,10 +366,10 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     (tmp_path / "r/checkpoints/best.pt").unlink()
     tune("--out_dir", "r", "--auto_resume", *flags[:2])
     assert column(tmp_path / "r", "train/loss")[20] == losses[20]
-    assert model_module.main(["export", "r", "out"]) == 0
+    assert generation.main(["export", "r", "out"]) == 0
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert back.config.model_type == "gpt2"
-    net, _ = convert.open_model(tmp_path / "out", 64)
+    net, _ = generation.open_model(tmp_path / "out", 64)
     for p in net.train().modules():
         p.p = 0.5  # of dropouts
     prompt = torch.randint(257, (1, 64))  # as long as it can see
@@ -338,7 +393,7 @@ def test_eval_only(tmp_path, tune, run, corpus, monkeypatch):
     for end in ("", ".json", ".docs"):
         (other / f"val.bin{end}").write_bytes((corpus / f"train.bin{end}").read_bytes())
     told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", "--val_data", corpus,
-               other, bare=True)  # fmt: skip
+               other, bare=True)
     assert "loss/other" in told and f"loss/{corpus.name}" in told
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
     told = run("--eval_only", "--init_from", tmp_path / "m", "--val_data", corpus, bare=True)
@@ -354,10 +409,8 @@ def test_eval_only(tmp_path, tune, run, corpus, monkeypatch):
 
 
 def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
-    from transformers import AutoTokenizer
-
     save_random(tmp_path / "m", FAMILIES["llama"]())
-    convert.byte_tokenizer().save_pretrained(tmp_path / "m")
+    byte_tokenizer().save_pretrained(tmp_path / "m")
     tune("--init_from", tmp_path / "m", "--max_steps", 2, "--out_dir", "r")
     other = AutoTokenizer.from_pretrained(tmp_path / "m")
     other.add_tokens(["cat"])
@@ -370,15 +423,25 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
 # --- generation ------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def run_of_60_steps(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "r"
+    flags = [*TINY, "--data", str(corpus), "--out_dir", str(folder), "--max_steps", "60"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert faults.exit_code(commands.main, flags) == 0
+    return folder
+
+
 @pytest.fixture
-def trained(run, tmp_path):
-    run("--out_dir", "r", "--max_steps", 60)
-    return tmp_path / "r"
+def trained(run_of_60_steps, tmp_path, monkeypatch):
+    """The run directory "r" in the current one."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(run_of_60_steps, tmp_path / "r")
 
 
 def test_generate_from_the_command_line(trained, capsys):
     def write(*flags):
-        assert model_module.main(["generate", "r", *map(str, flags)]) == 0
+        assert generation.main(["generate", "r", *map(str, flags)]) == 0
         return capsys.readouterr().out
 
     prompt = ["--prompt", "12 + 3 = ", "--max_new_tokens", 30]
@@ -392,21 +455,21 @@ def test_generate_from_the_command_line(trained, capsys):
     for arguments in (["generate", "none"], ["generate", "r", "--chat"], ["generate", "r", "--n=0"],
                       ["generate", "r", "--top_p", "0"], ["generate", "r", "--top_k=-1"],
                       ["generate", "r", "--device", "mps"], ["export", "r", "r/metrics.jsonl"],
-                      ["write", "r"], ["generate", "r", "--promt", "x"]):  # fmt: skip
-        assert model_module.main(arguments) == 2
+                      ["write", "r"], ["generate", "r", "--promt", "x"]):
+        assert generation.main(arguments) == 2
         told = capsys.readouterr().err
         assert told.startswith("model.py: error:") and told.count("\n") == 1
 
 
 def test_what_is_exported_writes_the_same(trained, capsys):
-    model_module.main(["export", "r", "out"])
+    generation.main(["export", "r", "out"])
     modes = {p.stat().st_mode for p in (trained.parent / "out").iterdir()}
     assert len(modes) == 1
     capsys.readouterr()
     texts = []
     for source in ("r", "out"):
         flags = ["--prompt", "12 + 3 = ", "--max_new_tokens", "20", "--temperature", "0"]
-        assert model_module.main(["generate", source, *flags]) == 0
+        assert generation.main(["generate", source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
 
@@ -415,9 +478,9 @@ def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     torch.manual_seed(0)
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.81, 3), (1.0, 4)):
-        drawn = model_module.draw(logits, 1.0, 0, top_p, None)
+        drawn = sample_token(logits, 1.0, 0, top_p)
         assert set(drawn.flatten().tolist()) == set(range(kept))
-    net, _ = convert.open_model(trained, 64)
+    net, _ = generation.open_model(trained, 64)
     prompt = torch.tensor([list(b"1 + 2"), list(b"1 + 9")])
     torch.manual_seed(0)
     free = generate(net, prompt, 25)
@@ -432,5 +495,5 @@ def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
 
 
 def test_options_of_the_new_commands_have_help():
-    for options in (model_module.GenerateOptions, model_module.ExportOptions):
+    for options in (generation.GenerateOptions, generation.ExportOptions):
         assert all(f.metadata["help"] for f in dataclasses.fields(options))

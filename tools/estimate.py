@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model
 from config import Config, micro_batch_size
-from model import DTYPE_NAMES, Transformer, flops_per_token
-from monitor import PEAK_TFLOPS, duration
+from model import LinearCrossEntropy, Transformer, flops_per_token
+from steady.device import DTYPE_NAMES, PEAK_TFLOPS
+from steady.telemetry import duration
 
 
 class Live(TorchDispatchMode):
@@ -47,11 +47,11 @@ class Live(TorchDispatchMode):
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
-             make_optimizers) -> dict[str, int]:  # fmt: skip
+             make_optimizers) -> dict[str, int]:
     """Bytes of weights, gradients, the optimizer's state, and activations and temporaries."""
-    chunk = model.LinearCrossEntropy.cpu_chunk
-    if dtype != torch.float32:  # the run is meant for a GPU, where it takes more at a time
-        model.LinearCrossEntropy.cpu_chunk = 2**25
+    chunk = LinearCrossEntropy.cpu_chunk
+    if dtype != torch.float32:  # the run is meant for a GPU
+        LinearCrossEntropy.cpu_chunk = LinearCrossEntropy.gpu_chunk
     try:
         with FakeTensorMode(), Live() as live:
             transformer = Transformer(cfg)
@@ -71,7 +71,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                 transformer.zero_grad(set_to_none=True)
             live.peak = live.bytes
             with autocast:
-                loss = transformer(tokens, tokens, documents)[0]
+                loss = transformer(tokens, tokens, documents).sum()
             loss.backward()
             del loss
             for optimizer in optimizers:
@@ -79,11 +79,11 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             others = live.peak - weights - gradients - state
         return dict(weights=weights, gradients=gradients, optimizer=state, activations=others)
     finally:
-        model.LinearCrossEntropy.cpu_chunk = chunk
+        LinearCrossEntropy.cpu_chunk = chunk
 
 
 def shares(need: dict, world_size: int, accumulation: int, way: str, blocks: nn.ModuleList,
-           in_compute: int) -> dict[str, float]:  # fmt: skip
+           in_compute: int) -> dict[str, float]:
     """Bytes on one of world_size GPUs: `need` as each way of sharing divides it.
 
     zero2 divides gradients and optimizer (arXiv:1910.02054), zero3 weights as well; those of two
@@ -130,7 +130,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
         accumulation=accumulation, flops_per_token=flops,
         flops_per_step=flops * cfg.batch_size * cfg.seq_len,
-    )  # fmt: skip
+    )
     for checkpointing in ("none", "full"):
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
         need = simulate(each, dtype, micro_batch, accumulation, make_optimizers)
@@ -139,7 +139,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
             for way in ("ddp", "zero2", "zero3")
         }
     found["sent"] = {way: sent(need["weights"], in_compute, world_size, accumulation, way)
-                     for way in found["none"]}  # fmt: skip
+                     for way in found["none"]}
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     found["peak_tflops"] = peak
@@ -188,4 +188,4 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
         "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "
         "--compile takes less.\nTraining itself is ddp; zero2 and zero3 are computed only.",
-    ))  # fmt: skip
+    ))

@@ -1,0 +1,219 @@
+"""Command lines and YAML files from a dataclass of options.
+
+An option is a dataclass field with help, bounds and a few marks, made by `option`. Values are
+parsed as text by one parser, wherever they come from, so all sources are checked alike.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import sys
+from types import NoneType
+from typing import Literal, get_args, get_origin
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """What was given cannot be run. The message is one line for the user; the exit code is 2."""
+
+
+def option(default, help: str, **marks):
+    """A dataclass field with its help text. A list default is copied for each instance.
+
+    Marks: group (title of a group of options that begins here); at_least, above, at_most, below
+    (bounds); metavar; fixed (see `fixed_options`); saved=False (belongs to one command, so
+    `write_yaml` leaves it out); command_line=True (a file may not set it).
+    """
+    metadata = {"help": help, **marks}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def fixed_options(options, kind: str) -> list[str]:
+    """Names of the options that a checkpoint fixes.
+
+    "weights": the shape of the model; "function": what the same weights compute; "trajectory":
+    which run it is.
+    """
+    return [f.name for f in dataclasses.fields(options) if f.metadata.get("fixed") == kind]
+
+
+def check_bounds(options):
+    """Raise ConfigError for a number that is not finite or outside the bounds of its option."""
+    compare = {
+        "at_least": ("at least", lambda x, bound: x >= bound),
+        "above": ("more than", lambda x, bound: x > bound),
+        "at_most": ("at most", lambda x, bound: x <= bound),
+        "below": ("below", lambda x, bound: x < bound),
+    }
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(x, float) and not math.isfinite(x) for x in values):
+            raise ConfigError(f"--{f.name} {value}: expected a finite number")
+        bounds = [(*compare[k], bound) for k, bound in f.metadata.items() if k in compare]
+        if value is not None and not all(holds(value, bound) for _, holds, bound in bounds):
+            expected = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
+            raise ConfigError(f"--{f.name} {value}: expected {expected}")
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(message)
+
+
+class Switch(argparse.Action):
+    """--x and --no_x, without a value."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith("--no_"))
+
+
+def make_parser(options: type, prog: str, usage: str, about: str) -> Parser:
+    """A parser of the fields of a dataclass, in the groups that its fields name."""
+    width = argparse.HelpFormatter
+    parser = Parser(
+        prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False,
+        formatter_class=lambda prog: width(prog, max_help_position=30, width=100),
+        description=f"{about} In names of options, dashes and underscores are the same.",
+    )
+    group = parser
+    for f in dataclasses.fields(options):
+        if "group" in f.metadata:
+            group = parser.add_argument_group(f.metadata["group"])
+        add_option(group, f)
+    return parser
+
+
+def add_option(group, f: dataclasses.Field):
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    text = f.metadata["help"]
+    unsaid = default is None or default is False or default == []
+    if not unsaid and "(default" not in text:
+        shown = " ".join(default) if isinstance(default, list) else default
+        text += f" (default: {'on' if default is True else shown})"
+    how = dict(dest=f.name, default=default, help=text)
+    kind = f.type
+    if NoneType in get_args(kind):
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    if kind is bool:
+        forms = [f"--{f.name}", f"--no_{f.name}"]
+        if default is False:  # its negation only serves to undo a file
+            group.add_argument(forms.pop(), **how | {"help": argparse.SUPPRESS}, action=Switch)
+        group.add_argument(*forms, **how, action=Switch)
+        return
+    if get_origin(kind) is list:
+        how["nargs"], kind = "+", get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        how["choices"] = get_args(kind)
+    else:
+        words = {str: "TEXT", int: "N", float: "X"}
+        how |= dict(type=kind, metavar=f.metadata.get("metavar", words[kind]))
+    group.add_argument(f"--{f.name}", **how)
+
+
+def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """Parse; raises ConfigError, for an unknown name with the nearest one that exists."""
+    args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        known = [s for s in parser._option_string_actions if s.startswith("--")]
+        raise ConfigError(f"unknown argument {flag}{nearest(flag, known)}")
+    return args
+
+
+def normal_form(parser: Parser, arg: str) -> str:
+    """A flag with underscores, and `--x=true` of a switch as `--x`."""
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    name = "--" + name[2:].replace("-", "_")
+    if equals and isinstance(parser._option_string_actions.get(name), Switch):
+        switched = {"true": name, "yes": name, "on": name, "1": name}
+        switched |= dict.fromkeys(("false", "no", "off", "0"), f"--no_{name[2:]}")
+        if value.lower() not in switched:
+            raise ConfigError(f"{name} {value}: expected true or false")
+        return switched[value.lower()]
+    return name + equals + value
+
+
+def nearest(name: str, names) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
+    """The exit code of the command `main(argv)`; what goes wrong is said in one line."""
+    try:
+        return main(argv) or 0
+    except ConfigError as e:
+        print(f"{prog}: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}".rstrip(), file=sys.stderr)
+        return 130
+
+
+# --- YAML ------------------------------------------------------------------------------------
+
+
+def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
+    """The options in a YAML file as flags, except those in `drop`.
+
+    Checked one by one, so that an error names its line. The text of a value is passed on as it is
+    written, so YAML's own idea of a type (`1e-4` is text, `no` is False, 010 is 8) does not matter.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--config {path}: {e}") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(e, 'problem', e)}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected lines of the form `name: value`")
+    marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, {}
+    for key, value in root.value:
+        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        if name not in marks:
+            raise ConfigError(f"{where}: unknown option {name}{nearest(name, marks)}")
+        if marks[name].get("command_line"):
+            raise ConfigError(f"{where}: {name} is for the command line, not for a file")
+        if name in flags:
+            raise ConfigError(f"{where}: {name} is given twice")
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(item, yaml.ScalarNode) for item in items):
+            raise ConfigError(f"{where}: {name} must be a value or a list of values")
+        if not items or value.tag.endswith(":null"):
+            flags[name] = []  # the same as not given
+        elif isinstance(value, yaml.SequenceNode):
+            flags[name] = [f"--{name}", *(item.value for item in items)]
+        else:
+            flags[name] = [f"--{name}={value.value}"]
+        try:
+            read_flags(parser, flags[name])
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from None
+    return [flag for name in flags if name not in drop for flag in flags[name]]
+
+
+def write_yaml(options, path: str, notes: dict[str, str]):
+    """Write options so that `yaml_flags` reads them back, under the notes as comments."""
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)
+              if f.metadata.get("saved", True)}
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(f"# {k}: {v}\n" for k, v in notes.items())
+        yaml.safe_dump(values, file, sort_keys=False, width=100)

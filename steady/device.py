@@ -1,0 +1,207 @@
+"""What a run computes on: device, number format, attention backend, ranks."""
+
+import contextlib
+import ctypes
+import inspect
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.attention import SDPBackend
+
+from steady.cli import ConfigError
+
+# --- device and number format ----------------------------------------------------------------
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
+# would take an "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; the
+# fp32 column is without TF32, as torch multiplies by default.
+PEAK_TFLOPS = {
+    "NVIDIA B200": (2250, 75),
+    "NVIDIA H200": (989, 67),
+    "NVIDIA H100 80GB HBM3": (989, 67),
+    "NVIDIA H100 PCIe": (756, 51),
+    "NVIDIA H100 NVL": (835, 60),
+    "NVIDIA GH200 480GB": (989, 67),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5),
+    "NVIDIA A100-SXM4-40GB": (312, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312, 19.5),
+    "NVIDIA L40S": (362, 91.6),
+    "NVIDIA L4": (121, 30.3),
+    "NVIDIA A10G": (70, 35),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (71, 35.6),
+    "Tesla V100-SXM2-16GB": (125, 15.7),
+    "Tesla V100-SXM2-32GB": (125, 15.7),
+    "Tesla T4": (65, 8.1),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of the device for matrix products of this dtype; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return peaks and peaks[dtype == torch.float32] * 1e12
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of this process. Raises ConfigError if torch finds none of that kind."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    available = dict(cuda=cuda, mps=mps, cpu=True)
+    if name == "auto":
+        name = next(kind for kind, there in available.items() if there)
+    if not available[name]:
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds none on this machine")
+    if name == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
+    return torch.device(name, local_rank if name == "cuda" else None)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether the hardware itself multiplies bf16; emulation is 4 times slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        able = torch.cpu.get_capabilities()
+        return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return False
+
+
+def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        precision = "bf16" if multiplies_bf16(device) else "fp32"
+    return DTYPES[precision]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = names[0] if names else name
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def configure(cfg, device: torch.device):
+    """Set what is global to the process: memory, attention backend, anomaly detection."""
+    keep_freed_memory(device)
+    set_attention_backend(cfg.attention)
+    torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
+
+
+def keep_freed_memory(device: torch.device):
+    """On a CPU: use huge pages for large tensors, and do not return freed memory to the kernel.
+
+    Otherwise each step gets its memory anew, in pages of 4 kB that the kernel clears on first
+    touch: a fifth of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only
+    with glibc, whose own variables for it, MALLOC_…, take precedence.
+    """
+    if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at a large tensor
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: bytes from which a tensor gets its own mapping
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes at the end that are kept
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+def set_attention_backend(name: str):
+    """Allow the one named backend of scaled_dot_product_attention, or with auto all of them."""
+    for backend, enable in {
+        "flash": torch.backends.cuda.enable_flash_sdp,
+        "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+        "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+        "math": torch.backends.cuda.enable_math_sdp,
+    }.items():
+        enable(name in ("auto", backend))
+
+
+BACKEND_NAMES = {
+    SDPBackend.MATH.value: "math",
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+}
+
+
+def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that torch's dispatcher chooses for this shape, device and dtype.
+
+    Raises ConfigError if the only one that is allowed cannot run.
+    """
+    T, D = cfg.seq_len, cfg.head_dim
+    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
+    q = torch.empty(1, cfg.n_head, T, D, device=device, dtype=dtype, requires_grad=True)
+    kv = torch.empty(1, cfg.n_kv_head, T, D, device=device, dtype=dtype)
+    used = None
+    with contextlib.suppress(RuntimeError):  # no backend is left to choose from
+        choice = torch._fused_sdp_choice(
+            q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,
+            enable_gqa=cfg.n_kv_head != cfg.n_head,
+        )
+        used = BACKEND_NAMES.get(int(choice))
+    if used is None or cfg.attention not in ("auto", used):
+        packed = " with --packing" if cfg.packing else ""
+        raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "
+                          f"{dtype} heads of width {D}{packed}; expected one that is, or auto")
+    return used
+
+
+# --- ranks -----------------------------------------------------------------------------------
+
+
+def rank_and_world() -> tuple[int, int, int, int]:
+    """(rank, local rank, world size, local world size), from torchrun's environment variables."""
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted its processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def join_ranks(rank: int, world_size: int, device: torch.device):
+    """Join the process group, if there are several ranks."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        store = next(dist.rendezvous("env://", rank, world_size))[0]
+        # torchrun keeps the store over a restart; the addresses in it are those of dead processes
+        store = dist.PrefixStore(f"attempt {restart_count()}", store)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+            device_id=device if cuda else None,
+        )
+
+
+def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
+    """Wrap the finished model for training on several ranks."""
+    if world_size == 1:
+        return model
+    ddp = nn.parallel.DistributedDataParallel
+    # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
+    parameters = inspect.signature(ddp).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
+    devices = [device.index] if device.type == "cuda" else None
+    return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})

@@ -1,0 +1,269 @@
+"""When things go wrong: signals, non-finite steps, crashes, out of memory; what is said of them."""
+
+import os
+import re
+import signal
+import sys
+import traceback
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steady.checkpoint import (
+    checkpoint_path,
+    checkpoint_step,
+    latest_valid,
+    load_checkpoint,
+    save_checkpoint,
+)
+from steady.cli import ConfigError
+from steady.device import rank_and_world
+
+# --- signals ---------------------------------------------------------------------------------
+
+
+class Stop:
+    """Signals become flags, and all ranks act on them at the same step.
+
+    SIGTERM, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on. What
+    each rank has received is exchanged between hosts while a step is computed and read in the next
+    one, so the exchange waits for no device.
+    """
+
+    def __init__(self, world_size: int):
+        self.signal, self.save = 0, False  # agreed by all ranks
+        self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
+        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.votes = self.exchange = None
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.before = {}  # signal number → the handler that ours replaces
+
+    def handle(self, number: int, frame):
+        if number == signal.SIGUSR1:
+            self.received[1] = 1
+        elif number == signal.SIGINT and self.received[0]:
+            os._exit(128 + number)
+        else:
+            self.received[0] = number
+
+    def requested(self) -> bool:
+        """Whether to stop before the next step; called before each, on every rank."""
+        if self.launcher not in (None, os.getppid()):
+            self.received[0] = signal.SIGTERM  # torchrun is gone, and with it who would restart us
+        agreed = self.received
+        if self.group:
+            agreed = [0, 0]
+            if self.exchange:
+                self.exchange.wait()
+                agreed = self.votes.tolist()
+            if not agreed[0]:
+                self.votes = torch.tensor(self.received)
+                self.exchange = dist.all_reduce(
+                    self.votes, dist.ReduceOp.MAX, group=self.group, async_op=True
+                )
+        self.signal, self.save = agreed[0], bool(agreed[1])
+        self.received = [self.received[0], 0]
+        return self.signal != 0
+
+    def broadcast_from_rank0(self, value):
+        """Rank 0's value, on all ranks."""
+        box = [value]
+        if self.group:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def minimum(self, number: int) -> int:
+        """The smallest number of all ranks."""
+        box = torch.tensor(number)
+        if self.group:
+            dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
+        return int(box)
+
+    def __enter__(self):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self.before[number] = signal.signal(number, self.handle)
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# --- recovery --------------------------------------------------------------------------------
+
+
+class NotFinite(Exception):
+    """Too many steps in a row were not finite."""
+
+
+MAX_ROLLBACKS = 3  # to the same checkpoint
+
+
+def roll_back(run, error: NotFinite):
+    """Return to the newest checkpoint, and continue with the samples after the non-finite ones.
+
+    Raises `error` with --on_nonfinite abort, without a checkpoint, or after MAX_ROLLBACKS.
+    """
+    if run.cfg.on_nonfinite == "abort":
+        raise error
+    path, position = None, run.position
+    if run.rank == 0:
+        run.writer.wait()
+        path = latest_valid(run.out_dir / "checkpoints")
+    path = run.stop.broadcast_from_rank0(path)
+    run.rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
+    if path is None or len(run.rollbacks) == MAX_ROLLBACKS:
+        raise error
+    load_checkpoint(run, path)
+    run.position = position
+    run.rollbacks.append(run.step)
+    if run.rank == 0:
+        print(f"warning: {error}; back to {path}, on with sample {position}", flush=True)
+
+
+def rescue(run):
+    """After an error, save the last completed step, if the weights are still those of it.
+
+    Without a collective: the other ranks may be gone.
+    """
+    if not run.clean or run.step == 0 or run.rank:
+        return
+    try:
+        save_checkpoint(run)
+        run.writer.wait()
+        if checkpoint_path(run.writer.folder, run.step).exists():
+            print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
+    except Exception as e:
+        print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
+
+
+@torch.no_grad()
+def autopsy(run, step: int, rank: int) -> dict:
+    """The samples that `rank` had in update number `step`, and the first layer they break.
+
+    With today's weights: the samples of a past step are known, its weights are not.
+    """
+    per_rank = run.cfg.batch_size // run.world_size
+    first = run.position - (run.step - step + 1) * run.cfg.batch_size + rank * per_rank
+    sources = np.unique(run.train_data.order(first, first + per_rank)[0])
+    bad, names = [], {module: name for name, module in run.model.named_modules() if name}
+
+    def look(module: nn.Module, inputs, output):
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            bad.append(names[module])
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    run.model.eval()
+    for start in range(first, first + per_rank, run.micro_batch):
+        batch = run.train_data.batch(start, start + run.micro_batch).to(run.device)
+        with run.autocast:
+            losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
+        if not bad and not losses.isfinite().all():
+            bad.append("head")  # whose weight the loss uses without calling the module
+    run.model.train()
+    for hook in hooks:
+        hook.remove()
+    return dict(
+        positions=[first, first + per_rank],
+        datasets=[run.train_data.datasets[k].name for k in sources],
+        first_bad_layer=bad[0] if bad else None,
+    )
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it comes from CUDA's allocator or, as a nameless RuntimeError, the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
+    """The largest power of two of sequences whose forward and backward pass fit into memory.
+
+    On a CPU, which does not say that memory is short until it is too late, up to 16,384 tokens.
+    """
+    per_rank = cfg.batch_size // world_size
+    most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
+    kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
+    size = 1
+    try:
+        while True:
+            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            with autocast:
+                losses = model.forward(tokens, tokens, tokens if cfg.packing else None)
+            losses.sum().backward()
+            if 2 * size > most:
+                break
+            size *= 2
+    except RuntimeError as e:
+        if not out_of_memory(e) or size == 1:
+            raise
+        size //= 2
+    del kept
+    model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size
+
+
+def memory_advice(run, error: BaseException) -> str:
+    """What was asked for, what was free, which --micro_batch_size to try."""
+    free = ""
+    if run.device.type == "cuda":
+        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
+        free = f" ({free:.1f} of {total:.1f} GB are free)"
+    per_rank = run.cfg.batch_size // run.world_size
+    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if per_rank % m == 0]
+    advice = f"try --micro_batch_size {smaller[-1]}" if smaller else "try a shorter --seq_len"
+    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}; the result stays the same"
+
+
+# --- the end of the program ------------------------------------------------------------------
+
+LOST_CONNECTION = re.compile(
+    "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
+)
+
+
+def exit_code(main, argv: list[str]) -> int:
+    """The exit code of `main(argv)`, having said in one line what went wrong."""
+    rank0 = rank_and_world()[0] == 0
+    try:
+        code = main(argv)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return code
+    except ConfigError as e:
+        if rank0 or dist.is_initialized():  # before that, all ranks fail alike
+            print(f"train.py: error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)
+        return 130
+    except NotFinite as e:
+        if rank0:
+            print(f"train.py: failed: {e}", file=sys.stderr)
+        return 1
+    except Exception as e:
+        if dist.is_initialized() and LOST_CONNECTION.search(str(e)):
+            reason = str(e).splitlines()[0]  # the rank that is gone has the traceback that matters
+            print(f"train.py: failed: another rank is gone: {reason}", file=sys.stderr)
+        else:
+            print(f"train.py: failed: {type(e).__name__}: {e}", file=sys.stderr)
+            traceback.print_exc()
+        return 1
+
+
+def leave(code: int):
+    """End the process.
+
+    With several ranks, without taking the interpreter down: a thread of gloo or NCCL that wakes
+    meanwhile would abort the process ("terminate called without an active exception").
+    """
+    if rank_and_world()[2] > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,137 @@
+"""What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from steady.goodput import KINDS, seconds_so_far
+from steady.slowdowns import DATA_ADVICE, SlowdownDetector
+from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
+
+FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
+           "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
+ADVICE = {  # phase → (the share of the time that is worth a line, what to try)
+    "data": (0.1, DATA_ADVICE),
+    "waiting": (0.15, "look at the network, and for a rank that is slower than the others"),
+    "other": (0.1, "look at what the loop does on the host besides training"),
+    "logging": (0.02, "a larger --log_interval, or a faster disk"),
+    "evaluation": (0.15, "a larger --eval_interval, or fewer --eval_steps"),
+    "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
+    "lost": (0.05, "a smaller --save_interval"),
+}
+
+
+def report(run_dir: Path) -> dict:
+    """Seconds by phase, slow-downs, anomalies, figures and a verdict.
+
+    Raises OSError if there is no metrics.jsonl.
+    """
+    rows = [row for _, row in read_rows(run_dir / "metrics.jsonl")]
+    detector = SlowdownDetector()
+    events = [event for row in rows for event in detector.add(row) if "ended" not in event]
+    figures = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
+    logs = [row for row in rows if row.get("perf/step_ms")]
+    medians = [row.get("perf/step_ms_median") or row["perf/step_ms"]
+               for row in logs if "perf/startup_s" not in row]
+    if medians:
+        tenth = max(1, len(medians) // 10)
+        figures["step_ms_median"] = float(np.median(medians))
+        figures["first_tenth_ms"] = float(np.median(medians[:tenth]))
+        figures["last_tenth_ms"] = float(np.median(medians[-tenth:]))
+    padding = [row["perf/padding_fraction"] for row in rows if "perf/padding_fraction" in row]
+    if padding:
+        figures["padding_fraction"] = sum(padding) / len(padding)
+    seconds = seconds_by_phase(rows, logs)
+    out = dict(
+        run=str(run_dir),
+        step=rows[-1]["step"] if rows else 0,
+        slowdowns=events,
+        slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
+        anomalies=[row for row in rows if "anomaly" in row],
+        figures=figures,
+        seconds=seconds,
+        wall_s=sum(seconds.values()),
+    )
+    return out | {"verdict": verdict(out)}
+
+
+def seconds_by_phase(rows: list[dict], logs: list[dict]) -> dict[str, float]:
+    """Wall time since the run began; training divided among the phases that were measured."""
+    seconds = dict.fromkeys(KINDS, 0.0) | seconds_so_far(rows)
+    ms = dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data, which `seconds` has
+    for before, row in itertools.pairwise(logs):
+        if "perf/startup_s" not in row:
+            for name in ms:
+                ms[name] += (row["step"] - before["step"]) * row.get(f"perf/{name}_ms", 0.0)
+    measured = sum(ms.values())
+    training = seconds["training"]
+    return {
+        "start-up": seconds["startup"],
+        "data": seconds["data"],
+        **{name: training * ms[name] / (measured or 1.0) for name in ms},
+        "training": 0.0 if measured else training,  # --monitor off has no phases
+        **{name: seconds[name] for name in (*OUTSIDE_PHASES, "lost")},
+    }
+
+
+def verdict(out: dict) -> list[str]:
+    """Whether the run slowed down, and what takes more of the time than it should; as lines."""
+    lines = []
+    if all(event["kind"] == "work" for event in out["slowdowns"]):
+        lines.append("steady: no slow-down found")
+    for event in out["slowdowns"]:
+        ended = f" It ended at step {event['ended']}." if "ended" in event else ""
+        lines.append(describe_event(event) + ended)
+    for name, (limit, advice) in ADVICE.items():
+        share = out["seconds"][name] / (out["wall_s"] or 1.0)
+        if share > limit:
+            lines.append(f"{name} takes {share:.0%} of the time: {advice}")
+    padding = out["figures"].get("padding_fraction", 0.0)
+    if padding > 0.2:
+        lines.append(f"padding is {padding:.0%} of the tokens computed: --packing, or a larger "
+                     "--group_window")
+    return lines
+
+
+def describe_event(event: dict) -> str:
+    """Since when something takes longer, by how much, in which phases, and why."""
+    kind, since = event["kind"], f"since about step {event['since']}"
+    causes = "; ".join(event["causes"])
+    if kind == "work":
+        return f"work per step {event['percent']:+.0f}% {since}: {causes}"
+    how = "gradually slower" if event["creeps"] else "slower"
+    of_a_step = "" if kind == "step" else " of a step"
+    phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in event["phases"])
+    return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms a step "
+            f"({event['percent']:+.0f}%{of_a_step}), {phases}. Cause: {causes}")
+
+
+def describe_end(event: dict) -> str:
+    if event["kind"] == "work":
+        return f"work per step is back to what it was before step {event['since']}"
+    return f"{event['kind']} time is back to normal; it was slower from step {event['since']} on"
+
+
+def report_text(out: dict) -> str:
+    seconds, figures, wall = out["seconds"], out["figures"], out["wall_s"] or 1.0
+    lines = [f"time    {duration(out['wall_s'])} since the run began"]
+    for name, s in seconds.items():
+        if s >= 0.001 * wall:
+            bar = "█" * round(40 * s / wall)
+            lines.append(f"        {name:10s} {s / wall:6.1%} {duration(s):>7s}  {bar}".rstrip())
+    if "step_ms_median" in figures:
+        lines.append("steps   {step_ms_median:.4g} ms (median), first tenth {first_tenth_ms:.4g} "
+                     "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
+    if "padding_fraction" in figures:
+        lines.append(f"padding {figures['padding_fraction']:.1%} of the tokens computed")
+    if out["slowest"]:
+        lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
+    trained = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))
+    lines.append(f"goodput {trained / wall:.1%} of the time was training, "
+                 f"{seconds['lost'] / wall:.1%} was lost to crashes")
+    for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
+        steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
+        lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
+    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(out["verdict"])]
+    return "\n".join(lines)

@@ -1,0 +1,32 @@
+"""Retry I/O after errors that may pass."""
+
+import errno
+import random
+import sys
+import time
+
+TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
+             errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
+
+
+def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 0.5):
+    """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later, plus jitter.
+
+    Of OSErrors only the TRANSIENT ones; of another `kind`, as fsspec's, all that have no errno.
+    """
+    for attempt in range(attempts):
+        try:
+            return call()
+        except kind as e:
+            number = getattr(e, "errno", None)
+            lasting = isinstance(e, (FileNotFoundError, PermissionError))
+            passing = number in TRANSIENT if number else kind is not OSError and not lasting
+            if not passing or attempt == attempts - 1:
+                raise
+            retry.count += 1
+            print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
+            # jitter of up to a half, not from `random` itself, whose state training may depend on
+            time.sleep(first_seconds * 2**attempt * (1 + random.SystemRandom().random() / 2))
+
+
+retry.count = 0  # of this process

@@ -1,0 +1,271 @@
+"""Run directories: which one a command means, who may write to it, what it says about itself.
+
+    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, lock
+"""
+
+import contextlib
+import dataclasses
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from steady.backup import download
+from steady.checkpoint import (
+    atomic_write,
+    checkpoint_step,
+    latest_valid,
+    list_checkpoints,
+    remove_drafts,
+    require_valid,
+    run_dir_of,
+)
+from steady.cli import ConfigError, write_yaml
+from steady.device import DTYPE_NAMES, attention_backend, device_name, restart_count
+from steady.telemetry import si
+
+# --- which run -------------------------------------------------------------------------------
+
+
+def numbered_runs() -> list[Path]:
+    """The folders runs/001, runs/002, …, oldest first."""
+    found = (path for path in Path("runs").glob("*") if path.name.isdigit())
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def find_run(cfg) -> Path | None:
+    """The run directory, None where a new one is to be made. Changes nothing.
+
+    Raises ConfigError if a new run would land in an existing one, if nothing can be written there,
+    or if --resume names no file.
+    """
+    out_dir, continues = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
+    if cfg.resume and "://" not in cfg.resume:
+        if not Path(cfg.resume).is_file():
+            raise ConfigError(f"--resume {cfg.resume}: no such file")
+        out_dir, continues = out_dir or run_dir_of(Path(cfg.resume)), True
+    elif cfg.auto_resume and not out_dir:
+        out_dir = next(reversed(numbered_runs()), None)
+    if out_dir and out_dir.exists() and not out_dir.is_dir():
+        raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
+    place = out_dir or Path("runs")
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
+    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or continues):
+        raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
+                          "--auto-resume, start from one of its checkpoints with --resume, or "
+                          "delete it with --overwrite")
+    return out_dir
+
+
+def holds_a_run(out_dir: Path) -> bool:
+    return (out_dir / "config.yaml").exists() or bool(list_checkpoints(out_dir / "checkpoints"))
+
+
+def continues(cfg, out_dir: Path | None) -> bool:
+    """Whether the run goes on from a checkpoint, or may."""
+    return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
+
+
+def after_restart(cfg):
+    """When torchrun has restarted its processes: continue the run that they were making."""
+    if not restart_count() or cfg.auto_resume:
+        return cfg
+    runs = numbered_runs()
+    if cfg.out_dir or cfg.resume and run_dir_of(Path(cfg.resume)):
+        runs = [Path(cfg.out_dir) if cfg.out_dir else run_dir_of(Path(cfg.resume))]
+    ours = [run for run in runs if was_locked_by_launcher(run)]
+    if not ours:
+        return cfg
+    change = dict(auto_resume=True, overwrite=False, resume=None, out_dir=str(ours[-1]))
+    return dataclasses.replace(cfg, **change)
+
+
+@contextlib.contextmanager
+def saved_config(cfg, out_dir: Path | None):
+    """Yields the path of the config.yaml of the run that goes on; None where there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        old = out_dir
+        if cfg.resume and "://" in cfg.resume:
+            old = download(cfg.resume, Path(folder), only="config.yaml")
+        elif cfg.resume:
+            old = run_dir_of(Path(cfg.resume)) or out_dir
+        path = old and old / "config.yaml"
+        yield path if path and path.exists() and (cfg.resume or cfg.auto_resume) else None
+
+
+class Start(NamedTuple):
+    """What a run starts from. lock: to be closed at the end, or None."""
+
+    out_dir: Path | None
+    checkpoint: str | None = None
+    lock: object = None
+
+
+def find_start(cfg, out_dir: Path | None) -> Start:
+    """The checkpoint to start from, verified; for rank 0.
+
+    Locks the run directory where it has to change something in it: damaged checkpoints are set
+    aside, a backup is downloaded. Raises ConfigError.
+    """
+    lock = None
+    if cfg.resume and "://" in cfg.resume:
+        if cfg.eval_only:  # downloaded into a folder that is deleted afterwards
+            place, lock = Path(tempfile.mkdtemp()), contextlib.ExitStack()
+            lock.callback(shutil.rmtree, place)
+        else:
+            out_dir, lock = claim(out_dir)
+            place = out_dir
+        return Start(out_dir, str(download(cfg.resume, place)), lock)
+    if cfg.resume:
+        require_valid(Path(cfg.resume))
+        return Start(out_dir, cfg.resume)
+    if cfg.auto_resume and out_dir and out_dir.is_dir():
+        if not cfg.eval_only:
+            out_dir, lock = claim(out_dir)
+        checkpoint = latest_valid(out_dir / "checkpoints")
+        return Start(out_dir, checkpoint and str(checkpoint), lock)
+    return Start(out_dir)
+
+
+# --- one writer ------------------------------------------------------------------------------
+
+
+def claim(out_dir: Path | None):
+    """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
+    os.umask(os.umask(0o077) | 0o002)  # not everyone may change the files of a run
+    while out_dir is None:
+        newest = next(reversed(numbered_runs()), Path("0"))
+        new = Path("runs") / f"{int(newest.name) + 1:03d}"
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+            new.mkdir(parents=True)
+            out_dir = new
+    try:
+        (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out_dir {out_dir}: cannot be made: {e.strerror}") from None
+    return out_dir, acquire_lock(out_dir)
+
+
+def acquire_lock(run_dir: Path):
+    """Become the one process that writes to run_dir, until the returned file is closed.
+
+    A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
+    that ends. It would also end if this process opened and closed the file once more.
+
+    Raises ConfigError where another process holds it.
+    """
+    import fcntl
+
+    file = open(run_dir / "lock", "a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().partition(",")[0] or "another process"
+        raise ConfigError(f"--out_dir {run_dir}: {owner} is writing there; stop it, or choose "
+                          "another directory") from None
+    except OSError as e:  # some network file systems have no locks
+        print(f"warning: {run_dir} cannot be locked against a second run: {e}", flush=True)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.write(f", started by {os.getppid()}\n")  # under torchrun the same after a restart
+    file.flush()
+    return file
+
+
+def was_locked_by_launcher(run_dir: Path) -> bool:
+    """Whether the last process to lock run_dir has the same parent as this one."""
+    try:
+        return (run_dir / "lock").read_text().endswith(f", started by {os.getppid()}\n")
+    except OSError:
+        return False
+
+
+# --- what is in it ---------------------------------------------------------------------------
+
+
+def prepare(run):
+    """Leave in the claimed directory only what belongs to the run before its step; write config."""
+    cfg, out_dir, folder = run.cfg, run.out_dir, run.out_dir / "checkpoints"
+    if cfg.overwrite:
+        for name in ("config.yaml", "metrics.jsonl"):
+            (out_dir / name).unlink(missing_ok=True)
+        for name in ("tensorboard", "checkpoints"):
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+        folder.mkdir()
+    remove_drafts(folder)
+    for newer in list_checkpoints(folder):
+        if checkpoint_step(newer) > run.step:
+            newer.rename(newer.with_suffix(".pt.set-aside"))
+    keep_tokenizer(run.train_data.tokenizer_folder, out_dir / "tokenizer", cfg.overwrite)
+    with atomic_write(out_dir / "config.yaml") as draft:
+        write_yaml(cfg, draft, provenance())
+
+
+def keep_tokenizer(source: str | None, mine: Path, overwrite: bool):
+    """Copy it into the run, which then has everything that generation and export need."""
+    if source and Path(source).resolve() == mine.resolve():  # the run is in the data's own folder
+        return
+    if source or overwrite:
+        shutil.rmtree(mine, ignore_errors=True)
+    if source:
+        shutil.copytree(source, mine)
+
+
+def provenance() -> dict[str, str]:
+    """Notes for config.yaml: where this run came from."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    return {
+        "command": " ".join(sys.argv),
+        "commit": commit or "unknown",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def describe(run) -> str:
+    """What runs where, in a few lines for the screen."""
+    cfg, data = run.cfg, run.train_data
+    parameters = sum(p.numel() for p in run.model.parameters())
+    epochs = [f"{n:.2f} epochs" for n in data.epochs(cfg.max_steps * cfg.batch_size)]
+    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
+    if len(epochs) > 1:
+        total = sum(d.weight for d in data.datasets)
+        each = zip(data.datasets, epochs, strict=True)
+        sources = ", ".join(f"{d.name} {float(d.weight / total):.1%} ({n})" for d, n in each)
+        sources += f": {si(data.n_tokens)} tokens"
+    sources += "".join(d.describe() for d in data.datasets)
+    at_most = "at most " if data.row_lengths_vary else ""
+    foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
+    lines = [
+        f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
+        f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
+        f"compile {'on' if run.compiled else 'off'}",
+        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters, {cfg.n_layer} "
+        f"layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
+        f"vocabulary {cfg.vocab_size}{foreign}",
+        f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
+        f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
+        f"{cfg.seq_len}: {run.world_size} x {run.accumulation} micro-batches of {run.micro_batch}, "
+        f"{cfg.optimizer}",
+        f"run     {run.out_dir}",
+    ]
+    if run.resumed_from:
+        lines.append(f"resume  {run.resumed_from} at step {run.step}")
+    return "\n".join(lines)

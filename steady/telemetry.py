@@ -1,0 +1,313 @@
+"""Where metrics go (metrics.jsonl, TensorBoard), and what the host reports (memory, CPU, GC)."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from steady.retry import retry
+
+STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
+OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
+PHASES = STEP_PHASES + OUTSIDE_PHASES
+
+
+# --- files and TensorBoard -------------------------------------------------------------------
+
+
+class Sinks:
+    """metrics.jsonl, TensorBoard, Weights & Biases. One that fails is given up with one warning.
+
+    out_dir: None on ranks that write nothing. kept, dropped: the newest rows of a metrics.jsonl
+    that is continued after start_step, and the rows of later steps that were cut off.
+    """
+
+    def __init__(self, cfg, out_dir: Path | None, start_step: int):
+        self.cfg, self.first_step = cfg, start_step + 1
+        self.kept, self.dropped, self.metrics, self.folder = [], [], None, None
+        self.writer = None  # opened at the first row: importing TensorBoard costs 0.2 s
+        if out_dir:
+            self.metrics, self.kept, self.dropped = open_metrics(
+                out_dir / "metrics.jsonl", start_step
+            )
+        if out_dir and cfg.tensorboard:
+            self.folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+
+    def write(self, step: int, row: dict):
+        try:
+            if self.metrics:
+                # JSON has no NaN or infinity; they are written as null
+                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                          for k, v in row.items()}
+                self.metrics.write(json.dumps({"step": step, **finite}) + "\n")
+                self.metrics.flush()
+        except OSError as e:
+            self.give_up("metrics.jsonl", e)
+            self.metrics = None
+        self.to_tensorboard(self.write_scalars, step, row)
+
+    def write_scalars(self, step: int, row: dict):
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        if not numbers:
+            return
+        self.writer = self.writer or open_tensorboard(self.folder, self.first_step, self.cfg)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # all of them in one event: add_scalar for each takes three times as long on this thread
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)
+
+    def write_text(self, tag: str, text: str, step: int):
+        self.to_tensorboard(lambda: self.writer and self.writer.add_text(tag, text, step))
+
+    def to_tensorboard(self, write, *args):
+        try:
+            if self.folder:
+                write(*args)
+        except Exception as e:  # its writer thread hands over any error it met
+            self.give_up("TensorBoard", e)
+            self.folder = self.writer = None
+
+    def give_up(self, sink: str, error: Exception):
+        print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def close(self):
+        self.to_tensorboard(lambda: self.writer and self.writer.close())
+        if self.cfg.wandb and "wandb" in sys.modules:
+            sys.modules["wandb"].finish()
+        try:
+            if self.metrics:
+                self.metrics.close()
+        except OSError as e:
+            self.give_up("metrics.jsonl", e)
+
+
+TAIL_BYTES = 1 << 18  # read of an old metrics.jsonl on resume: some hundred rows
+
+
+def open_metrics(path: Path, start_step: int) -> tuple:
+    """(metrics.jsonl to append to, its newest rows, the rows that were cut off).
+
+    Rows after start_step are cut off, since those steps are repeated, and so is a torn last row.
+    """
+    path.touch()
+    size, length = path.stat().st_size, TAIL_BYTES
+    while True:
+        rows = read_rows(path, max(0, size - length))
+        if length >= size or rows and rows[0][1]["step"] <= start_step:
+            break
+        length *= 2
+    kept = [(end, row) for end, row in rows if row["step"] <= start_step]
+    os.truncate(path, kept[-1][0] if kept else 0)
+    dropped = [row for _, row in rows if row["step"] > start_step]
+    return open(path, "a"), [row for _, row in kept], dropped
+
+
+def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
+    """[(byte at which it ends, row)] of a metrics.jsonl, from byte `start` on.
+
+    Without the row that `start` falls into and without the torn last row of a killed process.
+    """
+    rows = []
+    with open(path, "rb") as file:
+        file.seek(start)
+        end = start + (len(file.readline()) if start else 0)
+        for line in file:
+            end += len(line)
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if line.endswith(b"\n") and "step" in row:
+                    rows.append((end, row))
+    return rows
+
+
+def open_tensorboard(folder: Path, first_step: int, cfg):
+    """A SummaryWriter that continues an earlier process's, with charts and the configuration."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    settings = dataclasses.asdict(cfg)
+    if cfg.wandb:
+        import wandb
+
+        wandb.init(project="steady", dir=folder.parent, config=settings, sync_tensorboard=True)
+    put_event_files_in_order(folder)
+    # With the default queue of 10 a slow disk blocks training. purge_step hides what an
+    # interrupted run wrote after the checkpoint that this one started from.
+    writer = SummaryWriter(folder, purge_step=first_step, max_queue=10_000,
+                           flush_secs=cfg.tensorboard_flush_secs)
+    charts = {
+        "loss": ["train/loss$", "val/loss$"],
+        "loss by dataset": ["train/loss/.*", "val/loss/.*"],
+        "phases, stacked (ms a step)": ["stacked/.*"],
+        "throughput": ["perf/tokens_per_second"],
+        "step time (ms)": ["perf/step_ms.*"],
+    }
+    if len(cfg.data) == 1:
+        del charts["loss by dataset"]
+    layout = {title: ["Multiline", tags] for title, tags in charts.items()}
+    writer.add_custom_scalars({"steady": layout})
+    writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+    return writer
+
+
+def put_event_files_in_order(folder: Path):
+    """Make event files sort before one created now: TensorBoard reads them by the Unix time in
+    their names, which is no later after a quick restart or when the clock was set back."""
+    now = int(time.time())
+    for old in folder.glob("events.out.tfevents.*"):
+        second, rest = old.name.split(".", 4)[3:]
+        if int(second) >= now:
+            old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
+
+
+def stacked(row: dict) -> dict[str, float]:
+    """Running sums over the phases: TensorBoard itself cannot draw a stacked chart."""
+    names = [name for name in PHASES if f"perf/{name}_ms" in row]
+    sums = itertools.accumulate(row[f"perf/{name}_ms"] for name in names)
+    return {f"stacked/{i}_{n}": s for i, (n, s) in enumerate(zip(names, sums, strict=True), 1)}
+
+
+# --- signals: ranks, host, memory ------------------------------------------------------------
+
+
+class HostSignals:
+    """What happens on the host beside training and may explain a slow-down."""
+
+    def __init__(self):
+        self.gc_seconds, self.gc_began = 0.0, 0.0
+        self.queued_seconds = cpu_queue_seconds()
+        gc.callbacks.append(self.on_gc)
+
+    def on_gc(self, when: str, info: dict):
+        if when == "start":
+            self.gc_began = time.perf_counter()
+        else:
+            self.gc_seconds += time.perf_counter() - self.gc_began
+
+    def read(self, steps: int) -> dict[str, float]:
+        """ms a step over the `steps` since the last call; counts since the process began."""
+        before, self.queued_seconds = self.queued_seconds, cpu_queue_seconds()
+        gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
+        row = {"perf/cpu_queue_ms": (self.queued_seconds - before) / steps * 1e3,
+               "perf/gc_ms": gc_seconds / steps * 1e3}
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo:
+            row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
+        if retry.count:
+            row["health/retries"] = retry.count
+        return row
+
+    def close(self):
+        gc.callbacks.remove(self.on_gc)
+
+
+def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
+    """Which rank has the most work of its own, how much more than the others, in which phase.
+
+    own_ms: [ranks, OWN_PHASES].
+    """
+    if len(own_ms) == 1:
+        return {}
+    busy = own_ms.sum(1)
+    slow = int(busy.argmax())
+    typical = np.median(np.delete(own_ms, slow, 0), axis=0)
+    return {
+        "perf/slowest_rank": slow,
+        "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
+        "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
+    }
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    workers = multiprocessing.active_children()
+    out = {
+        "memory/host_rss_gb": rss_bytes() / 1e9,
+        "memory/workers_rss_gb": sum(rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
+        "memory/open_files": count_files(),
+    }
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
+        out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
+        out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
+        out["memory/alloc_retries"] = stats["num_alloc_retries"]
+        with contextlib.suppress(Exception):  # needs nvidia-ml-py
+            out["perf/clock_mhz"] = torch.cuda.clock_rate(device)
+    return out
+
+
+def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
+    """Resident memory of a process, with or without the files it has mapped (token files, say).
+
+    0 if it has ended or the system does not say.
+    """
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, of_files = map(int, file.read().split()[:3])
+            return (resident - of_files * (not shared)) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        if pid != "self":
+            return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
+
+
+def count_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0
+
+
+def cpu_queue_seconds() -> float:
+    """How long the main thread has been ready to run while others had the core; 0 if unknown."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process was started; 0 if unknown."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):
+        return 0.0
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+def quantile(values, share: float) -> float:
+    """The value that this share of them lies below; for short lists 10 times as fast as NumPy's."""
+    return sorted(values)[int(share * len(values))]
+
+
+def si(x: float) -> str:
+    """1234567 → 1.23M"""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= size:
+            return f"{x / size:.3g}{unit}"
+    return f"{x:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3700 → 1h01m"""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"

@@ -1,0 +1,320 @@
+"""Token files: reading, writing, what they say of themselves, and their tokenizers."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from steady.cli import ConfigError
+
+SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
+SHARD_HEADER_BYTES = 256 * 4
+BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
+GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
+    """The token files of `split` ("train" or "val") in a folder, or the one file that path is.
+
+    Raises ConfigError, which names `option`.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        single = root / f"{split}.bin"
+        return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
+    if not root.exists():
+        raise ConfigError(f"{option} {path}: no such file or folder")
+    if root.suffix != ".bin":
+        raise ConfigError(f"{option} {path}: expected a file of token ids, which ends in .bin")
+    return [root]
+
+
+class TokenFile:
+    """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
+
+    tokens [n_tokens]; blocks [n, seq_len + 1], where the last token of a block is also the first of
+    the next, and a rest shorter than a block is left out; mask [n_tokens], 0 for prompts, or None.
+
+    Raises ConfigError where the file's size is not what its format says.
+    """
+
+    def __init__(self, path: Path, seq_len: int):
+        self.path, self.seq_len = path, seq_len
+        size = path.stat().st_size
+        sidecar = Path(f"{path}.json")
+        try:
+            self.meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
+        except ValueError as e:
+            raise ConfigError(f"{sidecar}: not JSON: {e}") from None
+        dtype = self.meta.get("dtype", "uint16")
+        if dtype not in ("uint16", "uint32"):
+            raise ConfigError(f"{sidecar}: dtype {dtype}; expected uint16 or uint32")
+        self.dtype, self.offset = np.dtype(dtype), 0
+        header = np.fromfile(path, np.int32, 3)
+        if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
+            self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
+            self.offset = SHARD_HEADER_BYTES
+            self.meta["tokens"] = int(header[2])
+        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
+        expected = self.meta.get("tokens", self.n_tokens)
+        if rest or self.n_tokens != expected or self.n_tokens <= 0:
+            raise ConfigError(
+                f"{path}: {size:,} bytes; expected {expected:,} tokens of {self.dtype.itemsize} "
+                f"bytes after a header of {self.offset}: is the file whole?"
+            )
+        self.map()
+
+    def map(self):
+        mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.n_tokens,))
+        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
+        self.blocks = np.empty((0, self.seq_len + 1), self.dtype)
+        if self.n_tokens > self.seq_len:
+            self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
+        masked = Path(f"{self.path}.mask")
+        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
+
+    def __getstate__(self):  # a loader process that is not forked maps the file itself
+        return {**self.__dict__, "tokens": None, "blocks": None, "mask": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.map()
+
+    def documents(self) -> np.ndarray:
+        """[documents + 1]: the token at which each begins, and the end of the last.
+
+        Raises ConfigError where nothing says so, or not of this file.
+        """
+        path = Path(f"{self.path}.docs")
+        if not path.exists():
+            raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
+                              "make it with python data.py, or use --data_mode stream")
+        at = np.fromfile(path, np.uint64).astype(np.int64)
+        masked = self.n_tokens if self.mask is None else len(self.mask)
+        if len(at) < 2 or at[-1] != self.n_tokens or (np.diff(at) < 0).any() or masked != at[-1]:
+            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents end at "
+                              f"{at[-1] if len(at) else 0:,} of {self.n_tokens:,} tokens, "
+                              f"the mask at {masked:,}")
+        return at
+
+    def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """How many tokens the loss counts in each document begins[i] … ends[i], cut at seq_len."""
+        stops = np.minimum(ends, begins + 1 + self.seq_len)
+        if self.mask is None or not len(begins):
+            return stops - begins - 1
+        places = np.stack((begins + 1, stops), 1).ravel()
+        inside = places[:-1]  # reduceat takes no place at the very end
+        return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
+
+
+def read_sidecars(files: list[TokenFile], vocab_size: int | None):
+    """(vocabulary size, name of the tokenizer, its folder, end-of-text id) of files used together.
+
+    vocab_size: as asked for, if it was. Raises ConfigError where the files do not go together.
+    """
+    metas = [file.meta for file in files]
+    of_data = max(meta.get("vocab_size", 0) for meta in metas)
+    if any("vocab_size" not in meta for meta in metas):
+        of_data = max(of_data, vocab_size or GPT2_VOCAB)
+    if vocab_size and of_data > vocab_size:
+        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} ids")
+    named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
+    if len(named) > 1:
+        listed = ", ".join(f"{path} {name}" for name, path in named.items())
+        raise ConfigError(f"--data: sources with different tokenizers: {listed}")
+    name, folder = next(iter(named), None), None
+    if name not in (None, "bytes"):
+        beside = (file.path.parent / "tokenizer" for file in files)
+        folder = next((str(path) for path in beside if path.is_dir()), None)
+    end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
+    return vocab_size or of_data, name, folder, end_of_text
+
+
+def split_weight(spec: str) -> tuple[str, Fraction | None]:
+    """"PATH:WEIGHT" → (path, weight); the weight is None where there is none."""
+    path, _, weight = spec.rpartition(":")
+    try:
+        weight = Fraction(weight) if path else None
+    except (ValueError, ZeroDivisionError):
+        return spec, None  # the colon belongs to the path
+    if weight is not None and weight <= 0:
+        raise ConfigError(f"--data {spec}: expected a weight above 0")
+    return (path, weight) if path else (spec, None)
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+class TokenWriter:
+    """Writes one token file and what belongs to it, piece by piece."""
+
+    def __init__(self, path: Path, vocab_size: int, **meta):
+        self.path = path
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.meta = dict(format=1, vocab_size=vocab_size, **meta)
+        self.tokens = self.bytes = self.documents = 0  # written
+        self.began = self.longest = 0  # where the present document began; tokens of the longest
+        self.sha = hashlib.sha256()
+        self.file, self.docs, self.mask = open(path, "wb"), open(f"{path}.docs", "wb"), None
+        self.docs.write(np.uint64(0).tobytes())
+
+    def add(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None, n_bytes: int):
+        """Write ids [n], which were n_bytes of text.
+
+        ends: places in ids after which a document ends; mask [n]: 0 where the loss does not count,
+        or None where it counts all. Raises ConfigError for an id outside the vocabulary, which
+        could wrap in the file's type.
+        """
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.meta["vocab_size"]:
+            raise ConfigError(
+                f"{self.path}: token ids from {ids.min()} to {ids.max()}; expected ids below "
+                f"{self.meta['vocab_size']}"
+            )
+        raw = ids.astype(self.dtype).tobytes()
+        self.file.write(raw)
+        self.sha.update(raw)
+        if mask is not None and self.mask is None:  # the first: all tokens so far count
+            self.mask = open(f"{self.path}.mask", "wb")
+            for start in range(0, self.tokens, 1 << 18):  # in pieces, for there may be billions
+                self.mask.write(b"\1" * min(1 << 18, self.tokens - start))
+        if self.mask:
+            self.mask.write(np.ones(len(ids), np.uint8) if mask is None else mask.tobytes())
+        if len(ends):
+            places = self.tokens + ends
+            self.docs.write(places.astype(np.uint64).tobytes())
+            self.longest = max(self.longest, int(np.diff(places, prepend=self.began).max()))
+            self.began = int(places[-1])
+        self.tokens += len(ids)
+        self.bytes += n_bytes
+        self.documents += len(ends)
+
+    def close(self):
+        """Write the sidecar; leave no file where there are no tokens."""
+        for file in (self.file, self.docs, self.mask):
+            if file:
+                file.close()
+        if not self.tokens:
+            os.remove(self.path)
+            os.remove(f"{self.path}.docs")
+            return
+        meta = dict(self.meta, dtype=str(self.dtype), tokens=self.tokens, bytes=self.bytes,
+                    documents=self.documents, checksum=self.sha.hexdigest())
+        Path(f"{self.path}.json").write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def write_tokens(path: Path, documents: list[bytes]):
+    """Write documents as a file of bytes, each with its end-of-text."""
+    writer = TokenWriter(path, 257, tokenizer="bytes", end_of_text=BYTES_END_OF_TEXT)
+    for document in documents:
+        ids = np.append(np.frombuffer(document, np.uint8).astype(np.uint16), BYTES_END_OF_TEXT)
+        writer.add(ids, np.array([len(ids)]), None, len(document))
+    writer.close()
+
+
+def share_of(text: bytes, digest=hashlib.blake2b) -> float:
+    """A number from 0 to 1 that depends on the text alone: below val_fraction is validation."""
+    return int.from_bytes(digest(text).digest()[:8], "big") / 2**64
+
+
+def stdlib() -> str:
+    """Folder with the source of Python's standard library as bytes, made at the first call.
+
+    Every machine with Python has it, so a first run needs no download. One file in twenty, picked
+    by a hash of its name, is for validation.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
+    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+    folder = cache / f"stdlib-2-{python}"
+    if folder.exists():
+        return str(folder)
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = {"train": [], "val": []}
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(set(subdirectories) - skip)
+        for file in sorted(Path(directory) / name for name in names if name.endswith(".py")):
+            name = file.relative_to(root).as_posix().encode()
+            split = "val" if share_of(name, hashlib.sha256) < 13 / 256 else "train"
+            documents[split].append(file.read_bytes())
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=cache))
+    for split, texts in documents.items():
+        write_tokens(draft / f"{split}.bin", texts)
+    try:
+        draft.rename(folder)  # all of it appears at once, also when two processes do this
+    except OSError:
+        shutil.rmtree(draft)
+    return str(folder)
+
+
+# --- tokenizers ------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str, needs_end: bool = True):
+    """One of transformers, by its folder or hub name. Raises ConfigError.
+
+    needs_end: refuse one without an end-of-text.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as e:  # of transformers, tokenizers and the hub
+        raise ConfigError(f"tokenizer {name}: cannot be loaded: {str(e).splitlines()[0]}") from e
+    if needs_end and tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
+    return tokenizer
+
+
+def byte_level_bpe(model, split_words: bool = True):
+    """A `model` of the tokenizers library as a tokenizer of transformers.
+
+    split_words: whether to cut text into words first, across which no token reaches.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(model)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+
+
+def byte_tokenizer():
+    """The "bytes" tokenizer as one of transformers: a byte-level BPE without merges."""
+    from tokenizers import models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    vocab["<|endoftext|>"] = BYTES_END_OF_TEXT
+    return byte_level_bpe(models.BPE(vocab, []), split_words=False)
+
+
+def decode(tokenizer: str | None, ids: list[int]) -> str:
+    """The text of token ids; the ids themselves where no tokenizer is known.
+
+    tokenizer: "bytes", or a folder.
+    """
+    if tokenizer == "bytes":
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return loaded_tokenizer(tokenizer).decode(ids)
+
+
+@lru_cache
+def loaded_tokenizer(folder: str):
+    return load_tokenizer(folder, needs_end=False)

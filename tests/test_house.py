@@ -1,0 +1,84 @@
+"""The rule of the house: who may import whom, and how long a file may be."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP = ["train", "model", "data", "monitor", "config"]  # all that a fork has to read
+SOURCES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path.read_text("utf-8")
+    for folder in (".", "steady", "tools") for path in sorted((ROOT / folder).glob("*.py"))
+}
+
+
+def is_main_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def imports(source: str) -> set[str]:
+    """Modules of this repository that a module imports, also inside functions.
+
+    Those of an `if __name__ == "__main__"` block are not among them.
+    """
+    found, nodes = set(), [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        if is_main_block(node):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & SOURCES.keys()) or {node.module}
+    return found & SOURCES.keys()
+
+
+IMPORTS = {name: imports(source) for name, source in SOURCES.items()}
+
+
+def test_imports_are_found():
+    source = """
+import torch, config
+from steady import cli as command_line
+def f():
+    if x:
+        from steady.device import pick_device
+if __name__ == "__main__":
+    from tools.commands import main
+"""
+    assert imports(source) == {"config", "steady.cli", "steady.device"}
+
+
+def test_there_are_five_modules_at_the_top():
+    assert sorted(TOP) == sorted(name for name in SOURCES if "." not in name)
+
+
+def test_nothing_in_steady_looks_up():
+    for name, imported in IMPORTS.items():
+        if name.startswith("steady."):
+            assert all(other.startswith("steady") for other in imported), (name, imported)
+
+
+def test_the_top_looks_down_on_steady_alone():
+    """Tools are imported in `__main__` blocks only."""
+    for name in TOP:
+        assert not any(other.startswith("tools") for other in IMPORTS[name]), name
+    for name in ("model", "data", "monitor"):
+        assert not IMPORTS[name] & {"train", "model", "data", "monitor"}, name
+    assert not IMPORTS["config"] & set(TOP)
+
+
+def test_imports_have_no_circles():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as e:
+        raise AssertionError(" imports ".join(reversed(e.args[1]))) from None
+
+
+def test_files_can_be_read_in_one_sitting():
+    lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
+    assert {name: n for name, n in lines.items() if n > 600} == {}
+    assert sum(lines[name] for name in TOP) <= 2250

@@ -1,0 +1,46 @@
+"""python train.py: training itself, and the flags that only look or test."""
+
+from pathlib import Path
+
+import torch
+
+import config
+import train
+from data import load_data
+from steady.cli import ConfigError
+from steady.device import pick_dtype
+from tools.verify import check_checkpoints, verify_resume
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code. Raises ConfigError."""
+    cfg = config.parse(argv)
+    if cfg.check_checkpoints:
+        text, valid = check_checkpoints(Path(cfg.check_checkpoints))
+        print(text)
+        return 0 if valid else 1
+    if cfg.verify_resume:
+        return verify_resume(argv, cfg)
+    if cfg.estimate:
+        print(estimate(cfg))
+        return 0
+    return train.main(argv)
+
+
+def estimate(cfg: config.Config) -> str:
+    """What the run will need. Allocates nothing; reads the data only for its vocabulary."""
+    from tools.estimate import report
+
+    if cfg.init_from:
+        from steady.huggingface import config_from_hf
+
+        cfg = config_from_hf(cfg)
+    cfg = config.resolve(cfg)
+    if cfg.model == "transformers":
+        raise ConfigError(f"--estimate: {cfg.init_from} is not a model of steady's own kind")
+    if cfg.vocab_size is None:
+        load_data(cfg)
+    # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
+    precision = "bf16" if cfg.precision == "auto" else cfg.precision
+    dtype = pick_dtype(precision, torch.device("cpu"))
+    return report(cfg, cfg.world_size, dtype, train.make_optimizers)

@@ -1,0 +1,210 @@
+"""python model.py generate|export: text from a model, and its weights in Hugging Face's format."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from config import Config
+from model import Transformer, generate
+from steady import huggingface
+from steady.checkpoint import latest_valid, require_valid, run_dir_of
+from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
+from steady.device import DTYPES, pick_device
+from steady.tokens import byte_tokenizer, load_tokenizer
+
+USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
+       model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
+ABOUT = "Let a model write, or export it to Hugging Face's format."
+CONTEXT = 4096  # tokens of a prompt that are seen, at most
+
+
+@dataclass
+class GenerateOptions:
+    prompt: list[str] = option(
+        ["\n"], "text to continue; several are taken one after another (default: a line end)")
+    max_new_tokens: int = option(200, "tokens to write, at most", at_least=1)
+    temperature: float = option(
+        0.8, "0 takes the likeliest token, 1 samples from the model's distribution", at_least=0)
+    top_k: int = option(50, "sample from this many likeliest tokens; 0 is all", at_least=0)
+    top_p: float = option(
+        1.0, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
+    seed: int = option(0, "sampling seed", at_least=0)
+    n: int = option(1, "answers to each prompt, written together", at_least=1)
+    chat: bool = option(False, "put the prompt into the tokenizer's chat template")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
+
+
+@dataclass
+class ExportOptions:
+    dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights in the files")
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    return run_command("model.py", generate_or_export, argv)
+
+
+def generate_or_export(argv: list[str]):
+    exports = argv[:1] == ["export"]
+    kind = ExportOptions if exports else GenerateOptions
+    parser = make_parser(kind, "model.py", USAGE, ABOUT)
+    parser.add_argument("command", choices=("generate", "export"))
+    parser.add_argument("source", help="run directory, checkpoint or Hugging Face folder")
+    if exports:
+        parser.add_argument("out", help="folder to make")
+    given = vars(read_flags(parser, argv))
+    del given["command"]
+    source = Path(given.pop("source"))
+    if exports:
+        out = Path(given.pop("out"))
+        print(export(source, out, DTYPES[given["dtype"]], given["trust_remote_code"]))
+    else:
+        options = GenerateOptions(**given)
+        check_bounds(options)
+        write_text(source, options)
+
+
+# --- text from a model -----------------------------------------------------------------------
+
+
+def write_text(source: Path, options: GenerateOptions):
+    """Print what the model of a run, a checkpoint or a Hugging Face folder makes of the prompts."""
+    device = pick_device(options.device, 0)
+    length = options.max_new_tokens + CONTEXT
+    model, tokenizer = open_model(source, length, options.trust_remote_code)
+    model.to(device).eval()
+    torch.manual_seed(options.seed)
+    for prompt in options.prompt:
+        if options.chat:
+            if not tokenizer.chat_template:
+                raise ConfigError(f"--chat: the tokenizer of {source} has no chat template")
+            prompt = tokenizer.apply_chat_template(
+                [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True
+            )
+        ids = tokenizer(prompt, add_special_tokens=not options.chat)["input_ids"]
+        ids = ids or [tokenizer.eos_token_id]
+        if ids == [None]:
+            raise ConfigError("--prompt: expected text: the tokenizer has no end-of-text to begin "
+                              "with")
+        answer(model, tokenizer, prompt, torch.tensor([ids] * options.n, device=device), options)
+
+
+def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, options: GenerateOptions):
+    """Print the continuation of tokens [n, T]: as it is written, or for several when it is done."""
+    written, shown, alone = [], 0, options.n == 1
+    shown_prompt = "" if options.chat else prompt
+
+    def stream(new: torch.Tensor):
+        nonlocal shown
+        written.append(int(new[0]))
+        text = tokenizer.decode(written, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # otherwise inside a character
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+
+    if alone:
+        print(shown_prompt, end="", flush=True)
+    out = generate(model, tokens, options.max_new_tokens, options.temperature, options.top_k,
+                   options.top_p, tokenizer.eos_token_id, stream if alone else None)
+    texts = tokenizer.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
+    if alone:
+        print(texts[0][shown:])
+    else:
+        for i, text in enumerate(texts, start=1):
+            print(f"--- {i} of {options.n}\n{shown_prompt}{text}")
+
+
+def open_model(source: Path, length: int, trust_remote_code: bool = False):
+    """(model, tokenizer of transformers) of a run, a checkpoint, or a Hugging Face folder.
+
+    length: tokens that it should see at once, if it can. Raises ConfigError.
+    """
+    if source.is_dir() and (source / "config.json").exists() or not source.exists():
+        cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
+        cfg = huggingface.config_from_hf(cfg)
+        folder = huggingface.fetch(str(source))
+        if cfg.model == "transformers":
+            model = huggingface.HFModel(cfg)
+        else:
+            model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
+            huggingface.load_weights(model, folder)
+        return model, load_tokenizer(str(folder), needs_end=False)
+    state, run_dir, path = read_state(source)
+    cfg = config_of(state, trust_remote_code)
+    if cfg.max_position:  # learned before this run
+        cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
+    model = huggingface.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
+    model.load_state_dict(state["model"])
+    if state["tokenizer"] == "bytes":
+        return model, byte_tokenizer()
+    if not run_dir or not (run_dir / "tokenizer").is_dir():
+        raise ConfigError(f"{path}: its run has no tokenizer, only token ids")
+    return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
+
+
+def read_state(source: Path) -> tuple[dict, Path | None, Path]:
+    """(contents of a checkpoint, the directory of its run, its path), of a run or a file.
+
+    Raises ConfigError if there is no valid one.
+    """
+    path = source
+    if source.is_dir():
+        path = latest_valid(source / "checkpoints")
+        if path is None:
+            raise ConfigError(f"{source}: no checkpoint in there, and no config.json")
+    elif source.exists():
+        require_valid(source)
+    else:
+        raise ConfigError(f"{source}: no such file or folder")
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state, run_dir_of(path), path
+
+
+def config_of(state: dict, trust_remote_code: bool) -> Config:
+    """The options of a checkpoint, which has no say in what code may run here."""
+    known = Config.__dataclass_fields__
+    cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
+    return replace(cfg, trust_remote_code=trust_remote_code)
+
+
+# --- export ----------------------------------------------------------------------------------
+
+
+def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> str:
+    """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
+
+    Raises ConfigError if it is damaged or has non-finite weights.
+    """
+    state, run_dir, path = read_state(source)
+    cfg = config_of(state, trust_remote_code)
+    bad = [n for n, t in state["model"].items() if t.is_floating_point() and not t.isfinite().all()]
+    if bad:
+        raise ConfigError(f"{path}: non-finite weights, first in {bad[0]}; not exported")
+    if out.is_file() or out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: is not empty")
+    if cfg.qk_norm and cfg.qkv_bias:
+        raise ConfigError(f"{path}: no family has both --qk_norm and --qkv_bias")
+    out.mkdir(parents=True, exist_ok=True)
+    if cfg.model == "transformers":
+        model = huggingface.HFModel(cfg)
+        model.load_state_dict(state["model"])
+        model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
+    else:
+        huggingface.save_weights(state["model"], cfg, out, dtype, state.get("end_of_text"))
+    tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
+    return f"{path} at step {state['step']} to {out}: {tokenizer}"
+
+
+def export_tokenizer(name: str | None, run_dir: Path | None, out: Path) -> str:
+    if name == "bytes":
+        byte_tokenizer().save_pretrained(out)
+    elif run_dir and (run_dir / "tokenizer").is_dir():
+        shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
+    else:
+        return "without a tokenizer, for the run has none"
+    return f"with the tokenizer {name}"

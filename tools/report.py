@@ -1,0 +1,69 @@
+"""What `python monitor.py RUN …` does: print the report of a run, or compare runs.
+
+    python monitor.py runs/001                        where its time went, whether and why it slowed
+    python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from steady.report import report, report_text
+
+
+def side_by_side(reports: list[dict]) -> str:
+    """A table with a column for each run, and the ratio of each value to the first run's."""
+    rows = {f"{name} s": [r["seconds"][name] for r in reports] for name in reports[0]["seconds"]}
+    names = dict.fromkeys(name for r in reports for name in r["figures"])
+    rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
+    lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
+    for name, values in rows.items():
+        cells = [f"{values[0]:22.4g}"]
+        for value in values[1:]:
+            ratio = f" ({value / values[0]:.2f}x)" if values[0] else ""
+            cells.append(f"{f'{value:.4g}{ratio}':>22s}")
+        lines.append(f"{name:24s}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def regression_percent(reports: list[dict]) -> float:
+    """How much slower the slowest of the later runs is than the first, in time per token.
+
+    Of a single run: how much slower its steps are at the end. NaN if a run has no throughput.
+    """
+    if len(reports) > 1:
+        rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
+        return 100 * float(np.max([rates[0] / rate - 1 for rate in rates[1:]]))
+    lasting = [event["percent"] for event in reports[0]["slowdowns"]
+               if event["kind"] != "work" and "ended" not in event]
+    return max(lasting, default=0.0)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
+    parser = argparse.ArgumentParser("monitor.py", description="Say where the time of a run went, "
+                                     "whether it slowed down, since when and why.")
+    parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("--fail_on_regression", "--fail-on-regression", type=float,
+                        metavar="PERCENT", help="exit with 3 if a run is slower than the first by "
+                        "more than this, or a single run has slowed down by more")
+    args = parser.parse_args(argv)
+    try:
+        reports = [report(Path(path)) for path in args.run_dir]
+    except (OSError, KeyError) as e:
+        print(f"monitor.py: error: not a run directory with a metrics.jsonl: {e}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(reports, indent=1))
+    else:
+        for r in reports:
+            print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
+        if len(reports) > 1:
+            print(side_by_side(reports))
+    limit = args.fail_on_regression
+    return 0 if limit is None or regression_percent(reports) <= limit else 3  # 3 also for NaN

@@ -1,0 +1,69 @@
+"""python train.py --check_checkpoints RUN, --verify_resume K: valid files, exact resume?"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+import train
+from config import Config
+from steady.checkpoint import checkpoint_path, compare, find_corruption, list_checkpoints
+from steady.cli import ConfigError
+from steady.device import rank_and_world
+
+
+def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
+    """(a line for each checkpoint in a run directory, whether all are valid)."""
+    folder = run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
+    if not folder.is_dir():
+        raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
+    lines, fine = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
+    best = [p for p in [folder / "best.pt"] if p.is_file()]
+    for path in [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt"))]:
+        wrong, step, loss = find_corruption(path), "", ""
+        if not wrong:
+            state = torch.load(path, map_location="meta", weights_only=True)
+            step, loss = state["step"], f"{state['best_loss']:.4f}"
+        fine = fine and not wrong
+        lines.append(f"{path.name:22s} {step:>9} {path.stat().st_size / 1e6:9.1f} {loss:>9s}  "
+                     f"{'INVALID: ' + wrong if wrong else 'valid'}")
+    return "\n".join(lines), fine
+
+
+COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best_loss")
+
+
+def verify_resume(argv: list[str], cfg: Config) -> int:
+    """Train 2 K steps, and K more from the checkpoint of step K; 0 if both end the same.
+
+    Two whole runs of this program with these flags, in a temporary directory.
+    """
+    k, rank = cfg.verify_resume, rank_and_world()[0]
+    # the parent's number: under torchrun the same on all ranks of a machine
+    folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
+    flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
+             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
+             "--no_tensorboard"]
+    whole, halves = folder / "whole", folder / "halves"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        train.main([*argv, *flags, f"--out_dir={whole}"])
+        middle = checkpoint_path(whole / "checkpoints", k)
+        train.main([*argv, *flags, f"--out_dir={halves}", f"--resume={middle}"])
+        if rank:
+            return 0
+        ends = (checkpoint_path(run / "checkpoints", 2 * k) for run in (whole, halves))
+        one, two = (torch.load(p, map_location="cpu", weights_only=True) for p in ends)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    count, different = compare({n: one[n] for n in COMPARED}, {n: two[n] for n in COMPARED})
+    if different:
+        print(f"verify_resume: differs after {k} + {k} steps: {different[0]} and "
+              f"{len(different) - 1} others of {count}")
+        return 1
+    print(f"verify_resume: identical, {count} values and tensors after {k} + {k} steps")
+    return 0
