@@ -154,11 +154,13 @@ class Monitor:
             return contextlib.nullcontext()
         return measure_update(named_parameters, self.log)
 
-    def step(self, step: int, learning_rate: float, grad_norm, size, loss_scale: float = 1.0):
+    def step(self, step: int, learning_rate: float, grad_norm, size, loss_scale: float = 1.0,
+             nonfinite=0.0):
         """Step number `step` is done: log if it is due.
 
         grad_norm: of all ranks, on the device; size: tokens of all ranks; loss_scale: makes this
-        rank's sum of losses its share of the mean, times the number of ranks.
+        rank's sum of losses its share of the mean, times the number of ranks; nonfinite: steps in a
+        row that were skipped.
         """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
@@ -175,7 +177,7 @@ class Monitor:
         if self.events:
             self.events.end()
         if self.due(step):
-            row = self.gather_values(step)  # waits for the device and for other ranks
+            row = self.gather_values(step, nonfinite)  # waits for the device and for other ranks
             row |= self.clocks(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
             self.write_row(step, row)
@@ -189,7 +191,7 @@ class Monitor:
 
     # --- a log ---
 
-    def gather_values(self, step: int) -> dict[str, float]:
+    def gather_values(self, step: int, nonfinite) -> dict[str, float]:
         """What was logged, over steps and ranks: one copy from the device for all of it."""
         if self.dataset_totals is not None:
             for k, name in enumerate(self.datasets):
@@ -198,22 +200,21 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         totals = [[self.gathered[name][0]] for name in names]
         weights = [[self.gathered[name][1]] for name in names]
-        parts = [*totals, *weights, self.losses, self.grad_norms, self.own_ms(step)]
+        parts = [*totals, *weights, self.losses, self.grad_norms, [nonfinite], self.own_ms(step)]
         values = torch.cat([self.on_device(part) for part in parts])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         n = len(names)
-        cuts = np.cumsum([n, n, len(self.losses), len(self.grad_norms)])
-        totals, weights, losses, norms, own = np.split(table, cuts, axis=1)
+        cuts = np.cumsum([n, n, len(self.losses), len(self.grad_norms), 1])
+        totals, weights, losses, norms, nonfinite, own = np.split(table, cuts, axis=1)
+        self.nonfinite_in_a_row = int(nonfinite[0, 0])
         self.gathered, self.losses, self.grad_norms = {}, [], []
         sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
         row["train/loss"] = float(losses.mean())
         bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
-        for not_finite in bad:
-            self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if not_finite else 0
         if self.cfg.monitor != "off":
             row["train/grad_norm"] = float(norms[0].mean())
             row["health/nonfinite_steps"] = int(bad.sum())

@@ -30,7 +30,7 @@ from monitor import Monitor, add_by_dataset
 from steady import device as devices
 from steady import faults, rundir
 from steady.backup import Backup
-from steady.checkpoint import Writer, load_checkpoint, save_checkpoint
+from steady.checkpoint import Writer, load_checkpoint, reconcile_best, save_checkpoint
 from steady.cli import ConfigError
 from steady.muon import Muon
 
@@ -39,9 +39,7 @@ from steady.muon import Muon
 
 def train(run: "Run"):
     """Make the updates that are left. `run.step` counts those made."""
-    cfg, monitor = run.cfg, run.monitor
-    batches = loader(run.train_data, cfg, run.position, cfg.max_steps - run.step, run.micro_batch,
-                     run.rank, run.world_size, run.device, run.workers)
+    cfg, monitor, batches = run.cfg, run.monitor, run.batches
     gc.disable()  # tidy_memory collects, at the same steps on all ranks
     while run.step < cfg.max_steps and not run.stop.requested():
         seed_everything(cfg.seed, run.step, run.rank)
@@ -64,9 +62,9 @@ def train(run: "Run"):
         run.advance(size)  # step, position and tokens together
         monitor.phase("other")
         measure_output(run, batch)
-        monitor.step(run.step, lr, grad_norm, size, loss_scale)  # reads the device only at a log
+        monitor.step(run.step, lr, grad_norm, size, loss_scale, run.nonfinite)  # syncs at a log
         check_finite(run)
-        if run.val_data and due(run.step, cfg.eval_interval, last=cfg.max_steps):
+        if evaluation_due(run):
             keep_best(run, evaluate(run))
         if due(run.step, cfg.save_interval, last=cfg.max_steps) or run.stop.save:
             save_checkpoint(run)
@@ -136,6 +134,7 @@ def update(run: "Run") -> Tensor:
     divisor = torch.ones_like(grad_norm)
     if run.cfg.grad_clip:
         divisor = (grad_norm / run.cfg.grad_clip).clamp(min=1.0)
+    run.nonfinite = (run.nonfinite + 1) * not_finite
     with run.monitor.health(run.step + 1, parameters):
         run.clean = False
         for optimizer in run.optimizers:
@@ -152,9 +151,14 @@ def update(run: "Run") -> Tensor:
 
 
 def check_finite(run: "Run"):
-    """Raise NotFinite after too many non-finite steps in a row, counted up to the last log."""
+    """Raise NotFinite after too many non-finite steps in a row, counted up to the last log.
+
+    Only at multiples of log_interval, so that a run that was resumed in between acts at the same
+    step as an undisturbed one.
+    """
     count = run.monitor.nonfinite_in_a_row
-    if count >= run.cfg.max_nonfinite and run.cfg.on_nonfinite != "skip":
+    at_log = due(run.step, run.cfg.log_interval, last=run.cfg.max_steps)
+    if at_log and count >= run.cfg.max_nonfinite and run.cfg.on_nonfinite != "skip":
         raise faults.NotFinite(f"{count} steps in a row, up to step {run.step}, had a loss or "
                                "gradient that was not finite")
 
@@ -197,6 +201,12 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device) -> list
 # --- evaluation ------------------------------------------------------------------------------
 
 
+def evaluation_due(run: "Run") -> bool:
+    """Also true for a step that a crash left without its evaluation."""
+    is_due = due(run.step, run.cfg.eval_interval, last=run.cfg.max_steps)
+    return run.val_data is not None and is_due and run.evaluated_step < run.step
+
+
 @torch.no_grad()
 def evaluate(run: "Run") -> float:
     """Mean loss in nats over the same validation samples every time, shared by all ranks."""
@@ -225,13 +235,16 @@ def evaluate(run: "Run") -> float:
         shown = " | ".join(f"{name[len('val/') :]} {value:.4f}" for name, value in row.items())
         print(f"step {run.step}: validation {shown}", flush=True)
     run.monitor.write(run.step, row)
+    run.evaluated_step = run.step
     run.monitor.phase(previous)
     return loss
 
 
 def keep_best(run: "Run", val_loss: float):
+    if run.writer:  # what is really in best.pt: the save of a better one may have failed
+        run.best_loss, run.best_step = run.writer.best()
     if val_loss < run.best_loss:
-        run.best_loss = val_loss
+        run.best_loss, run.best_step = val_loss, run.step
         save_checkpoint(run, is_best=True)
 
 
@@ -288,16 +301,20 @@ class Run:
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
     stop: faults.Stop
+    batches: object = None  # the loader's micro-batches from `position` on
     monitor: Monitor | None = None
     writer: Writer | None = None  # of checkpoints; on rank 0
     lock: object = None  # to be closed at the end: the file that keeps others out of out_dir
     step: int = 0  # updates made
     position: int = 0  # the next update begins with this sample
     tokens: int = 0  # trained on, without padding
-    best_loss: float = math.inf
+    best_loss: float = math.inf  # of the validation, at best_step
+    best_step: int = 0
+    evaluated_step: int = 0  # the newest one
+    nonfinite: Tensor | float = 0.0  # steps in a row whose update was skipped, on the device
     first_step: int = 1  # of this process
     resumed_from: Path | None = None
-    saved_step: int = 0
+    saved: tuple = ()  # what the newest checkpoint was saved at
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
     clean: bool = True  # the weights are those of `step`, not half updated
 
@@ -428,7 +445,10 @@ def open_run_dir(run: Run):
     if not run.lock:
         run.out_dir, run.lock = rundir.claim(run.out_dir)
     rundir.prepare(run)
-    run.writer = Writer(run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup)
+    run.best_loss, run.best_step = reconcile_best(run)
+    best = run.best_loss, run.best_step
+    run.writer = Writer(run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup,
+                        best)
     print(rundir.describe(run), flush=True)
 
 
@@ -469,8 +489,10 @@ def main(argv: list[str]) -> int:
             run.monitor = make_monitor(run)
             evaluate(run)
         return 0
-    if run.step >= run.cfg.max_steps:
+    if run.step >= run.cfg.max_steps and not evaluation_due(run):
         if run.rank == 0:
+            if run.lock:  # the run directory is ours to mend
+                reconcile_best(run)
             print(f"{run.out_dir} has made all {run.cfg.max_steps} steps: nothing to do")
         return 0
     open_run_dir(run)
@@ -495,8 +517,13 @@ def train_with_recovery(run: Run) -> str:
         run.monitor, run.first_step = make_monitor(run), run.step + 1
         order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.position)
         run.monitor.write(run.step, {"order": order})  # for `data.py show`
+        run.batches = loader(run.train_data, run.cfg, run.position, run.cfg.max_steps - run.step,
+                             run.micro_batch, run.rank, run.world_size, run.device, run.workers)
         try:
-            train(run)
+            if evaluation_due(run):
+                keep_best(run, evaluate(run))
+            with contextlib.closing(run.batches):  # ends its processes before errors are reported
+                train(run)
             break
         except faults.NotFinite as e:
             faults.roll_back(run, e)
@@ -515,6 +542,7 @@ def train_with_recovery(run: Run) -> str:
 
 
 if __name__ == "__main__":
+    faults.prepare_process()
     from tools.commands import main as run_command
 
     faults.leave(faults.exit_code(run_command, sys.argv[1:]))

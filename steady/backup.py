@@ -1,12 +1,16 @@
 """Copies of a run at a URL that fsspec knows: uploading beside training, downloading."""
 
 import os
+import re
 import threading
 from pathlib import Path
 
 from steady.checkpoint import CHECKPOINT, checkpoint_step, find_corruption, link_or_copy, run_dir_of
 from steady.cli import ConfigError
 from steady.retry import retry
+
+# The files beside the checkpoints that belong to a run; a backup may hold anything else, too.
+LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer)/[\w.-]*\w")
 
 
 class Backup:
@@ -95,7 +99,7 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
             wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
         else:
             wanted = remote_checkpoints(fs, f"{root}/checkpoints")[::-1]
-        logs = [p for p in fs.find(root) if "/checkpoints/" not in p]
+        logs = [p for p in fs.find(root) if LOGS.fullmatch(p[len(root) :].lstrip("/"))]
     except Exception as e:
         raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
 
@@ -105,7 +109,7 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
         return local
 
     if only:
-        for log in (p for p in logs if p.rpartition("/")[2] == only):
+        for log in (p for p in logs if p[len(root) :].lstrip("/") == only):
             get(log, to / only)
         return to
     for path in wanted:

@@ -6,6 +6,8 @@ file may end with, so that `torch.load` and `unzip` read it like any other.
 
 import contextlib
 import dataclasses
+import errno
+import math
 import os
 import re
 import shutil
@@ -28,6 +30,7 @@ SEAL_NAME = b"steady checksum:"
 ZIP_END = struct.Struct("<4s16sH")  # signature, fields not used here, length of the comment
 CHUNK_BYTES = 1 << 24
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 
 # --- one file --------------------------------------------------------------------------------
 
@@ -204,8 +207,10 @@ class Writer:
     backup: a Backup, which is offered each file that was written and verified.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None):
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
+                 best=(math.inf, 0)):
         self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
+        self.in_best = best  # (loss, step) of best.pt
         self.buffers, self.thread, self.step = {}, None, 0
         self.failures = 0  # in a row
 
@@ -262,15 +267,21 @@ class Writer:
             if is_best:
                 with atomic_write(self.folder / "best.pt") as draft:
                     link_or_copy(path, draft)
+                self.in_best = state["best_loss"], step
             rotate(self.folder, self.keep, self.keep_every)
             self.failures = 0
         except Exception as e:
             self.failures += 1
             print(f"warning: step {step}: the checkpoint could not be written, training goes on "
-                  f"({self.failures} of {MAX_FAILURES}): {e}", flush=True)
+                  f"({self.failures} of {MAX_FAILURES}): {disk_error(e, self.folder)}", flush=True)
             return
         if self.backup:
             self.backup.offer(step, path)
+
+    def best(self) -> tuple[float, int]:
+        """(validation loss, step) of the weights in best.pt."""
+        self.wait()
+        return self.in_best
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
@@ -289,6 +300,18 @@ class Writer:
             raise OSError(f"{self.folder}: the last checkpoint, of step {self.step}, is not there")
 
 
+def disk_error(error: BaseException, folder: Path) -> str:
+    """What to say of an error in writing to `folder`: torch hides a full disk behind its own."""
+    cause = error
+    while cause and getattr(cause, "errno", None) not in FULL:
+        cause = cause.__cause__ or cause.__context__
+    if not cause:
+        return str(error)
+    usage = shutil.disk_usage(folder)
+    return (f"no space left on {folder}: {usage.free / 1e9:.2f} of {usage.total / 1e9:.1f} GB are "
+            f"free ({cause.strerror})")
+
+
 def link_or_copy(path: Path, draft: Path):
     try:
         os.link(path, draft)
@@ -301,17 +324,18 @@ def link_or_copy(path: Path, draft: Path):
 # --- the state of a run ----------------------------------------------------------------------
 
 FORMAT = 2  # of the dict in a checkpoint file; 1 had no position
+PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "rollbacks")
 
 
 def save_checkpoint(run, is_best: bool = False):
-    """Have checkpoints/step_N.pt written, and best.pt, unless this step has been saved already.
+    """Have checkpoints/step_N.pt written, and best.pt, unless this state has been saved already.
 
     Only rank 0 writes: weights and optimizers are the same on all ranks. There is no generator
     state: random numbers are a function of (seed, step, rank).
     """
-    if run.saved_step == run.step:
+    if run.saved == saved_at(run):
         return
-    run.saved_step = run.step
+    run.saved = saved_at(run)
     if run.rank:
         return
     previous = run.monitor.phase("checkpoint")
@@ -322,6 +346,10 @@ def save_checkpoint(run, is_best: bool = False):
         position=run.position,
         tokens=run.tokens,
         best_loss=run.best_loss,
+        best_step=run.best_step,
+        evaluated_step=run.evaluated_step,
+        nonfinite=run.nonfinite,
+        rollbacks=run.rollbacks,
         model=run.model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run.model, optimizer) for optimizer in run.optimizers],
@@ -334,6 +362,11 @@ def save_checkpoint(run, is_best: bool = False):
     )
     run.writer.save(run.step, state, is_best)
     run.monitor.phase(previous)
+
+
+def saved_at(run) -> tuple:
+    """What changes from one checkpoint to another."""
+    return run.step, run.position, run.evaluated_step, run.best_step
 
 
 def parameter_names(model: nn.Module, optimizer) -> list[str]:
@@ -369,11 +402,52 @@ def load_checkpoint(run, path: Path) -> dict:
         optimizer.load_state_dict(saved | {"param_groups": groups})
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    run.step = run.saved_step = state["step"]
-    run.position, run.tokens, run.best_loss = (
-        state[name] for name in ("position", "tokens", "best_loss")
-    )
+    for name in PROGRESS:
+        setattr(run, name, state[name])
+    run.nonfinite = torch.as_tensor(state["nonfinite"]).to(run.device)
+    run.saved = saved_at(run)
     return state["config"]
+
+
+def reconcile_best(run) -> tuple[float, int]:
+    """Make best.pt agree with the restored run; returns (loss, step) of what it then holds.
+
+    It can be older, if a process was killed before it was replaced or the save failed, or newer, if
+    the run goes on from an earlier checkpoint.
+    """
+    folder = run.out_dir / "checkpoints"
+    best, wanted = folder / "best.pt", checkpoint_path(folder, run.best_step)
+    found = read_best(best)
+    if found == (run.best_loss, run.best_step):
+        return found
+    if run.best_step and read_best(wanted) == (run.best_loss, run.best_step):
+        with atomic_write(best) as draft:
+            link_or_copy(wanted, draft)
+        return run.best_loss, run.best_step
+    if found and 0 < found[1] <= run.step:
+        print(f"warning: the weights of the best validation loss, {run.best_loss:.4f} at step "
+              f"{run.best_step}, were lost; {best} is of step {found[1]}", flush=True)
+        return found
+    if best.exists():
+        set_aside(best)
+    return math.inf, 0
+
+
+def read_best(path: Path) -> tuple[float, int] | None:
+    """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
+    if not path.is_file() or find_corruption(path):
+        return None
+    state = torch.load(path, map_location="meta", weights_only=True)
+    is_best = state.get("best_step") == state.get("step")
+    return (state["best_loss"], state["step"]) if is_best else None
+
+
+def set_aside(path: Path):
+    """Rename a file to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
+    new, n = path.with_name(f"{path.name}.set-aside"), 2
+    while new.exists():
+        new, n = path.with_name(f"{path.name}.set-aside-{n}"), n + 1
+    path.rename(new)
 
 
 def refuse_changes(run, path: Path, state: dict):

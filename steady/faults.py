@@ -1,5 +1,6 @@
 """When things go wrong: signals, non-finite steps, crashes, out of memory; what is said of them."""
 
+import contextlib
 import os
 import re
 import signal
@@ -27,9 +28,9 @@ from steady.device import rank_and_world
 class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
-    SIGTERM, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on. What
-    each rank has received is exchanged between hosts while a step is computed and read in the next
-    one, so the exchange waits for no device.
+    SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
+    What each rank has received is exchanged between hosts while a step is computed and read in the
+    next one, so the exchange waits for no device.
     """
 
     def __init__(self, world_size: int):
@@ -82,8 +83,10 @@ class Stop:
         return int(box)
 
     def __enter__(self):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self.before[number] = signal.signal(number, self.handle)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                self.before[number] = signal.signal(number, self.handle)
+        self.received[1] |= early_save_requests[0]
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
@@ -112,14 +115,15 @@ def roll_back(run, error: NotFinite):
         run.writer.wait()
         path = latest_valid(run.out_dir / "checkpoints")
     path = run.stop.broadcast_from_rank0(path)
-    run.rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
-    if path is None or len(run.rollbacks) == MAX_ROLLBACKS:
+    rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
+    if path is None or len(rollbacks) == MAX_ROLLBACKS:
         raise error
     load_checkpoint(run, path)
-    run.position = position
-    run.rollbacks.append(run.step)
+    run.position, run.rollbacks = position, [*rollbacks, run.step]
+    run.nonfinite = torch.zeros_like(run.nonfinite)
     if run.rank == 0:
         print(f"warning: {error}; back to {path}, on with sample {position}", flush=True)
+    save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
 def rescue(run):
@@ -221,6 +225,47 @@ def memory_advice(run, error: BaseException) -> str:
 
 
 # --- the end of the program ------------------------------------------------------------------
+
+early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
+
+
+def prepare_process():
+    """Before anything else: a screen that may go away, a signal that may come early."""
+    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
+
+
+class Screen:
+    """A standard stream that loses what cannot be written, instead of ending the training.
+
+    A full disk, a closed pipe, a closed terminal; characters that its encoding does not have.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        with self.or_nowhere():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with self.or_nowhere():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def or_nowhere(self):
+        try:
+            yield
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # or flushing it at exit fails again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
 
 LOST_CONNECTION = re.compile(
     "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"

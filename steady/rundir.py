@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -27,18 +28,31 @@ from steady.checkpoint import (
     remove_drafts,
     require_valid,
     run_dir_of,
+    set_aside,
 )
 from steady.cli import ConfigError, write_yaml
 from steady.device import DTYPE_NAMES, attention_backend, device_name, restart_count
 from steady.telemetry import si
+from steady.tokens import copy_tokenizer, delete_tokenizer
+
+CHECKPOINT_FILES = re.compile(r"(step_[0-9]{8,}|best)\.pt(\.corrupt|\.set-aside(-[0-9]+)?)?")
 
 # --- which run -------------------------------------------------------------------------------
 
 
-def numbered_runs() -> list[Path]:
-    """The folders runs/001, runs/002, …, oldest first."""
-    found = (path for path in Path("runs").glob("*") if path.name.isdigit())
+def numbered_folders() -> list[Path]:
+    """The folders runs/001, runs/002, …, in the order of their numbers."""
+    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]{1,9}", path.name))
     return sorted(found, key=lambda path: int(path.name))
+
+
+def newest_run() -> Path | None:
+    """The newest of them that holds a run; others are named, so that nobody waits for them."""
+    for path in reversed(numbered_folders()):
+        if holds_a_run(path):
+            return path
+        print(f"warning: {path} holds no run: passed over", file=sys.stderr, flush=True)
+    return None
 
 
 def find_run(cfg) -> Path | None:
@@ -49,11 +63,17 @@ def find_run(cfg) -> Path | None:
     """
     out_dir, continues = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
-        if not Path(cfg.resume).is_file():
-            raise ConfigError(f"--resume {cfg.resume}: no such file")
-        out_dir, continues = out_dir or run_dir_of(Path(cfg.resume)), True
+        path = Path(cfg.resume)
+        if path.is_dir():
+            raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint file. To "
+                              f"continue a run: --auto-resume --out_dir {path}")
+        if not path.is_file():
+            raise ConfigError(f"--resume {path}: no such file")
+        own = run_dir_of(path)
+        out_dir = out_dir or own
+        continues = own is not None and out_dir.resolve() == own.resolve()
     elif cfg.auto_resume and not out_dir:
-        out_dir = next(reversed(numbered_runs()), None)
+        out_dir = newest_run()
     if out_dir and out_dir.exists() and not out_dir.is_dir():
         raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
     place = out_dir or Path("runs")
@@ -65,11 +85,34 @@ def find_run(cfg) -> Path | None:
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto-resume, start from one of its checkpoints with --resume, or "
                           "delete it with --overwrite")
+    for name in ("lock", "metrics.jsonl", "config.yaml"):
+        if out_dir and (out_dir / name).is_symlink():
+            raise ConfigError(f"{out_dir / name}: is a link; expected a file of this run, or none")
+    if cfg.overwrite and out_dir and out_dir.exists():
+        files_of_run(out_dir)
     return out_dir
 
 
 def holds_a_run(out_dir: Path) -> bool:
-    return (out_dir / "config.yaml").exists() or bool(list_checkpoints(out_dir / "checkpoints"))
+    names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt"
+    return any((out_dir / name).exists() for name in names) or bool(
+        list_checkpoints(out_dir / "checkpoints")
+    )
+
+
+def files_of_run(out_dir: Path) -> list[Path]:
+    """The files of the run in out_dir that --overwrite deletes; links are not followed.
+
+    Raises ConfigError if one of its folders is a link.
+    """
+    for name in ("checkpoints", "tensorboard", "tokenizer"):
+        if (out_dir / name).is_symlink():
+            raise ConfigError(f"--overwrite: {out_dir / name} is a link, which is not deleted; "
+                              "remove it yourself, or choose another --out_dir")
+    folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
+    found += (p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name))
+    found += (out_dir / "tensorboard").glob("events.out.tfevents.*")
+    return [p for p in found if p.is_file() and not p.is_symlink()]
 
 
 def continues(cfg, out_dir: Path | None) -> bool:
@@ -81,7 +124,7 @@ def after_restart(cfg):
     """When torchrun has restarted its processes: continue the run that they were making."""
     if not restart_count() or cfg.auto_resume:
         return cfg
-    runs = numbered_runs()
+    runs = numbered_folders()
     if cfg.out_dir or cfg.resume and run_dir_of(Path(cfg.resume)):
         runs = [Path(cfg.out_dir) if cfg.out_dir else run_dir_of(Path(cfg.resume))]
     ours = [run for run in runs if was_locked_by_launcher(run)]
@@ -145,7 +188,7 @@ def claim(out_dir: Path | None):
     """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
     os.umask(os.umask(0o077) | 0o002)  # not everyone may change the files of a run
     while out_dir is None:
-        newest = next(reversed(numbered_runs()), Path("0"))
+        newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
         with contextlib.suppress(FileExistsError):  # another run was quicker
             new.mkdir(parents=True)
@@ -167,7 +210,11 @@ def acquire_lock(run_dir: Path):
     """
     import fcntl
 
-    file = open(run_dir / "lock", "a+")
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        file = os.fdopen(os.open(run_dir / "lock", flags, 0o666), "a+")
+    except OSError as e:
+        raise ConfigError(f"{run_dir / 'lock'}: cannot be opened: {e.strerror}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -199,28 +246,19 @@ def prepare(run):
     """Leave in the claimed directory only what belongs to the run before its step; write config."""
     cfg, out_dir, folder = run.cfg, run.out_dir, run.out_dir / "checkpoints"
     if cfg.overwrite:
-        for name in ("config.yaml", "metrics.jsonl"):
-            (out_dir / name).unlink(missing_ok=True)
-        for name in ("tensorboard", "checkpoints"):
-            shutil.rmtree(out_dir / name, ignore_errors=True)
-        folder.mkdir()
+        for path in files_of_run(out_dir):
+            path.unlink()
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
         if checkpoint_step(newer) > run.step:
-            newer.rename(newer.with_suffix(".pt.set-aside"))
-    keep_tokenizer(run.train_data.tokenizer_folder, out_dir / "tokenizer", cfg.overwrite)
+            set_aside(newer)
+    source, mine = run.train_data.tokenizer_folder, out_dir / "tokenizer"
+    if source and Path(source).resolve() != mine.resolve():
+        copy_tokenizer(Path(source), mine)
+    elif cfg.overwrite and not source:
+        delete_tokenizer(mine)
     with atomic_write(out_dir / "config.yaml") as draft:
         write_yaml(cfg, draft, provenance())
-
-
-def keep_tokenizer(source: str | None, mine: Path, overwrite: bool):
-    """Copy it into the run, which then has everything that generation and export need."""
-    if source and Path(source).resolve() == mine.resolve():  # the run is in the data's own folder
-        return
-    if source or overwrite:
-        shutil.rmtree(mine, ignore_errors=True)
-    if source:
-        shutil.copytree(source, mine)
 
 
 def provenance() -> dict[str, str]:

@@ -318,3 +318,44 @@ def decode(tokenizer: str | None, ids: list[int]) -> str:
 @lru_cache
 def loaded_tokenizer(folder: str):
     return load_tokenizer(folder, needs_end=False)
+
+
+MANIFEST = "steady-files.json"  # lists the files of a tokenizer folder that we made
+
+
+def copy_tokenizer(source: Path, target: Path):
+    """Copy a tokenizer's files, replacing one that we made; raises ConfigError for another."""
+    files = sorted(p for p in source.iterdir() if p.is_file() and p.name != MANIFEST)
+    if all((target / p.name).is_file() and (target / p.name).read_bytes() == p.read_bytes()
+           for p in files):
+        return  # the same, whoever made it
+    delete_tokenizer(target)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / MANIFEST).write_text(json.dumps([p.name for p in files]))
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+
+
+def delete_tokenizer(folder: Path):
+    """Delete the files that the manifest of a tokenizer folder lists, and the folder if empty."""
+    for name in [*tokenizer_files(folder), MANIFEST]:
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files in a tokenizer folder that we made; none if there is no such folder.
+
+    Raises ConfigError for a folder or a link that we have not made.
+    """
+    if folder.is_symlink() or folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder of ours; move it away, or choose another")
+    if not folder.exists() or not any(folder.iterdir()):
+        return []
+    try:
+        names = json.loads((folder / MANIFEST).read_text())
+        return [name for name in names if Path(name).name == name]
+    except (OSError, ValueError, TypeError):
+        raise ConfigError(f"{folder}: was not made by this program (no {MANIFEST} in it); move it "
+                          "away, or choose another folder") from None

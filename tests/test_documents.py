@@ -138,6 +138,17 @@ def test_packed_rows_are_all_of_one_length(folder):
     assert all(batch.tokens.shape == (1, SEQ_LEN) for batch in epoch(found, 1))
 
 
+def best_fit(lengths, seq_len):
+    """Room left in each row by best fit decreasing, one document at a time."""
+    room = []
+    for n in sorted(lengths, reverse=True):
+        fits = [r for r in room if r >= n]
+        if fits:
+            room.remove(min(fits))
+        room.append((min(fits) if fits else seq_len) - n)
+    return room
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_takes_each_document_once_and_fills_rows(seed):
     rng = np.random.default_rng(seed)
@@ -146,16 +157,16 @@ def test_packing_takes_each_document_once_and_fills_rows(seed):
     order, starts = pack(lengths, seq_len)
     assert np.array_equal(np.sort(order), np.arange(len(lengths)))
     assert starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) > 0).all()
+    assert np.add.reduceat(lengths[order], starts[:-1]).max() <= seq_len
+    assert len(starts) - 1 <= 1.02 * len(best_fit(lengths, seq_len)) + 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_is_best_fit_where_all_lengths_differ(seed):
+    lengths = np.random.default_rng(seed).choice(np.arange(1, 101), 60, replace=False)
+    order, starts = pack(lengths, 100)
     filled = np.add.reduceat(lengths[order], starts[:-1])
-    assert filled.max() <= seq_len
-    room, n_rows = [], 0  # best fit decreasing, one document at a time, cannot do much better
-    for n in sorted(lengths, reverse=True):
-        fits = [r for r in room if r >= n]
-        if fits:
-            room.remove(min(fits))
-        room.append((min(fits) if fits else seq_len) - n)
-        n_rows += not fits
-    assert len(starts) - 1 <= 1.02 * n_rows + 1
+    assert sorted(100 - filled) == sorted(best_fit(lengths, 100))
 
 
 def long_tail(n=20_000):

@@ -350,7 +350,7 @@ def update(optimizers, parameters, scaler, clip):
     named = [(str(i), p) for i, p in enumerate(parameters)]
     model = SimpleNamespace(named_parameters=lambda: named)
     run = SimpleNamespace(cfg=tiny_config(grad_clip=clip), optimizers=optimizers, scaler=scaler,
-                          monitor=Quiet(), model=model, step=0)
+                          monitor=Quiet(), model=model, step=0, nonfinite=torch.zeros(()))
     return train.update(run)
 
 

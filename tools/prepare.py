@@ -13,6 +13,7 @@ order of the input, so the output does not depend on how many there are. Memory 
 the chunks on their way.
 """
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -36,7 +37,16 @@ import numpy as np
 
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import usable_cores
-from steady.tokens import BYTES_END_OF_TEXT, TokenWriter, byte_level_bpe, load_tokenizer, share_of
+from steady.tokens import (
+    BYTES_END_OF_TEXT,
+    TokenWriter,
+    byte_level_bpe,
+    copy_tokenizer,
+    delete_tokenizer,
+    load_tokenizer,
+    share_of,
+    tokenizer_files,
+)
 from tools.show import show
 
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".parquet": "rows"}
@@ -100,6 +110,8 @@ def prepare(inputs: list[str], options: Options) -> str:
         raise ConfigError("--tokenizer and --train_tokenizer exclude one another")
     began, out = time.time(), Path(options.out).expanduser()
     files = find_inputs(inputs, out)
+    if options.train_tokenizer or options.tokenizer != "bytes":
+        tokenizer_files(out / "tokenizer")  # refuses one that is not ours
     draft = out / ".preparing"
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
     try:
@@ -156,8 +168,12 @@ def publish(draft: Path, out: Path):
     for split in ("train", "val"):
         for suffix in ("", ".json", ".docs", ".mask"):
             (out / f"{split}.bin{suffix}").unlink(missing_ok=True)
-    shutil.rmtree(out / "tokenizer", ignore_errors=True)
-    for new in sorted(draft.iterdir(), key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
+    with contextlib.suppress(ConfigError):  # not ours: --tokenizer bytes has no use for it
+        delete_tokenizer(out / "tokenizer")
+    if (draft / "tokenizer").exists():
+        copy_tokenizer(draft / "tokenizer", out / "tokenizer")
+    files = [path for path in draft.iterdir() if path.is_file()]
+    for new in sorted(files, key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
         new.rename(out / new.name)
 
 

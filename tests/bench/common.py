@@ -22,6 +22,7 @@ import torch
 
 import config
 import train
+from data import loader
 from steady import faults
 from tools import commands
 
@@ -245,6 +246,8 @@ def make_run(flags: list[str]) -> train.Run:
         random_tokens(Path(folder) / "train.bin", 10**6, config.parse(flags).vocab_size)
         run = train.set_up([*flags, "--data", folder, "--max_steps", str(10**9), "--warmup_steps",
                             "0", "--eval_interval", "0", "--save_interval", "0"])
+    run.batches = loader(run.train_data, run.cfg, 0, 10**9, run.micro_batch, 0, 1, run.device,
+                         run.workers)
     run.monitor, run.stop = Off(), Countdown()
     return run
 

@@ -36,17 +36,17 @@ SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "25
          "--seq_len", "256"]
 
 
-def warm_run(flags: list[str], batch: int, compiled: bool = False, mode=None) -> train.Run:
-    """A run of one micro-batch a step that has made its first steps."""
+def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run:
+    """A run of one micro-batch a step that has made its first steps; mode: of torch.compile."""
     gc.unfreeze()  # the run before, which training froze
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = make_run([*flags, "--vocab_size", "50257", "--batch_size", str(batch),
-                    "--micro_batch_size", str(batch), "--precision", "bf16", "--num_workers", "0",
-                    "--no_compile", "--cache_clear_interval", "0"])
-    if compiled:
+    run = make_run(["--no_compile", *flags, "--vocab_size", "50257", "--batch_size", str(batch),
+                    "--micro_batch_size", str(batch), "--precision", "bf16",
+                    "--cache_clear_interval", "0"])
+    if mode:
         run.model.compile(mode=mode)
     train_steps(run, 5)
     return run
@@ -101,8 +101,8 @@ def flash_attention_3() -> bool:
 def mfu(name: str, optimizer: str, sheet: float, tiny: bool):
     """Yields figures. sheet: FLOP/s of the card."""
     batch, length, aim = SIZES[name]
-    flags = TINY if tiny else ["--model", name, "--seq_len", str(length)]
-    run = warm_run([*flags, "--optimizer", optimizer], 2 if tiny else batch, compiled=not tiny)
+    flags = TINY if tiny else ["--model", name, "--seq_len", str(length), "--compile"]
+    run = warm_run([*flags, "--optimizer", optimizer], 2 if tiny else batch)
     took = step_seconds(run, 2 if tiny else 20)
     tokens = run.cfg.batch_size * run.cfg.seq_len
     flops = flops_per_token(run.model, run.cfg) * tokens
@@ -121,10 +121,10 @@ def mfu(name: str, optimizer: str, sheet: float, tiny: bool):
 def choices(what: str, flags: list[str], batch: int, steps: int, kinds: dict):
     """Yields for each of the kinds the time of a step against the first; kinds: more arguments."""
     first, reference = None, next(iter(kinds))
-    for kind, (more, *compiled) in kinds.items():
+    for kind, (more, *mode) in kinds.items():
         try:
-            run = warm_run([*flags, "--optimizer", "adamw", *more], batch, *compiled)
-            took = step_seconds(run, steps)
+            took = step_seconds(warm_run([*flags, "--optimizer", "adamw", *more], batch, *mode),
+                                steps)
         except (ConfigError, RuntimeError) as e:  # a backend that this card or build lacks
             print(f"{kind}: {str(e).splitlines()[0]}", flush=True)
             continue
@@ -150,7 +150,7 @@ def all_figures(device: torch.device, tiny: bool):
               for name in ("flash", "efficient", "cudnn", "math")}
     yield from choices("gpt2-124m 16 x 1024", ["--model", "gpt2-124m"], 16, 20, kinds)
     yield from choices("small model", SMALL, 16, 50, {
-        "compiled": ([], True), "compile mode reduce-overhead": ([], True, "reduce-overhead")})
+        "compiled": (["--compile"],), "compile mode reduce-overhead": ([], "reduce-overhead")})
     eager = warm_run(["--model", "gpt2-124m", "--optimizer", "adamw"], 16)
     before = step_seconds(eager, 20)
     if flash_attention_3():

@@ -100,6 +100,8 @@ def empty_steps(run: train.Run, steps: int):
     batch = run.train_data.batch(0, run.micro_batch).to(run.device)
     losses, grad_norm = torch.ones(1, 1, device=run.device), torch.ones((), device=run.device)
     size = Size(1000, 1000, 1000)
+    for _, p in parameters:
+        p.grad = torch.zeros_like(p)
     for _ in range(steps):
         for name in ("data", "forward", "backward"):
             monitor.phase(name)
@@ -110,6 +112,7 @@ def empty_steps(run: train.Run, steps: int):
         monitor.phase("other")
         train.measure_output(run, batch)
         monitor.step(run.step, 0.0, grad_norm, size)
+    run.model.zero_grad()
 
 
 def cost_a_step(inside: list, interval: int) -> float:
@@ -134,11 +137,8 @@ def main(options) -> list[Figure]:
             paired[name] = in_turns({"off": partial(block, off, steps),
                                      "on": partial(block, run, steps)}, blocks)
             inside[name], run.monitor.inside = run.monitor.inside, []
-            for p in run.model.parameters():
-                p.grad = torch.zeros_like(p)
             empty_steps(run, n_empty)
             empty[name] = run.monitor.inside
-            run.model.zero_grad()
             run.monitor.close()
 
     off_ms = [1e3 * seconds for found in paired.values() for seconds in found["off"]]

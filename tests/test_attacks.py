@@ -1,0 +1,316 @@
+"""Promises that hostile or unlucky use once broke: each test was seen to fail before."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, TRAIN, Process, column, environment
+
+import data
+import train
+from steady import backup, checkpoint
+from steady.checkpoint import checkpoint_path, list_checkpoints
+
+
+def best(run_dir: Path) -> tuple[float, int]:
+    state = torch.load(run_dir / "checkpoints/best.pt", weights_only=True)
+    return state["best_loss"], state["step"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# --- what is not ours stays ---
+
+
+def test_only_the_command_line_can_trust_remote_code(run, tmp_path):
+    (tmp_path / "c.yaml").write_text("trust_remote_code: true\n")
+    assert "command line" in run("--config", "c.yaml", expect=2)
+    run("--out_dir", "r")
+    config = tmp_path / "r/config.yaml"
+    config.write_text(config.read_text() + "trust_remote_code: true\n")
+    assert "command line" in run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
+
+
+def test_a_checkpoint_of_one_run_does_not_overwrite_another(run, tmp_path):
+    run("--out_dir", "a", "--save_interval", 6)
+    run("--out_dir", "b", "--seed", 2)
+    before = contents(tmp_path / "b")
+    told = run("--resume", "a/checkpoints/step_00000006.pt", "--out_dir", "b", expect=2)
+    assert "holds a run already" in told and contents(tmp_path / "b") == before
+
+
+def test_a_second_set_aside_keeps_the_first(run, tmp_path):
+    run("--out_dir", "r", "--save_interval", 4)
+    folder = tmp_path / "r/checkpoints"
+    for _ in range(2):
+        run("--resume", "r/checkpoints/step_00000004.pt", "--save_interval", 4, bare=True)
+    names = {p.name for p in folder.glob("step_00000012*")}
+    assert names == {"step_00000012.pt", "step_00000012.pt.set-aside",
+                     "step_00000012.pt.set-aside-2"}
+
+
+def test_overwrite_deletes_only_the_files_of_a_run(run, tmp_path):
+    run("--out_dir", "r")
+    others = [tmp_path / "r" / name for name in ("notes.txt", "checkpoints/mine.pt",
+                                                 "tensorboard/mine.txt")]
+    for path in others:
+        path.write_text("mine")
+    run("--out_dir", "r", "--overwrite", "--max_steps", 4)
+    assert all(path.read_text() == "mine" for path in others)
+    assert [p.name for p in list_checkpoints(tmp_path / "r/checkpoints")] == ["step_00000004.pt"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "lock", "metrics.jsonl"])
+def test_links_are_refused_before_anything_changes(run, tmp_path, name):
+    run("--out_dir", "r")
+    (tmp_path / "target").mkdir()
+    elsewhere = tmp_path / "target" / name
+    (tmp_path / "r" / name).rename(elsewhere)
+    (tmp_path / "r" / name).symlink_to(elsewhere)
+    before = contents(tmp_path)
+    assert "is a link" in run("--out_dir", "r", "--overwrite", expect=2)
+    assert contents(tmp_path) == before
+
+
+def test_a_backup_writes_only_the_files_of_a_run(run, tmp_path):
+    run("--out_dir", "r", "--backup_to", "file://" + str(tmp_path / "bucket"))
+    bucket = tmp_path / "bucket"
+    (bucket / "lock").write_text("stolen")
+    (bucket / "train.py").write_text("evil")
+
+    class Objects:  # an object store whose keys are any text
+        def __init__(self, fs):
+            self.fs = fs
+
+        def find(self, root):
+            return [*self.fs.find(root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x"]
+
+        def __getattr__(self, name):
+            return getattr(self.fs, name)
+
+    import fsspec.core
+
+    plain = fsspec.core.url_to_fs
+
+    def url_to_fs(url):
+        fs, root = plain(url)
+        return Objects(fs), root
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+        backup.download(bucket.as_uri(), tmp_path / "back")
+    found = contents(tmp_path / "back")
+    assert "config.yaml" in found and "checkpoints/step_00000012.pt" in found
+    assert not {"lock", "train.py"} & set(found) and not (tmp_path / "escaped.txt").exists()
+
+
+# --- evaluations and the best weights ---
+
+
+def test_an_evaluation_that_failed_is_made_up_for(run, tmp_path, monkeypatch):
+    flags = ["--eval_interval", 4, "--save_interval", 4]
+    run(*flags, "--out_dir", "whole")
+    plain = train.eval_batches
+
+    for fails_at in (8, 12):  # in the middle of the run, and at its last step
+        name = f"r{fails_at}"
+        evaluations = iter(range(1, 10))
+
+        def batches(*args, at=fails_at // 4, calls=evaluations):
+            if next(calls) == at:
+                raise RuntimeError("broken data")
+            return plain(*args)
+
+        monkeypatch.setattr(train, "eval_batches", batches)
+        told = run(*flags, "--out_dir", name, expect=1)
+        assert f"saved the last completed step, {fails_at}" in told
+        monkeypatch.setattr(train, "eval_batches", plain)
+        run("--auto-resume", "--out_dir", name, bare=True)
+        assert column(tmp_path / name, "val/loss") == column(tmp_path / "whole", "val/loss")
+        assert best(tmp_path / name) == best(tmp_path / "whole")
+        assert "nothing to do" in run("--auto-resume", "--out_dir", name, bare=True)
+
+
+@pytest.mark.parametrize("moment", ["before the link", "failed save"])
+def test_best_agrees_with_best_loss_after_a_restart(run, tmp_path, monkeypatch, moment):
+    """The loss falls at each evaluation: the newest is the best."""
+    flags = ["--eval_interval", 4, "--save_interval", 6, "--max_steps", 12,
+             "--learning_rate", "0.02"]
+    run(*flags, "--out_dir", "whole")
+    assert best(tmp_path / "whole")[1] == 12
+
+    def hook():
+        plain_link, plain_write = checkpoint.link_or_copy, checkpoint.write_checkpoint
+
+        def link(path, draft):
+            if "00000008" in path.name:
+                os._exit(9)
+            plain_link(path, draft)
+
+        def write(path, state):
+            if "00000008" in path.name:
+                raise OSError(28, "No space left on device")
+            plain_write(path, state)
+
+        if moment == "before the link":
+            checkpoint.link_or_copy = link
+        else:
+            checkpoint.write_checkpoint = write
+
+    corpus = next(p for p in Path(tmp_path.parent).glob("corpus0"))
+    process = Process(tmp_path, [*TINY, "--data", corpus, *flags, "--out_dir", "r"], hook)
+    if moment == "before the link":
+        assert process.code() == 9
+        assert best(tmp_path / "r")[1] == 4  # the file is older than what step 8 says
+        run("--auto-resume", "--out_dir", "r", "--max_steps", 8, "--warmup_steps", 2, bare=True)
+        assert best(tmp_path / "r")[1] == 8
+    else:
+        assert process.code() == 0, process.text()
+        assert "no space left on" in process.text() and "unexpected pos" not in process.text()
+    newest = torch.load(list_checkpoints(tmp_path / "r/checkpoints")[-1], weights_only=True)
+    assert (newest["best_loss"], newest["best_step"]) == best(tmp_path / "r")
+
+
+def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path, monkeypatch):
+    run("--out_dir", "r", "--eval_interval", 4, "--learning_rate", "0.02")
+    folder = tmp_path / "r/checkpoints"
+    (folder / "best.pt").unlink()
+    old = torch.load(checkpoint_path(folder, 12), weights_only=True)
+    checkpoint.write_checkpoint(folder / "step_00000012.pt", old | dict(best_loss=0.5, best_step=8))
+    run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--eval_interval", 4, bare=True)
+    loss, step = best(tmp_path / "r")
+    assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
+
+
+# --- state that decides the trajectory ---
+
+
+@pytest.mark.parametrize("policy", ["rollback", "abort"])
+def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(run, tmp_path, policy):
+    """Samples 64 to 159 are poison: from step 9 on. Killed after step 14, between two logs."""
+    flags = [*TINY, "--max_steps", 24, "--save_interval", 2, "--log_interval", 8,
+             "--max_nonfinite", 6, "--on_nonfinite", policy, "--eval_interval", 0,
+             "--keep_checkpoints", 20, "--data", next(Path(tmp_path.parent).glob("corpus0"))]
+
+    def hook(kill: bool):
+        plain_forward, plain_save = train.Transformer.forward, train.save_checkpoint
+        plain_batch = data.Mixture.batch
+
+        def batch(self, start, stop):
+            found = plain_batch(self, start, stop)
+            return found._replace(tokens=found.tokens * 0) if 64 <= start < 160 else found
+
+        def forward(self, tokens, targets, documents=None):
+            losses = plain_forward(self, tokens, targets, documents)
+            return losses if tokens.any() else losses * math.nan
+
+        def save(run, **how):
+            plain_save(run, **how)
+            if kill and run.step == 14:
+                run.writer.wait()
+                os._exit(9)
+
+        data.Mixture.batch, train.Transformer.forward = batch, forward
+        train.save_checkpoint = save
+
+    ends = {}
+    for name in ("whole", "killed"):
+        process = Process(tmp_path, [*flags, "--out_dir", name], lambda n=name: hook(n == "killed"))
+        code = process.code()
+        if name == "killed":
+            assert code == 9, process.text()
+            process = Process(tmp_path, [*flags, "--out_dir", name, "--auto-resume"],
+                              lambda: hook(False))
+            code = process.code()
+        newest = list_checkpoints(tmp_path / name / "checkpoints")[-1]
+        state = torch.load(newest, weights_only=True)
+        ends[name] = code, {key: state[key] for key in ("step", "position", "rollbacks", "model")}
+    assert ends["whole"][0] == ends["killed"][0] == (1 if policy == "abort" else 0)
+    assert bool(ends["whole"][1]["rollbacks"]) == (policy == "rollback")
+    assert checkpoint.compare(ends["whole"][1], ends["killed"][1])[1] == []
+
+
+# --- where a run begins ---
+
+
+def test_auto_resume_passes_over_folders_that_hold_no_run(run, tmp_path):
+    run("--max_steps", 4)
+    (tmp_path / "runs/20250101").mkdir()
+    (tmp_path / "runs/20250101/photo.jpg").touch()
+    told = run("--auto-resume", "--max_steps", 6, "--data", next(tmp_path.parent.glob("corpus0")),
+               bare=True)
+    assert "holds no run" in told and "resume" in told
+    assert list(column(tmp_path / "runs/001", "train/loss")) == [1, 4, 5, 6]
+    assert os.listdir(tmp_path / "runs/20250101") == ["photo.jpg"]
+
+
+def test_resume_takes_a_file(run, tmp_path):
+    run("--out_dir", "r")
+    assert "--auto-resume --out_dir r" in run("--resume", "r", expect=2)
+
+
+# --- the screen is a sink like the others ---
+
+
+def start(tmp_path, *flags, **how):
+    command = [sys.executable, str(TRAIN), *TINY, *map(str, flags)]
+    return subprocess.Popen(command, cwd=tmp_path, env=how.pop("env", environment()), **how)
+
+
+def test_training_goes_on_when_the_screen_is_gone(tmp_path, corpus):
+    flags = ["--data", corpus, "--log_interval", 1, "--max_steps", 30, "--no_tensorboard"]
+    env = {**environment(), "PYTHONIOENCODING": "latin-1"}
+    closed = start(tmp_path, *flags, "--out_dir", "closed", stdout=subprocess.PIPE, env=env,
+                   stderr=subprocess.PIPE)
+    closed.stdout.readline()
+    closed.stdout.close()
+    errors = closed.stderr.read().decode()
+    assert closed.wait(60) == 0 and "Traceback" not in errors, errors
+    assert len(column(tmp_path / "closed", "train/loss")) == 30
+    with open("/dev/full", "w") as full:
+        process = start(tmp_path, *flags, "--out_dir", "full", stdout=full, stderr=full)
+        assert process.wait(60) == 0
+    assert len(column(tmp_path / "full", "train/loss")) == 30
+
+
+def test_a_closed_terminal_saves_like_sigterm(tmp_path, corpus):
+    process = Process(tmp_path, [*TINY, "--data", corpus, "--max_steps", 100000, "--out_dir", "r",
+                                 "--eval_interval", 0])
+    process.wait_for("step    1/")
+    process.kill(signal.SIGHUP)
+    assert process.code() == 128 + signal.SIGHUP
+    assert list_checkpoints(tmp_path / "r/checkpoints")
+
+
+def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from steady import faults\n"
+        "faults.prepare_process()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "from tools.commands import main\n"
+        "faults.leave(faults.exit_code(main, sys.argv[1:]))\n"
+    )
+    flags = [*TINY, "--data", str(corpus), "--out_dir", "r", "--save_interval", "0"]
+    done = subprocess.run([sys.executable, str(script), *flags], cwd=tmp_path, env=environment())
+    assert done.returncode == 0
+    assert [checkpoint.checkpoint_step(p) for p in list_checkpoints(tmp_path / "r/checkpoints")]
+
+
+def test_a_full_disk_is_called_so(tmp_path):
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("inline_container.cc:664] . unexpected pos") from None
+    except RuntimeError as e:
+        text = checkpoint.disk_error(e, tmp_path)
+    assert text.startswith(f"no space left on {tmp_path}") and "GB are free" in text
