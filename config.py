@@ -8,10 +8,20 @@ one wins. To add an option, add a field here and read `cfg.name` where it is use
 """
 
 import importlib.util
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, yaml_flags
+from steady.cli import (
+    ConfigError,
+    check_bounds,
+    expand_user,
+    make_parser,
+    nearest,
+    option,
+    read_flags,
+    yaml_flags,
+)
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
 # rate. The rates of the large sizes are those of the GPT-3 paper (arXiv:2005.14165, table 2.1).
@@ -38,13 +48,13 @@ PRESETS = {
                   eval_interval=5, save_interval=5, num_workers="0", detect_anomaly=True),
 }
 
-IGNORE = -100  # a target that the loss does not count
+IGNORE = -100  # a target that the loss ignores
 MICRO_BATCH_TOKENS = 16384  # at most, unless --micro_batch_size says otherwise
 
 
 @dataclass
 class Config:
-    # An option whose default is None gets it in `resolve`, or where the machine is known.
+    # An option whose default is None gets its value in `resolve`, or once the machine is known.
 
     config: str | None = option(
         None, "YAML file of options; a run's config.yaml can be given", group="run",
@@ -84,7 +94,8 @@ class Config:
     val_data: list[str] = option(
         [], "token files to validate on (default: those beside --data)", metavar="PATH")
     seq_len: int | None = option(
-        None, "tokens in a sequence (default: from --model)", at_least=1, fixed="trajectory")
+        None, "tokens in a sequence (default: from --model)", at_least=1, at_most=2**24,
+        fixed="trajectory")
     data_mode: Literal["auto", "stream", "documents"] = option(
         "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
         "and the loss counts responses, not prompts; auto is documents where there are prompts",
@@ -112,25 +123,28 @@ class Config:
         "where the architecture is not ours")
     n_layer: int | None = option(
         None, "transformer blocks (default: from --model, as all these)", at_least=1,
-        fixed="weights")
-    n_head: int | None = option(None, "query heads", at_least=1, fixed="weights")
+        at_most=10_000, fixed="weights")
+    n_head: int | None = option(None, "query heads", at_least=1, at_most=2**20, fixed="weights")
     n_kv_head: int | None = option(
-        None, "key and value heads; fewer than n_head is GQA", at_least=1, fixed="weights")
+        None, "key and value heads; fewer than n_head is GQA", at_least=1, at_most=2**20,
+        fixed="weights")
     head_dim: int | None = option(
-        None, "width of a head (default: d_model / n_head)", at_least=2, fixed="weights")
+        None, "width of a head (default: d_model / n_head)", at_least=2, at_most=2**20,
+        fixed="weights")
     d_model: int | None = option(
-        None, "width of the residual stream", at_least=1, fixed="weights")
+        None, "width of the residual stream", at_least=1, at_most=2**20, fixed="weights")
     d_ff: int | None = option(
-        None, "width of the SwiGLU feed-forward layer", at_least=1, fixed="weights")
+        None, "width of the SwiGLU feed-forward layer", at_least=1, at_most=2**20, fixed="weights")
     vocab_size: int | None = option(
-        None, "token ids (default: those of the data)", at_least=1, fixed="weights")
+        None, "token ids (default: those of the data)", at_least=1, at_most=2**31, fixed="weights")
     qkv_bias: bool | None = option(
         None, "bias in the query, key and value projections (Qwen2)", fixed="weights")
     qk_norm: bool | None = option(None, "RMSNorm on queries and keys (Qwen3)", fixed="weights")
     tie_embeddings: bool | None = option(
         None, "use one matrix for the embedding and the output", fixed="weights")
     rope_theta: float | None = option(
-        None, "base of the rotary embedding's wavelengths", above=0, fixed="function")
+        None, "base of the rotary embedding's wavelengths", at_least=1, at_most=1e30,
+        fixed="function")
     rope_scaling: list[float] = option(
         [], "factor that stretches the rotary embedding; or factor, low and high frequency factor, "
         "and original context, as in Llama 3.1", fixed="function")
@@ -145,10 +159,11 @@ class Config:
         "none", "full recomputes each block in the backward pass: less memory, about 1/3 more work")
 
     max_steps: int = option(
-        1000, "optimizer steps in the whole run", group="optimization", at_least=1)
+        1000, "optimizer steps in the whole run", group="optimization", at_least=1,
+        at_most=10**12)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
-        at_least=1, fixed="trajectory")
+        at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
         "stays the same; auto tries powers of two (default: as large as batch_size allows, up to "
@@ -181,7 +196,9 @@ class Config:
         50, "steps between log lines", group="what is seen (intervals in steps; 0 is never)",
         at_least=0)
     eval_interval: int = option(500, "steps between evaluations, and one at the end", at_least=0)
-    eval_steps: int = option(64, "batches of batch_size sequences in one evaluation", at_least=1)
+    eval_steps: int = option(
+        64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
+        at_least=0)
     sample_interval: int = option(0, "steps between samples of generated text", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
@@ -246,7 +263,10 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
         flags += [f"--{name}={value}" for name, value in PRESETS[given.preset].items()]
     if given.config:
         flags += yaml_flags(parser, Config, given.config, drop)
-    return Config(**vars(read_flags(parser, flags + argv)))
+    cfg = Config(**vars(read_flags(parser, flags + argv)))
+    check_bounds(cfg)
+    return expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
+                       "check_checkpoints")
 
 
 def resolve(cfg: Config) -> Config:
@@ -275,13 +295,24 @@ def resolve(cfg: Config) -> Config:
     need(cfg.head_dim % 2 == 0, "head_dim", "an even number, for the rotary embedding")
     need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
     need(len(cfg.rope_scaling) in (0, 1, 4), "rope_scaling", "one number, or four")
+    need(all(x > 0 for x in cfg.rope_scaling), "rope_scaling", "numbers above 0")
+    need(len(cfg.rope_scaling) < 4 or cfg.rope_scaling[1] < cfg.rope_scaling[2], "rope_scaling",
+         "a low frequency factor, the second, below the high one, the third")
     need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
          f"at most learning_rate {cfg.learning_rate}")
     need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
-    micro = cfg.micro_batch_size
-    need(micro in (None, "auto") or micro.isdigit() and int(micro) > 0, "micro_batch_size",
+    micro, workers = cfg.micro_batch_size, cfg.num_workers
+    need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
          "a number of at least 1, or auto")
-    need(cfg.num_workers == "auto" or cfg.num_workers.isdigit(), "num_workers", "a number or auto")
+    need(workers == "auto" or re.fullmatch("[0-9]{1,3}", workers), "num_workers",
+         "a number up to 999, or auto")
+    names = [*(f.name for f in fields(cfg)), "tokenizer"]
+    for name in cfg.allow_change:
+        if name not in names:
+            raise ConfigError(f"--allow_change {name}: expected the name of an option, data or "
+                              f"tokenizer{nearest(name, names)}")
+    need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
+         "--log_interval above 0, since steps are checked at a log")
     need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
     need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
@@ -294,10 +325,10 @@ def resolve(cfg: Config) -> Config:
 
 
 def micro_batch_size(cfg: Config, world_size: int, most: int | None = None) -> int:
-    """Sequences per device and forward pass, such that whole micro-batches make up a batch.
+    """Sequences per device and forward pass, a divisor of each rank's share of the batch.
 
-    most: the largest that may be chosen, if none is asked for (default: MICRO_BATCH_TOKENS).
-    Raises ConfigError, with the nearest batch sizes that do, if the one asked for does not divide.
+    most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
+    Raises ConfigError, with the nearest possible batch sizes, if the one asked for is no divisor.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
     given = cfg.micro_batch_size not in (None, "auto")

@@ -5,8 +5,9 @@ and each step takes the next batch_size positions. So a run resumes at any step 
 with no loader state, and 1 or 8 processes see the same samples in the same steps.
 
 A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
-packed into a row (`Documents`). Another data source replaces `Mixture.batch`: as long as
-`batch(start, stop) -> Batch` is a function of its arguments, everything above stays true.
+packed into a row (`Documents`). Another data source replaces `Mixture.batch` and `Mixture.size`,
+which counts the targets that the loss is divided by: as long as both are functions of their
+arguments and agree, everything above stays true.
 """
 
 import math
@@ -39,7 +40,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Where permutation number `key` of 0 … n - 1 sends i; all uint64, no table, O(1) an element.
+    """Where permutation number `key` of 0 … n - 1 sends i; all uint64, no table, O(1) per element.
 
     A Feistel network on pairs (left, right) of Z_a x Z_b, which is a bijection for any round
     function. a * b exceeds n by less than sqrt(n) + 1; a result of n or more is encrypted again
@@ -85,8 +86,8 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, T]; [B, T + 1] where targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE where the loss does not count
-    documents: torch.Tensor | None = None  # [B, T]: number of a token's document in a packed row
-    source: torch.Tensor | None = None  # [B]: number of the dataset, where there are several
+    documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row
+    source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device) -> "Batch":
         """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned."""
@@ -102,7 +103,7 @@ class Batch(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much work the samples of a step are, over all ranks."""
+    """Tokens in the samples of a step, over all ranks."""
 
     tokens: int  # with padding
     real_tokens: int  # without
@@ -110,11 +111,13 @@ class Size(NamedTuple):
 
 
 class Dataset:
-    """One source of the mixture. A subclass says what its samples are.
+    """One source of the mixture. A subclass defines its samples.
 
     It has n_samples; `lengths(samples)` and `targets(samples)`: tokens and counted targets of
     each; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample, column)`:
-    the file and the index in it of a token; `row_lengths_vary`: whether batches need padding.
+    the file and the index in it of a token; `row_lengths_vary`: whether batches need padding;
+    `mode`, `has_prompts`; `attention_lengths()`: of the sequences that attention sees;
+    `describe()`: what the screen says of it.
     """
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
@@ -232,7 +235,7 @@ class Documents(Dataset):
         shape = len(samples), length
         tokens = np.full(shape, pad, self.dtype)
         targets = np.full(shape, IGNORE, np.int32)
-        documents = np.zeros(shape, np.int16)
+        documents = np.zeros(shape, np.int32)
         for row, sample in enumerate(samples):
             at = 0
             for number, document in enumerate(self.documents_of(sample)):
@@ -269,8 +272,8 @@ class Documents(Dataset):
 class Mixture:
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
-    WINDOW = 4096  # positions whose order is computed at once: 0.4 µs each, 2.4 µs in 64s
-    ROUND = 8  # padded rows are a multiple of this long: what matrix units like
+    WINDOW = 4096  # positions ordered at once: 0.4 µs each; 64 at once: 2.4 µs each
+    ROUND = 8  # padded rows are a multiple of this long, which suits matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
         self.datasets, self.seed = datasets, seed
@@ -288,8 +291,10 @@ class Mixture:
         self.bytes_per_token = None
         if all(n_bytes) and not self.has_prompts:
             self.bytes_per_token = sum(n_bytes) / self.n_tokens
-        # what must not change for a run to continue on the same data, wherever it has moved
-        self.fingerprint = [[f.path.name, f.n_tokens, f.meta.get("checksum", "")] for f in files]
+        # must be the same for a run to continue; not the folder, since data may be moved
+        self.fingerprint = [
+            [f.path.name, f.n_tokens, f.meta.get("checksum", ""), retry(f.sample)] for f in files
+        ]
         self.pattern = mixture_pattern([d.weight for d in datasets])
         self.rank_in_pattern = np.zeros_like(self.pattern)
         for k in range(len(datasets)):
@@ -310,7 +315,7 @@ class Mixture:
             self.cached_window = None, None
 
     def epochs(self, position: int) -> list[float]:
-        """Epochs of each dataset that are done before this position."""
+        """Epochs of each dataset that come before this position."""
         cycle, r = divmod(position, len(self.pattern))
         done = []
         for k, dataset in enumerate(self.datasets):
@@ -319,7 +324,7 @@ class Mixture:
         return done
 
     def order(self, start: int, stop: int) -> np.ndarray:
-        """[2, stop - start]: the dataset and the sample of it at each global position."""
+        """[2, stop - start]: the dataset and its sample at each global position."""
         windows = range(start // self.window, (stop - 1) // self.window + 1)
         found = [self.order_of_window(w) for w in windows]
         found = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
@@ -361,13 +366,13 @@ class Mixture:
         return out
 
     def row_length(self, longest):
-        """Tokens in the rows of a micro-batch whose longest sample has so many."""
+        """Row length of a micro-batch whose longest sample has `longest` tokens; also of arrays."""
         if not self.row_lengths_vary:
             return self.seq_len + 0 * longest
         return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
 
     def size(self, start: int, n: int, micro_batch: int) -> Size:
-        """Of the n samples from position `start` on, in micro-batches."""
+        """Size of the n samples from position `start` on, cut into micro-batches."""
         if self.mode == "stream":
             return Size(*[n * self.seq_len] * 3)
         order = self.order(start, start + n)
@@ -384,8 +389,8 @@ class Mixture:
     def batch(self, start: int, stop: int) -> Batch:
         """The samples at positions start … stop - 1, on the host.
 
-        Ids stay 2 or 4 bytes wide until they are on the model's device, which wants 8. Raises
-        ConfigError for an id that is not in the vocabulary.
+        Token ids stay 2 or 4 bytes wide here; `Batch.to` widens them to int64. Raises ConfigError
+        for an id that is not in the vocabulary.
         """
         source, sample = self.order(start, stop)
         length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
@@ -397,7 +402,7 @@ class Mixture:
                 parts = read  # all of one dataset: no copy
                 break
             if parts is None:
-                dtypes = self.dtype, np.int32, np.int16
+                dtypes = self.dtype, np.int32, np.int32
                 parts = [
                     None if x is None else np.empty((len(source), x.shape[1]), dtype)
                     for x, dtype in zip(read, dtypes, strict=True)
@@ -416,7 +421,7 @@ class Mixture:
         arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
-    def __getitems__(self, positions: range) -> Batch:  # what DataLoader calls
+    def __getitems__(self, positions: range) -> Batch:  # called by DataLoader
         return retry(lambda: self.batch(positions.start, positions.stop))
 
     def decode(self, ids: list[int]) -> str:
@@ -474,6 +479,11 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             raise ConfigError("--eval_only: no validation data; name some with --val_data")
     else:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
+        window = cfg.group_window * cfg.batch_size
+        if train_data.row_lengths_vary and window > 2**26:  # 16 bytes each, a few times over
+            raise ConfigError(f"--group_window {cfg.group_window}: {window:,} documents with "
+                              f"--batch_size {cfg.batch_size}; expected at most {2**26:,} in a "
+                              "window")
         train_data.group_by_length(cfg.group_window, cfg.batch_size)
     cfg.vocab_size, cfg.data_mode = train_data.vocab_size, train_data.mode
     val_data = val_data or load(cfg.val_data or cfg.data, "val", val_option, 0)
@@ -482,8 +492,13 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             raise ConfigError(f"{val_option}: made with {val_data.tokenizer}, "
                               f"--data with {train_data.tokenizer}")
         # one window over everything that is evaluated, sorted by length
-        val_data.group_by_length(1, min(cfg.eval_steps * cfg.batch_size, val_data.n_samples))
+        val_data.group_by_length(1, eval_samples(cfg, val_data))
     return train_data, val_data
+
+
+def eval_samples(cfg: Config, data: Mixture) -> int:
+    """How many samples one evaluation looks at: at most all, which is also what 0 steps mean."""
+    return min(cfg.eval_steps * cfg.batch_size or data.n_samples, data.n_samples)
 
 
 # --- the loader ------------------------------------------------------------------------------
@@ -502,7 +517,7 @@ def pick_workers(num_workers: str, device: torch.device, local_world_size: int) 
 
 
 def leave_signals_to_parent(worker: int):
-    """Ctrl-C and SIGTERM reach the whole process group; the trainer decides when loaders end."""
+    """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -534,7 +549,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
         worker_init_fn=leave_signals_to_parent,
-        generator=torch.Generator(),  # or it would draw a seed from the global one, as dropout does
+        generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None
     for batch in batches:
@@ -545,13 +560,13 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         yield ahead
 
 
-def eval_batches(data: Mixture, max_samples: int, micro_batch: int, rank: int, world_size: int,
+def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size: int,
                  device: torch.device):
-    """Yields this rank's share of the first `max_samples` samples, at most one epoch.
+    """Yields this rank's share of the first n samples, at most one epoch.
 
     Every rank yields the same number of micro-batches; surplus samples are masked.
     """
-    n, stride = min(max_samples, data.n_samples), micro_batch * world_size
+    n, stride = min(n, data.n_samples), micro_batch * world_size
     for start in range(0, n, stride):
         first = start + rank * micro_batch
         batch = data.batch(first, first + micro_batch).to(device)

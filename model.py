@@ -1,8 +1,9 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
-train.py needs `model(tokens, targets, documents) -> losses` and nothing else, so any module with
-that signature can take its place. The model knows nothing of ranks, devices or precision: train.py
-applies those from outside.
+train.py calls `model(tokens, targets, documents) -> losses`, and any module with that signature can
+take its place. `make_optimizers` and `flops_per_token` read `blocks` and `head`; --monitor full
+calls `predict`, samples call `generate`. The model knows nothing of ranks, devices or precision:
+train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
@@ -169,7 +170,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., C] → fp32 logits [..., V], without the rows that only pad the matrix."""
+        """[..., C] → fp32 logits [..., V], without the padding of the vocabulary."""
         return self.head(hidden)[..., : self.cfg.vocab_size].float()
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -200,8 +201,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     Equals F.cross_entropy of the logits up to rounding, but keeps only one matrix of size [N, V],
     in the dtype of the product: the logits, overwritten by their gradient a few rows at a time.
-    The plain way keeps three or four in fp32. Each loss may have its own weight in what is
-    differentiated.
+    The plain way keeps three or four in fp32. The incoming gradient may differ from loss to loss.
     """
 
     cpu_chunk = 2**18  # logits at a time: 1 MB in fp32, which stays in a core's cache
@@ -211,7 +211,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         logits = F.linear(hidden, weight.detach())  # detached: autocast must not cache its copy
         hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
-        logits[:, vocab_size:] = -math.inf  # the rows that only pad the matrix
+        logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
         counted = targets != IGNORE
         right = torch.where(counted, targets, 0)[:, None]
         losses = -logits.gather(1, right)[:, 0].float()
@@ -252,9 +252,9 @@ def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
 def output_health(
     model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Mean entropy in nats and mass of the likeliest token, over at least 256 positions.
+    """Mean entropy in nats and probability of the likeliest token, over about 256 positions.
 
-    A model that collapses shows here first. Arguments [B, T] as in `Transformer.forward`;
+    A collapsing model shows here first. Arguments [B, T] as in `Transformer.forward`;
     positions that the loss ignores are ignored here too.
     """
     rows = slice(max(1, 256 // tokens.shape[1]))
@@ -274,7 +274,7 @@ def output_health(
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 
-    6 N for the N weights of the matrix products (an embedding lookup is none) plus 12 H D T a
+    6 N for the N weights of matrix products (an embedding lookup is not one) plus 12 H D T per
     layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
     weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
@@ -312,19 +312,21 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop: int | None = None,
+    stop: int | tuple[int, ...] | None = None,
     on_token=None,
 ) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
-    the fewest tokens whose probabilities reach it. A row ends with `stop`, which pads the rest of
-    it. on_token is called with each new column [B]. When the context (cfg.seq_len) is full, its
-    older half is dropped.
+    the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
+    several; the first of them pads the rest of it. on_token is called with each new column [B].
+    When the context (cfg.seq_len) is full, its older half is dropped.
     """
-    if not isinstance(model, Transformer):  # one of transformers, which has its own
+    if not isinstance(model, Transformer):  # an HFModel, which has its own
         return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop)
     was_training, context = model.training, model.cfg.seq_len
+    stop = (stop,) if isinstance(stop, int) else stop
+    stops = torch.tensor(stop, device=tokens.device) if stop else None
     model.eval()
     start, caches = 0, None  # the model sees tokens[:, start:]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -337,13 +339,13 @@ def generate(
             caches = [KVCache(capacity) for _ in model.blocks]
         logits = model.logits(model.hidden(unseen, caches)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
-        if stop is not None:
-            new = new.masked_fill(ended[:, None], stop)
-            ended |= new[:, 0] == stop
+        if stops is not None:
+            new = new.masked_fill(ended[:, None], stop[0])
+            ended |= torch.isin(new[:, 0], stops)
         tokens = torch.cat((tokens, new), dim=1)
         if on_token:
             on_token(new[:, 0])
-        if stop is not None and ended.all():
+        if stops is not None and ended.all():
             break
     model.train(was_training)
     return tokens

@@ -1,4 +1,4 @@
-"""Where a run's time goes, and what it measures: phases, metrics, the log line.
+"""Where a run's time goes, and its metrics: phases, means over a log interval, the log line.
 
 The monitor receives numbers and never reaches into training. An ordinary step costs a few clock
 reads; tensors given to it stay on their device until the next log, where all of them leave it in
@@ -105,7 +105,7 @@ class Monitor:
     # --- what the loop calls ---
 
     def phase(self, name: str) -> str:
-        """From now on time belongs to phase `name`; returns the phase that this ends."""
+        """Begin the phase `name`; returns the phase that this ends."""
         if name in OUTSIDE_PHASES and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what is still queued belongs to the steps
         now = time.perf_counter()
@@ -121,7 +121,8 @@ class Monitor:
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
 
-        A weight of 1 gives the mean over steps and ranks. Never syncs with the device.
+        A weight of 1 gives the mean over steps and ranks. Never syncs with the device. All ranks
+        must log the same names, since their values are gathered by position.
         """
         if not self.cfg.log_interval:
             return
@@ -136,7 +137,7 @@ class Monitor:
     def due(self, step: int, every: int | None = None) -> bool:
         """Whether a measurement made every so many steps (None: at each log) is due in this one.
 
-        In the first step of a process and the last step of the run it always is.
+        It always is in the first step of a process and the last step of the run, unless it is off.
         """
         every = self.cfg.log_interval if every is None else every
         return every > 0 and (step % every == 0 or step in (self.first_step, self.cfg.max_steps))
@@ -192,7 +193,7 @@ class Monitor:
     # --- a log ---
 
     def gather_values(self, step: int, nonfinite) -> dict[str, float]:
-        """What was logged, over steps and ranks: one copy from the device for all of it."""
+        """Metrics of this log interval over steps and ranks, in one copy from the device."""
         if self.dataset_totals is not None:
             for k, name in enumerate(self.datasets):
                 self.log(f"train/loss/{name}", *self.dataset_totals[:, k])
@@ -236,7 +237,7 @@ class Monitor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def own_ms(self, step: int) -> list[float]:
-        """ms a step of this rank's own work by phase, without waiting for other ranks."""
+        """ms per step of this rank's own work by phase, without waiting for other ranks."""
         self.phase(self.current)
         if self.events:
             mean = self.events.means()
@@ -244,7 +245,7 @@ class Monitor:
         return [self.seconds[name] / (step - self.logged_step) * 1e3 for name in OWN_PHASES]
 
     def clocks(self, step: int, learning_rate: float) -> dict[str, float]:
-        """What the clocks say about the steps since the last log; starts the next interval."""
+        """Times and rates since the last log; starts the next interval."""
         self.phase(self.current)
         steps = step - self.logged_step
         tokens, real_tokens = self.padded_tokens / steps, (self.tokens - self.logged_tokens) / steps
@@ -278,7 +279,7 @@ class Monitor:
         return row | self.by_phase(ms) | self.host.read(steps) | self.goodput.row()
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
-        """ms a step in each phase, from the host's clock or from the GPU's events."""
+        """ms per step in each phase, from the host's clock or from CUDA events."""
         window = list(self.window_ms)
         self.window_ms.clear()
         if self.events:  # the host's clock does not see where a GPU spends its time
@@ -317,7 +318,7 @@ class Monitor:
         print(f"warning: step {step}: {text}", flush=True)
 
     def close(self) -> str:
-        """Write what is left; returns the report of the run, which TensorBoard shows as well."""
+        """Write the last row; returns the report of the run, which TensorBoard also shows."""
         self.phase(self.current)
         self.goodput.add(self.seconds)
         self.goodput.close()
@@ -336,7 +337,7 @@ class Monitor:
 
 
 def add_by_dataset(totals: Tensor, losses: Tensor, batch):
-    """Add losses [B, T] and numbers of targets to totals [2, datasets], by dataset of each row."""
+    """Add losses [B, T] and target counts to totals [2, datasets], by dataset of each row."""
     counts = (batch.targets != IGNORE).sum(1)
     values = torch.stack((losses.sum(1), counts)).to(totals.dtype)  # [2, B]
     if batch.source is None:

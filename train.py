@@ -1,4 +1,4 @@
-"""Train a language model: the loop, the update, evaluation, setting a run up.
+"""Train a language model: the loop, the update, evaluation, setting up a run.
 
     python train.py                                        a small model on Python's own source
     python train.py --auto-resume                          continue the newest run
@@ -11,11 +11,21 @@ monitor are one module each; what a fork rarely opens is in steady/.
 import contextlib
 import gc
 import math
+import os
 import random
 import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds
+
+    def interrupted(*_):
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)
 
 import numpy as np
 import torch
@@ -24,7 +34,16 @@ from torch import Tensor, nn
 
 import config
 from config import IGNORE, Config
-from data import Batch, Mixture, Size, eval_batches, load_data, loader, pick_workers
+from data import (
+    Batch,
+    Mixture,
+    Size,
+    eval_batches,
+    eval_samples,
+    load_data,
+    loader,
+    pick_workers,
+)
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
@@ -33,12 +52,13 @@ from steady.backup import Backup
 from steady.checkpoint import Writer, load_checkpoint, reconcile_best, save_checkpoint
 from steady.cli import ConfigError
 from steady.muon import Muon
+from steady.telemetry import si
 
 # --- the loop --------------------------------------------------------------------------------
 
 
 def train(run: "Run"):
-    """Make the updates that are left. `run.step` counts those made."""
+    """Train until max_steps or a signal to stop. `run.step` counts the updates made."""
     cfg, monitor, batches = run.cfg, run.monitor, run.batches
     gc.disable()  # tidy_memory collects, at the same steps on all ranks
     while run.step < cfg.max_steps and not run.stop.requested():
@@ -76,12 +96,12 @@ def train(run: "Run"):
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:
-    """Whether something that is done every so many steps, and at the last, is due; 0 is never."""
+    """Whether `step` is a multiple of `every`, or the `last` one; never if `every` is 0."""
     return every > 0 and (step % every == 0 or step == last)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
-    """The rate of the update after `step` updates: linear warm-up, then the schedule."""
+    """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
     if cfg.lr_schedule == "cosine":
@@ -120,30 +140,30 @@ def gradient_sync(model: nn.Module, last: bool):
 
 @torch.no_grad()
 def update(run: "Run") -> Tensor:
-    """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the norm before.
+    """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the unclipped norm.
 
-    A non-finite norm changes nothing. The host does not wait to see it: the optimizers read a
-    divisor and a flag on the device, under the names that torch's fused kernels know. An optimizer
-    that does not know them costs one synchronization a step.
+    A non-finite norm skips the update, without a sync: the optimizers read a divisor and a flag on
+    the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer that does
+    not read them costs one sync a step.
     """
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # a no-op except in fp16
     parameters = list(run.model.named_parameters())
     grad_norm = torch.nn.utils.get_total_norm([p.grad for _, p in parameters if p.grad is not None])
-    not_finite = (~grad_norm.isfinite()).float()
+    found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = torch.ones_like(grad_norm)
     if run.cfg.grad_clip:
         divisor = (grad_norm / run.cfg.grad_clip).clamp(min=1.0)
-    run.nonfinite = (run.nonfinite + 1) * not_finite
+    run.nonfinite = (run.nonfinite + 1) * found_inf
     with run.monitor.health(run.step + 1, parameters):
         run.clean = False
         for optimizer in run.optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.grad_scale, optimizer.found_inf = divisor, not_finite
+                optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
                 optimizer.step()
-            elif not not_finite:
-                held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-                torch._foreach_div_([g for g in held if g is not None], divisor)
+            elif not found_inf:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+                torch._foreach_div_([g for g in grads if g is not None], divisor)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
@@ -153,8 +173,8 @@ def update(run: "Run") -> Tensor:
 def check_finite(run: "Run"):
     """Raise NotFinite after too many non-finite steps in a row, counted up to the last log.
 
-    Only at multiples of log_interval, so that a run that was resumed in between acts at the same
-    step as an undisturbed one.
+    Only at multiples of log_interval, not at the log of a process's first step, so that a resumed
+    run acts at the same step as an uninterrupted one.
     """
     count = run.monitor.nonfinite_in_a_row
     at_log = due(run.step, run.cfg.log_interval, last=run.cfg.max_steps)
@@ -173,7 +193,7 @@ def tidy_memory(run: "Run"):
         torch.cuda.reset_peak_memory_stats(run.device)
     if run.step == run.first_step:
         gc.collect()
-        gc.freeze()  # what is alive now stays: later collections need not look at it
+        gc.freeze()  # what is alive now stays: later collections skip it
     elif due(run.step, GC_INTERVAL):
         gc.collect()
 
@@ -202,7 +222,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device) -> list
 
 
 def evaluation_due(run: "Run") -> bool:
-    """Also true for a step that a crash left without its evaluation."""
+    """Also true on resuming at a step that a crash left without its evaluation."""
     is_due = due(run.step, run.cfg.eval_interval, last=run.cfg.max_steps)
     return run.val_data is not None and is_due and run.evaluated_step < run.step
 
@@ -214,8 +234,8 @@ def evaluate(run: "Run") -> float:
     previous = run.monitor.phase("evaluation")
     run.model.eval()
     totals = torch.zeros(2, len(data.datasets), device=run.device)  # sums of losses, of targets
-    for batch in eval_batches(data, cfg.eval_steps * cfg.batch_size, run.micro_batch, run.rank,
-                              run.world_size, run.device):
+    n = eval_samples(cfg, data)
+    for batch in eval_batches(data, n, run.micro_batch, run.rank, run.world_size, run.device):
         with run.autocast:
             losses = run.model(batch.tokens, batch.targets, batch.documents)
         add_by_dataset(totals, losses, batch)
@@ -233,6 +253,8 @@ def evaluate(run: "Run") -> float:
                 row[f"val/loss/{dataset.name}"] = total / count
     if run.rank == 0:
         shown = " | ".join(f"{name[len('val/') :]} {value:.4f}" for name, value in row.items())
+        if n < data.n_samples:
+            shown += f" ({n:,} of {data.n_samples:,} sequences)"
         print(f"step {run.step}: validation {shown}", flush=True)
     run.monitor.write(run.step, row)
     run.evaluated_step = run.step
@@ -241,7 +263,7 @@ def evaluate(run: "Run") -> float:
 
 
 def keep_best(run: "Run", val_loss: float):
-    if run.writer:  # what is really in best.pt: the save of a better one may have failed
+    if run.writer:  # what best.pt really holds: the save of a better one may have failed
         run.best_loss, run.best_step = run.writer.best()
     if val_loss < run.best_loss:
         run.best_loss, run.best_step = val_loss, run.step
@@ -249,16 +271,16 @@ def keep_best(run: "Run", val_loss: float):
 
 
 def measure_output(run: "Run", batch: Batch):
-    """With --monitor full, where it is due: entropy of the output on this rank's last batch."""
+    """With --monitor full, when due: log the output's entropy on this rank's last micro-batch."""
     if run.cfg.monitor == "full" and run.monitor.due(run.step, run.cfg.health_interval):
         with run.autocast:
             run.monitor.log_all(output_health(run.model, *batch[:3]))
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
-    """Text that the model writes, with a fixed sampling seed.
+    """Text generated with a fixed sampling seed.
 
-    From the beginning of a document, or, where the data has prompts, in answer to one of them.
+    From the beginning of a document or, where the data has prompts, in answer to the first one.
     """
     if not all(p.isfinite().all() for p in run.model.parameters()):
         return "(none: the weights are not finite)"
@@ -278,12 +300,12 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     return f"{data.decode(prompt[0].tolist())}\n→ {data.decode(answer)}"
 
 
-# --- setting a run up ------------------------------------------------------------------------
+# --- setting up a run ------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """Everything a run consists of; made in `set_up`."""
+    """The state of a run and everything it uses; made in `set_up`."""
 
     cfg: Config
     out_dir: Path | None  # None for a new run, until open_run_dir makes its directory
@@ -304,17 +326,17 @@ class Run:
     batches: object = None  # the loader's micro-batches from `position` on
     monitor: Monitor | None = None
     writer: Writer | None = None  # of checkpoints; on rank 0
-    lock: object = None  # to be closed at the end: the file that keeps others out of out_dir
+    lock: object = None  # the file that keeps other processes out of out_dir until it is closed
     step: int = 0  # updates made
     position: int = 0  # the next update begins with this sample
     tokens: int = 0  # trained on, without padding
-    best_loss: float = math.inf  # of the validation, at best_step
+    best_loss: float = math.inf  # lowest validation loss, at best_step
     best_step: int = 0
-    evaluated_step: int = 0  # the newest one
+    evaluated_step: int = 0  # step of the newest evaluation
     nonfinite: Tensor | float = 0.0  # steps in a row whose update was skipped, on the device
     first_step: int = 1  # of this process
     resumed_from: Path | None = None
-    saved: tuple = ()  # what the newest checkpoint was saved at
+    saved: tuple = ()  # `saved_at` of the newest checkpoint
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
     clean: bool = True  # the weights are those of `step`, not half updated
 
@@ -334,6 +356,7 @@ class Run:
         self.clean = True
 
 
+@faults.setting_up()
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     cfg, out_dir = choose_run(argv)
@@ -349,7 +372,7 @@ def set_up(argv: list[str]) -> Run:
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
     checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
     torch.manual_seed(cfg.seed)
-    model = make_model(cfg, train_data, rank, fresh=not checkpoint).to(device)
+    model = make_model(cfg, train_data, checkpoint).to(device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
         fits = faults.largest_micro_batch(model, cfg, world_size, autocast, device)
@@ -375,39 +398,54 @@ def set_up(argv: list[str]) -> Run:
 
 
 def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
-    """The configuration, and the run directory, or None where a new one is to be made."""
+    """The configuration and the run directory; None if a new directory is to be made."""
     cfg = rundir.after_restart(config.parse(argv))
     out_dir = rundir.find_run(cfg)
     with rundir.saved_config(cfg, out_dir) as saved:
-        if saved:  # a run that goes on: its flags need not be repeated
+        if saved:  # a run that continues: its flags need not be repeated
             cfg = rundir.after_restart(config.parse(argv, saved))
-    if cfg.init_from and (cfg.model == "transformers" or not rundir.continues(cfg, out_dir)):
+    has_shape = rundir.continues(cfg, out_dir) and (cfg.model != "transformers" or cfg.d_model)
+    if cfg.init_from and not has_shape:
         from steady.huggingface import config_from_hf
 
         cfg = config_from_hf(cfg)
     return config.resolve(cfg), out_dir
 
 
-def make_model(cfg: Config, data: Mixture, rank: int, fresh: bool) -> nn.Module:
+def make_model(cfg: Config, data: Mixture, checkpoint: str | None) -> nn.Module:
     """The model; if no checkpoint will be loaded, with the weights of --init_from."""
+    if cfg.model != "transformers":
+        refuse_too_large(cfg)
     if not cfg.init_from:
         return Transformer(cfg)
     from steady import huggingface
 
-    if fresh and "tokenizer" not in cfg.allow_change:
+    if not checkpoint and "tokenizer" not in cfg.allow_change:
         huggingface.check_tokenizer(cfg.init_from, data)
     if cfg.model == "transformers":
-        return huggingface.HFModel(cfg)
+        return huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
     model = Transformer(cfg)
-    if fresh:
-        unused = huggingface.load_weights(model, huggingface.fetch(cfg.init_from))
-        if unused and rank == 0:
-            print(f"warning: {cfg.init_from}: left out: {', '.join(unused)}", flush=True)
+    if not checkpoint:
+        huggingface.load_initial(model, cfg.init_from)
     return model
 
 
+def refuse_too_large(cfg: Config):
+    """Raise ConfigError if the weights alone, in fp32, exceed this machine's memory."""
+    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
+    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
+    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * weights > memory:
+        raise ConfigError(
+            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
+            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
+            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
+            "smaller sizes")
+
+
 def watch_for_waiting(run: Run):
-    """Count the time from this rank's last gradient on as waiting for those of other ranks."""
+    """Once this rank's gradients are ready, count its time as waiting for the other ranks'."""
 
     def wait(parameter: nn.Parameter):
         run.monitor.phase("waiting")
@@ -427,13 +465,14 @@ def restore(run: Run, checkpoint: Path):
     if run.train_data.group and run.position % run.cfg.batch_size:
         print("warning: --batch_size has changed inside a --group_window, so some documents of "
               "that window come twice or not at all")
-    if saved["max_steps"] != run.cfg.max_steps > run.step:
+    if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > run.step:
         old = replace(run.cfg, **{k: saved[k] for k in ("max_steps", "warmup_steps")})
         before, now = (learning_rate(run.step, cfg) for cfg in (old, run.cfg))
         print(f"resume  max_steps {old.max_steps} -> {run.cfg.max_steps}: the schedule has its new "
               f"length; the learning rate goes from {before:.2e} to {now:.2e}")
 
 
+@faults.setting_up()
 def open_run_dir(run: Run):
     """On rank 0: make and lock the run directory, and say what is about to run."""
     if run.rank:
@@ -445,8 +484,7 @@ def open_run_dir(run: Run):
     if not run.lock:
         run.out_dir, run.lock = rundir.claim(run.out_dir)
     rundir.prepare(run)
-    run.best_loss, run.best_step = reconcile_best(run)
-    best = run.best_loss, run.best_step
+    run.best_loss, run.best_step = best = reconcile_best(run)
     run.writer = Writer(run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup,
                         best)
     print(rundir.describe(run), flush=True)
@@ -491,7 +529,7 @@ def main(argv: list[str]) -> int:
         return 0
     if run.step >= run.cfg.max_steps and not evaluation_due(run):
         if run.rank == 0:
-            if run.lock:  # the run directory is ours to mend
+            if run.lock:  # the run directory is ours to repair
                 reconcile_best(run)
             print(f"{run.out_dir} has made all {run.cfg.max_steps} steps: nothing to do")
         return 0
@@ -499,7 +537,7 @@ def main(argv: list[str]) -> int:
     with run.stop:
         report = train_with_recovery(run)
         if run.world_size > 1:
-            dist.barrier(group=run.stop.group)  # a rank that left early would have others killed
+            dist.barrier(group=run.stop.group)  # torchrun kills the others if one leaves
     if run.rank == 0:
         run.lock.close()
         print(report)
@@ -537,7 +575,7 @@ def train_with_recovery(run: Run) -> str:
                 run.writer.wait()
             report = run.monitor.close()
     if run.rank == 0:
-        run.writer.close(copy=not run.stop.signal)  # whoever sends a signal does not wait long
+        run.writer.close(copy=not run.stop.signal)  # after a signal, time is short
     return report
 
 
@@ -545,4 +583,6 @@ if __name__ == "__main__":
     faults.prepare_process()
     from tools.commands import main as run_command
 
+    if signal.getsignal(signal.SIGINT) is interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     faults.leave(faults.exit_code(run_command, sys.argv[1:]))

@@ -9,7 +9,7 @@ from steady.checkpoint import CHECKPOINT, checkpoint_step, find_corruption, link
 from steady.cli import ConfigError
 from steady.retry import retry
 
-# The files beside the checkpoints that belong to a run; a backup may hold anything else, too.
+# Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer)/[\w.-]*\w")
 
 
@@ -26,7 +26,7 @@ class Backup:
         try:
             self.fs, self.root = url_to_fs(url)
             self.fs.makedirs(f"{self.root}/checkpoints", exist_ok=True)
-        except Exception as e:  # each file system has errors of its own
+        except Exception as e:  # each file system raises its own
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
         self.url, self.interval, self.keep = url, interval, keep
         self.thread = None
@@ -35,7 +35,7 @@ class Backup:
         self.uploaded = None  # path of the newest checkpoint that is there
 
     def offer(self, step: int, path: Path, last: bool = False):
-        """Upload a checkpoint if it is time to; the last one always."""
+        """Upload a checkpoint if one is due; the last one always."""
         self.newest = step, path
         busy = self.thread and self.thread.is_alive()
         if not busy and (last or step // self.interval > self.begun // self.interval):
@@ -54,10 +54,10 @@ class Backup:
     def upload(self, path: Path):
         run_dir = run_dir_of(path)
         logs = [run_dir / name for name in ("config.yaml", "metrics.jsonl")]
-        logs += (run_dir / "tensorboard").glob("events.*")
+        logs += [*(run_dir / "tensorboard").glob("events.*"), *(run_dir / "tokenizer").glob("*.*")]
         remote = f"{self.root}/checkpoints"
         try:
-            if path != self.uploaded:
+            if (path, path.stat().st_mtime_ns) != self.uploaded:  # may be written again
                 self.upload_checkpoint(path, f"{remote}/{path.name}")
             for log in filter(Path.exists, logs):
                 name = log.relative_to(run_dir).as_posix()
@@ -74,13 +74,13 @@ class Backup:
         try:
             retry(lambda: self.fs.put_file(str(held), f"{remote}.part"), Exception)
             self.fs.mv(f"{remote}.part", remote)
-            self.uploaded = path
+            self.uploaded = path, path.stat().st_mtime_ns
         finally:
             held.unlink()
 
 
 def remote_checkpoints(fs, folder: str) -> list[str]:
-    """Paths of the step_N.pt files in a folder of a file system of fsspec, oldest first."""
+    """Paths of the step_N.pt files in a folder of an fsspec file system, oldest first."""
     names = [p for p in fs.ls(folder, detail=False) if CHECKPOINT.fullmatch(p.rpartition("/")[2])]
     return sorted(names, key=lambda p: checkpoint_step(Path(p)))
 
@@ -113,12 +113,14 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
             get(log, to / only)
         return to
     for path in wanted:
-        local = get(path, to / "checkpoints" / path.rpartition("/")[2])
-        wrong = find_corruption(local)
+        local = to / "checkpoints" / path.rpartition("/")[2]
+        part = get(path, local.with_name(f"{local.name}.tmp-{os.getpid()}"))
+        wrong = find_corruption(part)
         if not wrong:
             for log in logs:
                 get(log, to / log[len(root) :].lstrip("/"))
+            part.rename(local)
             return local
         print(f"warning: {path}: {wrong}", flush=True)
-        local.unlink()
+        part.unlink()
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

@@ -25,7 +25,7 @@ from steady.tokens import split_weight
 
 CHECKPOINT = re.compile(r"step_(\d{8,})\.pt")
 DRAFT = re.compile(r"(step_\d{8,}|best)\.pt\.(tmp|backup)-\d+")
-SEAL = struct.Struct("<16sI")  # a name, CRC-32 of everything before it
+SEAL = struct.Struct("<16sI")  # SEAL_NAME, CRC-32 of everything before the seal
 SEAL_NAME = b"steady checksum:"
 ZIP_END = struct.Struct("<4s16sH")  # signature, fields not used here, length of the comment
 CHUNK_BYTES = 1 << 24
@@ -98,6 +98,49 @@ def find_corruption(path: Path) -> str | None:
     return "its checksum is missing: cut short, or not written by this program"
 
 
+def find_damage(path: Path) -> str | None:
+    """What is wrong with the bytes of a checkpoint file or with what it holds, or None."""
+    wrong = find_corruption(path)
+    if wrong:
+        return wrong
+    try:
+        return find_odd_contents(torch.load(path, map_location="meta", weights_only=True))
+    except OSError:
+        raise
+    except Exception as e:  # zipfile, pickle and torch each have errors of their own
+        return f"torch cannot load it ({type(e).__name__})"
+
+
+def find_odd_contents(state) -> str | None:
+    """What a state lacks, or holds in another type than `save_checkpoint` writes, or None.
+
+    A state of another format is not judged here: `load_checkpoint` refuses it.
+    """
+    if not isinstance(state, dict) or type(state.get("format")) is not int:
+        return "it holds no state of a run"
+    if state["format"] != FORMAT:
+        return None
+    for name, kinds in CONTENTS.items():
+        if not isinstance(state.get(name), kinds):
+            return f"its {name} is missing or of another type"
+    if any(state[name] < 0 for name in ("step", "position", "tokens", "best_step")):
+        return "its step, position, tokens or best_step is negative"
+    if not all(isinstance(tensor, torch.Tensor) for tensor in state["model"].values()):
+        return "its model holds something else than tensors"
+    if not all(isinstance(o, dict) and isinstance(o.get("state"), dict)
+               for o in state["optimizers"]):
+        return "its optimizers have no state"
+    if not all(isinstance(file, (list, tuple)) and len(file) > 2 for file in state["data"]):
+        return "its data is not a list of files"
+    saved = state["config"]
+    sources = saved.get("data")
+    if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
+        return "its config has no data"
+    if any(type(saved.get(name)) is not int for name in ("max_steps", "warmup_steps")):
+        return "its config has no max_steps or warmup_steps"
+    return None
+
+
 def forget_cached(descriptor: int):
     """Drop a file from the page cache: verify the disk, and leave memory to the training data."""
     with contextlib.suppress(AttributeError, OSError):
@@ -143,7 +186,7 @@ def run_dir_of(checkpoint: Path) -> Path | None:
 
 def require_valid(path: Path):
     """Raise ConfigError if a checkpoint is damaged."""
-    wrong = retry(lambda: find_corruption(path))
+    wrong = retry(lambda: find_damage(path))
     if wrong:
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
 
@@ -155,7 +198,7 @@ def latest_valid(folder: Path) -> Path | None:
     """
     bad = []
     for path in reversed(list_checkpoints(folder)):
-        wrong = retry(lambda path=path: find_corruption(path))
+        wrong = retry(lambda path=path: find_damage(path))
         if not wrong:
             for damaged, why in bad:
                 damaged.rename(damaged.with_name(damaged.name + ".corrupt"))
@@ -227,9 +270,9 @@ class Writer:
             raise OSError(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                           "written")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
-        size = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if any weight is not
-        copied, event = self.copy_to_host(dict(state, weights_size=size), "", {}), None
-        if size.is_cuda:
+        norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if any weight is not
+        copied, event = self.copy_to_host(dict(state, weights_norm=norm), "", {}), None
+        if norm.is_cuda:
             event = torch.cuda.Event()
             event.record()
         self.step = step
@@ -260,7 +303,7 @@ class Writer:
         try:
             if event:
                 event.synchronize()
-            if not state.pop("weights_size").isfinite():
+            if not state.pop("weights_norm").isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
             retry(lambda: write_checkpoint(path, state))
@@ -301,7 +344,7 @@ class Writer:
 
 
 def disk_error(error: BaseException, folder: Path) -> str:
-    """What to say of an error in writing to `folder`: torch hides a full disk behind its own."""
+    """Describe an error in writing to `folder`: torch hides a full disk behind its own."""
     cause = error
     while cause and getattr(cause, "errno", None) not in FULL:
         cause = cause.__cause__ or cause.__context__
@@ -324,16 +367,22 @@ def link_or_copy(path: Path, draft: Path):
 # --- the state of a run ----------------------------------------------------------------------
 
 FORMAT = 2  # of the dict in a checkpoint file; 1 had no position
+CONTENTS = dict(  # what the dict must have, and its type
+    step=int, position=int, tokens=int, best_loss=(int, float), best_step=int, evaluated_step=int,
+    nonfinite=(int, float, torch.Tensor), rollbacks=list, model=dict, optimizers=list,
+    optimizer_names=list, scaler=dict, config=dict, data=list,
+)
 PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "rollbacks")
 
 
 def save_checkpoint(run, is_best: bool = False):
-    """Have checkpoints/step_N.pt written, and best.pt, unless this state has been saved already.
+    """Start writing step_N.pt, and best.pt if it is the best, unless this state is saved already.
 
     Only rank 0 writes: weights and optimizers are the same on all ranks. There is no generator
     state: random numbers are a function of (seed, step, rank).
     """
-    if run.saved == saved_at(run):
+    failed = run.writer is not None and run.writer.failures > 0
+    if run.saved == saved_at(run) and not failed:
         return
     run.saved = saved_at(run)
     if run.rank:
@@ -342,14 +391,8 @@ def save_checkpoint(run, is_best: bool = False):
     data = run.train_data
     state = dict(
         format=FORMAT,
-        step=run.step,
-        position=run.position,
-        tokens=run.tokens,
-        best_loss=run.best_loss,
-        best_step=run.best_step,
-        evaluated_step=run.evaluated_step,
+        **{name: getattr(run, name) for name in PROGRESS},
         nonfinite=run.nonfinite,
-        rollbacks=run.rollbacks,
         model=run.model.state_dict(),
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run.model, optimizer) for optimizer in run.optimizers],
@@ -365,7 +408,7 @@ def save_checkpoint(run, is_best: bool = False):
 
 
 def saved_at(run) -> tuple:
-    """What changes from one checkpoint to another."""
+    """What tells one state of a run from another: a checkpoint is saved if any of it changed."""
     return run.step, run.position, run.evaluated_step, run.best_step
 
 
@@ -387,11 +430,17 @@ def load_checkpoint(run, path: Path) -> dict:
         raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
     if version != FORMAT:
         raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
+    wrong = find_odd_contents(state)
+    if wrong:
+        raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
     refuse_changes(run, path, state)
     try:
         run.model.load_state_dict(state["model"])
     except RuntimeError as e:
         raise ConfigError(f"{path}: not a checkpoint of this model: {e}") from None
+    counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
+    if len(set(counts)) > 1:
+        raise ConfigError(f"{path}: it holds {counts[1]} optimizers; expected {counts[0]}")
     for optimizer, saved, names in zip(
         run.optimizers, state["optimizers"], state["optimizer_names"], strict=True
     ):
@@ -412,8 +461,8 @@ def load_checkpoint(run, path: Path) -> dict:
 def reconcile_best(run) -> tuple[float, int]:
     """Make best.pt agree with the restored run; returns (loss, step) of what it then holds.
 
-    It can be older, if a process was killed before it was replaced or the save failed, or newer, if
-    the run goes on from an earlier checkpoint.
+    best.pt is older if a save failed or the process was killed before replacing it, and newer if
+    the run continues from an earlier checkpoint.
     """
     folder = run.out_dir / "checkpoints"
     best, wanted = folder / "best.pt", checkpoint_path(folder, run.best_step)
@@ -435,7 +484,7 @@ def reconcile_best(run) -> tuple[float, int]:
 
 def read_best(path: Path) -> tuple[float, int] | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
-    if not path.is_file() or find_corruption(path):
+    if not path.is_file() or find_damage(path):
         return None
     state = torch.load(path, map_location="meta", weights_only=True)
     is_best = state.get("best_step") == state.get("step")
@@ -451,7 +500,7 @@ def set_aside(path: Path):
 
 
 def refuse_changes(run, path: Path, state: dict):
-    """Raise ConfigError if what decides the trajectory is not what it was in the checkpoint."""
+    """Raise ConfigError if model, data or an option that fixes the trajectory has changed."""
     cfg, saved, data = run.cfg, state["config"], run.train_data
     weights = fixed_options(cfg, "weights")
     compared = weights + fixed_options(cfg, "function")
@@ -459,14 +508,14 @@ def refuse_changes(run, path: Path, state: dict):
         compared += fixed_options(cfg, "trajectory")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
                if name in saved and saved[name] != getattr(cfg, name)}
-    if state["tokenizer"] != data.tokenizer:
-        changed["tokenizer"] = f"{state['tokenizer']} -> {data.tokenizer}"
+    if state.get("tokenizer") != data.tokenizer:
+        changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:
         if weights_of(saved["data"]) != weights_of(cfg.data):
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
-        if data.fingerprint != state["data"]:
-            new = [f"{name} ({n:,} tokens)" for name, n, checksum in data.fingerprint
-                   if [name, n, checksum] not in state["data"]]
+        if not same_files(data.fingerprint, state["data"]):
+            new = [f"{file[0]} ({file[1]:,} tokens)" for file in data.fingerprint
+                   if not any(same_files([file], [old]) for old in state["data"])]
             changed["data"] = f"has changed: {', '.join(new) or 'its order'}"
     refused = [name for name in changed if name in weights or name not in cfg.allow_change]
     if refused:
@@ -475,6 +524,13 @@ def refuse_changes(run, path: Path, state: dict):
         if set(refused) & set(weights):
             advice = "Its weights fit no other model; leave those flags out, or start a new run"
         raise ConfigError(f"{path}: this run differs from it: {differences}. {advice}")
+
+
+def same_files(files: list, saved: list) -> bool:
+    """Whether fingerprints agree in what both have; older ones have no sample of the content."""
+    if len(files) != len(saved):
+        return False
+    return all(list(a[: len(b)]) == list(b[: len(a)]) for a, b in zip(files, saved, strict=True))
 
 
 def weights_of(specs: list[str]) -> list:

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
 from types import NoneType
 from typing import Literal, get_args, get_origin
@@ -16,7 +17,7 @@ import yaml
 
 
 class ConfigError(ValueError):
-    """What was given cannot be run. The message is one line for the user; the exit code is 2."""
+    """Wrong flags, files or data. The message is one line for the user; the exit code is 2."""
 
 
 def option(default, help: str, **marks):
@@ -60,6 +61,22 @@ def check_bounds(options):
             raise ConfigError(f"--{f.name} {value}: expected {expected}")
 
 
+def expand_user(options, *names: str):
+    """`options` with ~ and ~user replaced in the paths of these names. Raises ConfigError."""
+    paths = {name: path for name in names if (path := getattr(options, name))}
+    expanded = {name: home_expanded(f"--{name}", path) for name, path in paths.items()}
+    return dataclasses.replace(options, **expanded)
+
+
+def home_expanded(option: str, path: str) -> str:
+    """A path with ~ and ~user replaced. Raises ConfigError, which names `option`."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ConfigError(f"{option} {path}: no such user; write ./{path} for a name that begins "
+                          "with ~")
+    return expanded
+
+
 # --- the command line ------------------------------------------------------------------------
 
 
@@ -80,10 +97,10 @@ class Switch(argparse.Action):
 
 def make_parser(options: type, prog: str, usage: str, about: str) -> Parser:
     """A parser of the fields of a dataclass, in the groups that its fields name."""
-    width = argparse.HelpFormatter
+    formatter = argparse.HelpFormatter
     parser = Parser(
         prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False,
-        formatter_class=lambda prog: width(prog, max_help_position=30, width=100),
+        formatter_class=lambda prog: formatter(prog, max_help_position=30, width=100),
         description=f"{about} In names of options, dashes and underscores are the same.",
     )
     group = parser
@@ -123,11 +140,17 @@ def add_option(group, f: dataclasses.Field):
 
 def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Parse; raises ConfigError, for an unknown name with the nearest one that exists."""
+    for arg in argv:
+        if "\0" in arg:
+            raise ConfigError(f"{arg!r}: holds a null character; expected text without one")
     args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
     if unknown:
         flag = unknown[0].split("=")[0]
         known = [s for s in parser._option_string_actions if s.startswith("--")]
         raise ConfigError(f"unknown argument {flag}{nearest(flag, known)}")
+    for action in parser._actions:
+        if action.nargs is None and isinstance(getattr(args, action.dest, None), list):
+            raise ConfigError(f"--{action.dest} --: expected a value")  # argparse makes it []
     return args
 
 
@@ -152,7 +175,7 @@ def nearest(name: str, names) -> str:
 
 
 def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
-    """The exit code of the command `main(argv)`; what goes wrong is said in one line."""
+    """The exit code of the command `main(argv)`; a ConfigError is printed as one line."""
     try:
         return main(argv) or 0
     except ConfigError as e:
@@ -169,14 +192,17 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
     """The options in a YAML file as flags, except those in `drop`.
 
-    Checked one by one, so that an error names its line. The text of a value is passed on as it is
-    written, so YAML's own idea of a type (`1e-4` is text, `no` is False, 010 is 8) does not matter.
+    Checked one by one, so that an error names its line. Values are passed on as written, so YAML's
+    own types (`1e-4` is text, `no` is False, 010 is 8) do not matter.
     """
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--config {path}: {e}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: too deeply nested; expected lines of the form "
+                          "`name: value`") from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -214,6 +240,8 @@ def write_yaml(options, path: str, notes: dict[str, str]):
     """Write options so that `yaml_flags` reads them back, under the notes as comments."""
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)
               if f.metadata.get("saved", True)}
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(f"# {k}: {v}\n" for k, v in notes.items())
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(f"# {k}: {' '.join(v.split())}\n" for k, v in notes.items())
         yaml.safe_dump(values, file, sort_keys=False, width=100)
+        file.flush()
+        os.fsync(file.fileno())

@@ -100,7 +100,7 @@ def usable_cores() -> int:
 
 
 def configure(cfg, device: torch.device):
-    """Set what is global to the process: memory, attention backend, anomaly detection."""
+    """Set process-wide state: memory allocation, attention backend, anomaly detection."""
     keep_freed_memory(device)
     set_attention_backend(cfg.attention)
     torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
@@ -109,7 +109,7 @@ def configure(cfg, device: torch.device):
 def keep_freed_memory(device: torch.device):
     """On a CPU: use huge pages for large tensors, and do not return freed memory to the kernel.
 
-    Otherwise each step gets its memory anew, in pages of 4 kB that the kernel clears on first
+    Otherwise each step allocates its memory anew, in pages of 4 kB that the kernel clears on first
     touch: a fifth of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only
     with glibc, whose own variables for it, MALLOC_…, take precedence.
     """
@@ -176,7 +176,7 @@ def rank_and_world() -> tuple[int, int, int, int]:
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted its processes."""
+    """How many times torchrun has restarted its processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 

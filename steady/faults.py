@@ -1,4 +1,4 @@
-"""When things go wrong: signals, non-finite steps, crashes, out of memory; what is said of them."""
+"""When things go wrong: signals, non-finite steps, crashes, out of memory, error messages."""
 
 import contextlib
 import os
@@ -29,8 +29,8 @@ class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    What each rank has received is exchanged between hosts while a step is computed and read in the
-    next one, so the exchange waits for no device.
+    Ranks exchange the signals they received over gloo while a step is computed, and read the result
+    before the next one, so the exchange never waits for a device.
     """
 
     def __init__(self, world_size: int):
@@ -52,31 +52,32 @@ class Stop:
     def requested(self) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""
         if self.launcher not in (None, os.getppid()):
-            self.received[0] = signal.SIGTERM  # torchrun is gone, and with it who would restart us
-        agreed = self.received
+            self.received[0] = signal.SIGTERM  # torchrun is gone: nobody would restart us
+        mine = list(self.received)
+        self.received[1] = 0  # before the exchange: a signal that comes meanwhile is for the next
+        agreed = mine
         if self.group:
             agreed = [0, 0]
             if self.exchange:
                 self.exchange.wait()
                 agreed = self.votes.tolist()
             if not agreed[0]:
-                self.votes = torch.tensor(self.received)
+                self.votes = torch.tensor(mine)
                 self.exchange = dist.all_reduce(
                     self.votes, dist.ReduceOp.MAX, group=self.group, async_op=True
                 )
         self.signal, self.save = agreed[0], bool(agreed[1])
-        self.received = [self.received[0], 0]
         return self.signal != 0
 
     def broadcast_from_rank0(self, value):
-        """Rank 0's value, on all ranks."""
+        """Rank 0's value, on every rank."""
         box = [value]
         if self.group:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def minimum(self, number: int) -> int:
-        """The smallest number of all ranks."""
+        """The smallest `number` of any rank."""
         box = torch.tensor(number)
         if self.group:
             dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
@@ -127,9 +128,9 @@ def roll_back(run, error: NotFinite):
 
 
 def rescue(run):
-    """After an error, save the last completed step, if the weights are still those of it.
+    """After an error, save the last completed step, unless an update has begun since.
 
-    Without a collective: the other ranks may be gone.
+    Uses no collective: the other ranks may be gone.
     """
     if not run.clean or run.step == 0 or run.rank:
         return
@@ -144,9 +145,9 @@ def rescue(run):
 
 @torch.no_grad()
 def autopsy(run, step: int, rank: int) -> dict:
-    """The samples that `rank` had in update number `step`, and the first layer they break.
+    """The samples that `rank` had in step `step`, and the first layer whose output they break.
 
-    With today's weights: the samples of a past step are known, its weights are not.
+    With the current weights: the samples of a past step can be read again, its weights are gone.
     """
     per_rank = run.cfg.batch_size // run.world_size
     first = run.position - (run.step - step + 1) * run.cfg.batch_size + rank * per_rank
@@ -159,15 +160,17 @@ def autopsy(run, step: int, rank: int) -> dict:
 
     hooks = [module.register_forward_hook(look) for module in names]
     run.model.eval()
-    for start in range(first, first + per_rank, run.micro_batch):
-        batch = run.train_data.batch(start, start + run.micro_batch).to(run.device)
-        with run.autocast:
-            losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
-        if not bad and not losses.isfinite().all():
-            bad.append("head")  # whose weight the loss uses without calling the module
-    run.model.train()
-    for hook in hooks:
-        hook.remove()
+    try:
+        for start in range(first, first + per_rank, run.micro_batch):
+            batch = run.train_data.batch(start, start + run.micro_batch).to(run.device)
+            with run.autocast:
+                losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
+            if not bad and not losses.isfinite().all():
+                bad.append("head")  # whose weight the loss uses without calling the module
+    finally:
+        run.model.train()
+        for hook in hooks:
+            hook.remove()
     return dict(
         positions=[first, first + per_rank],
         datasets=[run.train_data.datasets[k].name for k in sources],
@@ -179,14 +182,14 @@ def autopsy(run, step: int, rank: int) -> dict:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it comes from CUDA's allocator or, as a nameless RuntimeError, the CPU's."""
+    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
 
-    On a CPU, which does not say that memory is short until it is too late, up to 16,384 tokens.
+    On a CPU, where the kernel may kill the process before an allocation fails, up to 16,384 tokens.
     """
     per_rank = cfg.batch_size // world_size
     most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
@@ -213,15 +216,17 @@ def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
 
 
 def memory_advice(run, error: BaseException) -> str:
-    """What was asked for, what was free, which --micro_batch_size to try."""
+    """The error message: requested and free memory, and which --micro_batch_size to try."""
     free = ""
     if run.device.type == "cuda":
         free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
         free = f" ({free:.1f} of {total:.1f} GB are free)"
     per_rank = run.cfg.batch_size // run.world_size
     smaller = [m for m in range(1, run.micro_batch // 2 + 1) if per_rank % m == 0]
-    advice = f"try --micro_batch_size {smaller[-1]}" if smaller else "try a shorter --seq_len"
-    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}; the result stays the same"
+    advice = "try --activation_checkpointing full, or a shorter --seq_len"
+    if smaller:
+        advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
+    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
 
 
 # --- the end of the program ------------------------------------------------------------------
@@ -230,15 +235,15 @@ early_save_requests = [0]  # SIGUSR1 during start-up, which would end the proces
 
 
 def prepare_process():
-    """Before anything else: a screen that may go away, a signal that may come early."""
+    """Call first: output may lose its terminal, and SIGUSR1 may come before there is a run."""
     sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
     signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
 
 
 class Screen:
-    """A standard stream that loses what cannot be written, instead of ending the training.
+    """A standard stream that drops output it cannot write, instead of ending the training.
 
-    A full disk, a closed pipe, a closed terminal; characters that its encoding does not have.
+    On a full disk, a closed pipe or terminal, or for characters that its encoding lacks.
     """
 
     def __init__(self, stream):
@@ -272,8 +277,26 @@ LOST_CONNECTION = re.compile(
 )
 
 
+@contextlib.contextmanager
+def setting_up():
+    """Before training, an error of the system is due to what was given: raises ConfigError."""
+    try:
+        yield
+    except OSError as e:
+        names = " and ".join(str(name) for name in (e.filename, e.filename2) if name)
+        if not names:
+            raise
+        raise ConfigError(f"{names}: {e.strerror}; expected a path that can be used here, name "
+                          "another one") from e
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not out_of_memory(e):
+            raise
+        raise ConfigError(f"too large for the memory of this machine: {e or 'out of memory'}; "
+                          "choose smaller sizes; --estimate says what they need") from e
+
+
 def exit_code(main, argv: list[str]) -> int:
-    """The exit code of `main(argv)`, having said in one line what went wrong."""
+    """The exit code of `main(argv)`; errors are printed, those of the user as one line."""
     rank0 = rank_and_world()[0] == 0
     try:
         code = main(argv)
@@ -282,7 +305,7 @@ def exit_code(main, argv: list[str]) -> int:
         return code
     except ConfigError as e:
         if rank0 or dist.is_initialized():  # before that, all ranks fail alike
-            print(f"train.py: error: {e}", file=sys.stderr)
+            print(f"train.py: error: {' '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)
@@ -304,7 +327,7 @@ def exit_code(main, argv: list[str]) -> int:
 def leave(code: int):
     """End the process.
 
-    With several ranks, without taking the interpreter down: a thread of gloo or NCCL that wakes
+    With several ranks, without shutting the interpreter down: a gloo or NCCL thread that wakes up
     meanwhile would abort the process ("terminate called without an active exception").
     """
     if rank_and_world()[2] > 1:

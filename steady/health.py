@@ -27,7 +27,7 @@ def measure_update(named_parameters: list[tuple[str, Tensor]], log):
         log(f"health/update_ratio{group}", changes[group] / size.clamp(min=1e-12))
 
 
-def group_norms(names: list[str], tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def group_norms(names: list[str], tensors: list[Tensor]) -> dict[str, Tensor]:
     """Norms over all tensors ("") and over those of each layer ("/blocks.0"), on the device."""
     groups = {}
     for i, name in enumerate(names):

@@ -1,9 +1,12 @@
-"""Models of transformers: their configuration and weights in our model, or behind our contract.
+"""Hugging Face models: loaded into our Transformer, or wrapped so that train.py can train them.
 
 Llama, Mistral, Qwen2 and Qwen3 become the Transformer of model.py; other architectures are trained
-through transformers' own module (`HFModel`).
+through their own module in transformers (`HFModel`).
 """
 
+import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.cli import ConfigError
+from steady.checkpoint import find_corruption, list_checkpoints, require_valid, run_dir_of
+from steady.cli import ConfigError, fixed_options
 from steady.tokens import byte_tokenizer
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
@@ -22,21 +26,25 @@ FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5)
 
 
 def fetch(name: str, code: bool = False) -> Path:
-    """The folder of a model: `name` itself, or from the hub, with code only if it is trusted."""
+    """The folder of a model: `name` itself, or its download from the hub, with Python if `code`."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     kinds = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=kinds))
-    except Exception as e:  # offline, no such model, no permission: each has a class of its own
-        raise ConfigError(f"{name}: no such folder, and not from the hub: {reason(e)}") from None
+        folder = Path(snapshot_download(name, allow_patterns=kinds))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
+        return folder
+    except Exception as e:  # offline, no such model, no permission: each raises its own class
+        raise ConfigError(f"{name}: no such folder, and not available from the hub: "
+                          f"{reason(e)}") from None
 
 
 def reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return ("it needs code of its own, which runs on this machine: read it, and then give "
+        return ("it comes with code, which would run on this machine: read it, then pass "
                 "--trust_remote_code")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -51,25 +59,45 @@ def config_from_hf(cfg):
     """
     from transformers import AutoConfig
 
+    checkpoint = own_checkpoint(cfg.init_from)
+    if checkpoint:
+        cfg = replace(cfg, init_from=str(checkpoint))
+        return with_shape(cfg, shape_of_checkpoint(checkpoint, type(cfg)), "default")
     try:
         found = AutoConfig.from_pretrained(
             fetch(cfg.init_from, cfg.trust_remote_code), trust_remote_code=cfg.trust_remote_code
         )
     except Exception as e:  # a config.json can be wrong in many ways
         raise ConfigError(f"--init_from {cfg.init_from}: {reason(e)}") from None
+    quantized = getattr(found, "quantization_config", None)
+    if quantized:
+        method = dict(quantized).get("quant_method", "an unnamed method")
+        raise ConfigError(f"--init_from {cfg.init_from}: its weights are quantized ({method}); "
+                          "expected fp32, bf16 or fp16: take the original model, or dequantize it")
     shape = native_shape(found)
     foreign = shape is None
     if foreign:
+        text = found.get_text_config()
+        absent = [name for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+                  if not isinstance(getattr(text, name, None), int)]
+        if absent or getattr(found, "is_encoder_decoder", False):
+            raise ConfigError(f"--init_from {cfg.init_from}: a {found.model_type} cannot be "
+                              "trained here; expected a causal language model")
         if cfg.packing:
             raise ConfigError(f"--packing: not with a {found.model_type}, which is trained through "
                               "transformers' own module")
-        heads = getattr(found, "num_attention_heads", None) or 1
+        heads = getattr(text, "num_attention_heads", None) or 1
         shape = dict(
-            n_layer=found.num_hidden_layers, n_head=heads, n_kv_head=heads, d_ff=1,
-            d_model=found.hidden_size, vocab_size=found.vocab_size,
-            head_dim=found.hidden_size // heads,
-            max_position=getattr(found, "max_position_embeddings", 1 << 60),
+            n_layer=text.num_hidden_layers, n_head=heads, n_kv_head=heads, d_ff=1,
+            d_model=text.hidden_size, vocab_size=text.vocab_size,
+            head_dim=text.hidden_size // heads,
+            max_position=getattr(text, "max_position_embeddings", None) or 1 << 60,
         )
+    return with_shape(cfg, shape, "transformers" if foreign else "default")
+
+
+def with_shape(cfg, shape: dict, model: str):
+    """cfg with the shape of --init_from; raises ConfigError if flags ask for another."""
     default = type(cfg)()
     for name, value in shape.items():
         if getattr(cfg, name) not in (getattr(default, name), value):
@@ -78,16 +106,16 @@ def config_from_hf(cfg):
         raise ConfigError(f"--model {cfg.model}: the shape is that of --init_from")
     longest = shape["max_position"]
     if cfg.seq_len and cfg.seq_len > longest:
-        raise ConfigError(f"--seq_len {cfg.seq_len}: {cfg.init_from} sees at most {longest}")
+        raise ConfigError(f"--seq_len {cfg.seq_len}: {cfg.init_from} has a context of {longest}")
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
     usual = {name: value for name, value in usual.items() if getattr(cfg, name) is None}
-    return replace(cfg, **shape, **usual, model="transformers" if foreign else "default")
+    return replace(cfg, **shape, **usual, model=model)
 
 
 def native_shape(found) -> dict | None:
     """The options of our Transformer for a transformers config; None for another architecture.
 
-    max_position: less than the model's where its attention has a sliding window, which ours lacks.
+    max_position: at most the sliding window of the model's attention, which ours does not have.
     """
     rope = getattr(found, "rope_parameters", None) or {}
     kind, scaling = rope.get("rope_type", "default"), []
@@ -96,8 +124,8 @@ def native_shape(found) -> dict | None:
     elif kind == "llama3":
         scaling = [rope[name] for name in LLAMA3_ROPE]
     ours = found.model_type in NATIVE and kind in ("default", "linear", "llama3")
-    odd = getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
-    if not ours or odd or found.hidden_act != "silu":
+    biased = getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
+    if not ours or biased or found.hidden_act != "silu":
         return None
     heads, window = found.num_attention_heads, getattr(found, "sliding_window", None)
     return dict(
@@ -111,19 +139,79 @@ def native_shape(found) -> dict | None:
     )
 
 
+def own_checkpoint(name: str) -> Path | None:
+    """The checkpoint that --init_from names: a file, or the newest valid one of a run directory.
+
+    None for a Hugging Face folder or name. Raises ConfigError where none is valid.
+    """
+    path = Path(name)
+    if path.is_file():
+        require_valid(path)
+        return path
+    if (path / "config.json").exists() or not (path / "checkpoints").is_dir():
+        return None
+    for checkpoint in reversed(list_checkpoints(path / "checkpoints")):
+        if not find_corruption(checkpoint):
+            return checkpoint
+    raise ConfigError(f"--init_from {name}: the run has no valid checkpoint")
+
+
+def shape_of_checkpoint(path: Path, kind) -> dict:
+    """The options that fix the model of a checkpoint of ours; kind: the class of options."""
+    saved = torch.load(path, map_location="meta", weights_only=True)["config"]
+    if saved["model"] == "transformers":
+        raise ConfigError(f"--init_from {path}: not one of our own architecture; expected a "
+                          "folder that python model.py export has made of it")
+    names = fixed_options(kind, "weights") + fixed_options(kind, "function")
+    shape = {name: saved[name] for name in names if saved.get(name) is not None}
+    return shape | dict(max_position=saved.get("max_position") or saved["seq_len"])
+
+
+def load_initial(model: nn.Module, name: str):
+    """Load the weights of --init_from into our Transformer. Raises ConfigError."""
+    checkpoint = own_checkpoint(name)
+    if not checkpoint:
+        return load_weights(model, fetch(name))
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    model.load_state_dict(state["model"])
+
+
 def check_tokenizer(name: str, data):
     """Raise ConfigError if the data was made with another tokenizer than the model's own."""
     from tokenizers import Tokenizer
 
-    theirs, mine = fetch(name) / "tokenizer.json", None
-    if data.tokenizer == "bytes":
-        mine = byte_tokenizer().get_vocab()
-    elif data.tokenizer_folder and (Path(data.tokenizer_folder) / "tokenizer.json").exists():
-        mine = Tokenizer.from_file(f"{data.tokenizer_folder}/tokenizer.json").get_vocab()
-    if mine and theirs.exists() and mine != Tokenizer.from_file(str(theirs)).get_vocab():
+    def vocabulary(tokenizer: str | None, folder) -> dict | None:
+        if tokenizer == "bytes":
+            return byte_tokenizer().get_vocab()
+        file = folder and Path(folder) / "tokenizer.json"
+        return Tokenizer.from_file(str(file)).get_vocab() if file and file.exists() else None
+
+    checkpoint = own_checkpoint(name)
+    if checkpoint:
+        state = torch.load(checkpoint, map_location="meta", weights_only=True)
+        run_dir = run_dir_of(checkpoint)
+        theirs = vocabulary(state["tokenizer"], run_dir and run_dir / "tokenizer")
+    else:
+        theirs = vocabulary(None, fetch(name))
+    mine = vocabulary(data.tokenizer, data.tokenizer_folder)
+    if mine and theirs and mine != theirs:
         raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "
                           f"{data.tokenizer}; prepare it with python data.py ... --tokenizer "
                           f"{name}, or --allow_change tokenizer")
+
+
+def end_of_text_ids(folder: Path) -> list[int]:
+    """All ids that end a text, as a model's own files list them; none where they do not."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        ids = [i for i in ids if isinstance(i, int)]
+        if ids:
+            return ids
+    return []
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -161,42 +249,90 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path) -> list[str]:
-    """Copy safetensors into our Transformer, one tensor at a time; returns names left over.
+def load_weights(model: nn.Module, folder: Path):
+    """Copy the weights in a folder into our Transformer, one tensor at a time.
 
-    Raises ConfigError for a shape or a name that is not as expected.
+    Raises ConfigError for a shape that is not as expected, for missing tensors, and for tensors
+    that our model has no place for.
     """
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: no .safetensors in there")
-    missing, left = hf_key_map(model.cfg), []
+    missing, unused = hf_key_map(model.cfg), []
     ours = model.state_dict()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                if name not in missing:
-                    left.append(name)
-                    continue
-                mine, rows = missing.pop(name)
-                target, tensor = ours[mine][rows], tensors.get_tensor(name)
-                if target.shape != tensor.shape:
-                    raise ConfigError(f"{file}: {name} is {list(tensor.shape)}; expected "
-                                      f"{list(target.shape)}")
-                target.copy_(tensor)
+    for file in weight_files(folder):
+        for name, read in tensors_of(file):
+            if name not in missing:
+                unused.append(name)
+                continue
+            mine, rows = missing.pop(name)
+            target, tensor = ours[mine][rows], read()
+            if target.shape != tensor.shape:
+                raise ConfigError(f"{file}: {name} is {list(tensor.shape)}; expected "
+                                  f"{list(target.shape)}")
+            target.copy_(tensor)
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(f"{folder}: has no {', '.join(list(missing)[:3])}{more}")
+        raise ConfigError(f"{folder}: has no {shorten(missing)}")
     tied = model.cfg.tie_embeddings
-    return [n for n in left if "rotary_emb" not in n and not (tied and n == "lm_head.weight")]
+    unused = [name for name in unused if not name.endswith("rotary_emb.inv_freq")
+              and not (tied and name == "lm_head.weight")]
+    if unused:
+        raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
 
 
-def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: int | None):
+def shorten(names) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a model: those that the index lists, or the only one.
+
+    Other files in the folder, such as adapters and copies, are not read. Raises ConfigError.
+    """
+    for file in folder / "model.safetensors", folder / "pytorch_model.bin":
+        index = file.with_name(file.name + ".index.json")
+        if not index.exists():
+            if file.exists():
+                return [file]
+            continue
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{index}: not an index of weights") from None
+        for name in names:
+            if name != Path(name).name or "\\" in name:
+                raise ConfigError(f"{index}: lists {name}; expected names of files beside it")
+            if not (folder / name).exists():
+                raise ConfigError(f"{index}: lists {name}, which is missing")
+        return [folder / name for name in names]
+    raise ConfigError(f"{folder}: no model.safetensors and no pytorch_model.bin in there")
+
+
+def tensors_of(file: Path) -> Iterator[tuple]:
+    """(name, function that reads it) of each tensor in a safetensors or torch file."""
+    if file.suffix == ".bin":
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as e:  # of pickle, zipfile and torch
+            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
+        for name in list(state):
+            yield name, lambda name=name: state.pop(name)
+        return
+    import safetensors
+
+    try:
+        opened = safetensors.safe_open(file, "pt")
+    except (OSError, safetensors.SafetensorError) as e:
+        raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
+    with opened as tensors:
+        for name in tensors.keys():
+            yield name, lambda name=name: tensors.get_tensor(name)
+
+
+def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int]):
     """Write our Transformer's state dict with the config.json that describes it."""
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig, GenerationConfig
 
+    ends = end_of_text if len(end_of_text) > 1 else next(iter(end_of_text), None)
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)
                for theirs, (ours, rows) in hf_key_map(cfg).items()}
     kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
@@ -213,9 +349,10 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: i
         num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim, rms_norm_eps=cfg.norm_eps,
         max_position_embeddings=cfg.max_position or cfg.seq_len, rope_parameters=rope,
         dtype=dtype, tie_word_embeddings=bool(cfg.tie_embeddings), bos_token_id=None,
-        eos_token_id=end_of_text, architectures=[f"{kind.capitalize()}ForCausalLM"],
+        eos_token_id=ends, architectures=[f"{kind.capitalize()}ForCausalLM"],
     ).save_pretrained(out)
-    GenerationConfig(eos_token_id=end_of_text, pad_token_id=end_of_text).save_pretrained(out)
+    pad = next(iter(end_of_text), None)
+    GenerationConfig(eos_token_id=ends, pad_token_id=pad).save_pretrained(out)
     save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
     for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
         file.chmod((out / "config.json").stat().st_mode)
@@ -224,21 +361,79 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: i
 # --- other architectures ---------------------------------------------------------------------
 
 
+KEPT = "hf"  # folder of a run directory: the configuration of its model, if it was not ours
+
+
+def keep_config(cfg, run_dir: Path, resumed_from: Path | None):
+    """Copy the configuration of --init_from into a run directory, which then works without it."""
+    kept, source = run_dir / KEPT, None
+    if resumed_from:
+        if (kept / "config.json").exists():
+            return
+        source = run_dir_of(resumed_from) and run_dir_of(resumed_from) / KEPT
+    elif Path(cfg.init_from).is_file():  # a checkpoint of ours
+        source = run_dir_of(Path(cfg.init_from)) and run_dir_of(Path(cfg.init_from)) / KEPT
+    else:
+        source = fetch(cfg.init_from, cfg.trust_remote_code)
+    if not source or not (source / "config.json").exists():
+        return
+    kept.mkdir(exist_ok=True)
+    code = source.glob("*.py") if cfg.trust_remote_code else ()
+    for file in (source / "config.json", source / "generation_config.json", *code):
+        if file.exists():
+            shutil.copyfile(file, kept / file.name)
+
+
+def module_of_config(folder: Path, trust_remote_code: bool) -> nn.Module:
+    """A module of transformers with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32,
+                                              trust_remote_code=trust_remote_code)
+    if (folder / "generation_config.json").exists():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    return module
+
+
+def module_with_weights(cfg) -> nn.Module:
+    """The module of transformers in --init_from. Raises ConfigError if its weights do not fit."""
+    from transformers import AutoModelForCausalLM
+
+    module, found = AutoModelForCausalLM.from_pretrained(
+        fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
+        trust_remote_code=cfg.trust_remote_code, output_loading_info=True,
+    )
+    for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
+        if found[f"{kind}_keys"]:
+            names = shorten(sorted(found[f"{kind}_keys"]))
+            raise ConfigError(f"{cfg.init_from}: {problem} {names}")
+    return module
+
+
 class HFModel(nn.Module):
-    """A causal language model of transformers, behind what train.py needs of a model."""
+    """A causal language model of transformers with the interface that train.py needs."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, checkpoint: Path | None = None):
+        """checkpoint: one that will be loaded, so that no weights are needed here."""
         super().__init__()
-        from transformers import AutoModelForCausalLM
-
         self.cfg = cfg
+        run_dir = checkpoint and run_dir_of(checkpoint)
+        kept = run_dir and run_dir / KEPT
         try:
-            self.module = AutoModelForCausalLM.from_pretrained(
-                fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
-                trust_remote_code=cfg.trust_remote_code,
-            )
+            if kept and (kept / "config.json").exists():
+                self.module = module_of_config(kept, cfg.trust_remote_code)
+            else:
+                self.module = module_with_weights(cfg)
         except (OSError, ValueError) as e:
             raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
+        self.train()  # from_pretrained leaves it in evaluation mode
+        if self.module.config.get_text_config() is not self.module.config:
+            try:  # with images, some need more than tokens
+                self.predict(torch.zeros(1, 2, dtype=torch.long))
+            except Exception as e:  # whatever its code raises
+                raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
+                                  f"trained on text alone: {reason(e)}") from None
         if cfg.activation_checkpointing == "full":
             self.module.gradient_checkpointing_enable()
         for module in self.module.modules():
@@ -259,18 +454,24 @@ class HFModel(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
-                 top_p: float, stop: int | None) -> Tensor:
+                 top_p: float, stop: int | tuple[int, ...] | None) -> Tensor:
         """As `generate` in model.py."""
+        stop = [stop] if isinstance(stop, int) else list(stop or []) or None
         how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
         how |= dict(temperature=temperature) if temperature > 0 else {}
-        most = getattr(self.module.config, "max_position_embeddings", 1 << 60)
-        if tokens.shape[1] >= most:
-            tokens = tokens[:, -(most // 2) :]
+        context, unseen = self.context(), tokens[:, :0]
+        if tokens.shape[1] >= context:
+            unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
         was_training = self.training
         self.eval()
         tokens = self.module.generate(
-            tokens, max_new_tokens=min(max_new_tokens, most - tokens.shape[1]),
-            attention_mask=torch.ones_like(tokens), pad_token_id=0, **how,
+            tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
+            attention_mask=torch.ones_like(tokens), pad_token_id=stop[0] if stop else 0, **how,
         )
         self.train(was_training)
-        return tokens
+        return torch.cat((unseen, tokens), dim=1)
+
+    def context(self) -> int:
+        """How many tokens the model sees at once, at most."""
+        found = self.module.config.get_text_config()
+        return getattr(found, "max_position_embeddings", None) or 1 << 60

@@ -1,6 +1,6 @@
 """The Muon optimizer: momentum, orthogonalized by Newton-Schulz iterations, for matrices.
 
-Keller Jordan 2024, kellerjordan.github.io/posts/muon; the scale is that of arXiv:2502.16982.
+Keller Jordan 2024, kellerjordan.github.io/posts/muon; scaled as in arXiv:2502.16982.
 """
 
 import math

@@ -29,6 +29,7 @@ def report(run_dir: Path) -> dict:
     """
     rows = [row for _, row in read_rows(run_dir / "metrics.jsonl")]
     detector = SlowdownDetector()
+    # an event that ends is added twice, as one dict: keep it once, with the "ended" it gets later
     events = [event for row in rows for event in detector.add(row) if "ended" not in event]
     figures = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
     logs = [row for row in rows if row.get("perf/step_ms")]

@@ -12,7 +12,8 @@ TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE
 def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 0.5):
     """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later, plus jitter.
 
-    Of OSErrors only the TRANSIENT ones; of another `kind`, as fsspec's, all that have no errno.
+    An error with an errno is transient if it is in TRANSIENT. One without is transient only for
+    another `kind` than OSError, as fsspec's own are, unless a file is missing or forbidden.
     """
     for attempt in range(attempts):
         try:

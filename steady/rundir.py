@@ -1,6 +1,6 @@
-"""Run directories: which one a command means, who may write to it, what it says about itself.
+"""Run directories: which one a command means, who may write to it, what belongs in it.
 
-    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, lock
+    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, hf/, lock
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from steady.checkpoint import (
 )
 from steady.cli import ConfigError, write_yaml
 from steady.device import DTYPE_NAMES, attention_backend, device_name, restart_count
+from steady.huggingface import KEPT, keep_config
 from steady.telemetry import si
 from steady.tokens import copy_tokenizer, delete_tokenizer
 
@@ -47,7 +48,7 @@ def numbered_folders() -> list[Path]:
 
 
 def newest_run() -> Path | None:
-    """The newest of them that holds a run; others are named, so that nobody waits for them."""
+    """The newest numbered folder that holds a run; warns of newer ones that hold none."""
     for path in reversed(numbered_folders()):
         if holds_a_run(path):
             return path
@@ -56,12 +57,12 @@ def newest_run() -> Path | None:
 
 
 def find_run(cfg) -> Path | None:
-    """The run directory, None where a new one is to be made. Changes nothing.
+    """The run directory; None if a new one is to be made. Changes nothing.
 
-    Raises ConfigError if a new run would land in an existing one, if nothing can be written there,
-    or if --resume names no file.
+    Raises ConfigError if a new run would overwrite an existing one, if the place is not writable,
+    or if --resume is not a file.
     """
-    out_dir, continues = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
+    out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         path = Path(cfg.resume)
         if path.is_dir():
@@ -71,7 +72,7 @@ def find_run(cfg) -> Path | None:
             raise ConfigError(f"--resume {path}: no such file")
         own = run_dir_of(path)
         out_dir = out_dir or own
-        continues = own is not None and out_dir.resolve() == own.resolve()
+        same_run = own is not None and out_dir.resolve() == own.resolve()
     elif cfg.auto_resume and not out_dir:
         out_dir = newest_run()
     if out_dir and out_dir.exists() and not out_dir.is_dir():
@@ -79,17 +80,22 @@ def find_run(cfg) -> Path | None:
     place = out_dir or Path("runs")
     while not place.exists():
         place = place.parent
+    if cfg.eval_only:
+        return out_dir  # only reads
     if not os.access(place, os.W_OK):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
-    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or continues):
+    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto-resume, start from one of its checkpoints with --resume, or "
                           "delete it with --overwrite")
     for name in ("lock", "metrics.jsonl", "config.yaml"):
-        if out_dir and (out_dir / name).is_symlink():
-            raise ConfigError(f"{out_dir / name}: is a link; expected a file of this run, or none")
+        path = out_dir and out_dir / name
+        if path and path.is_symlink():
+            raise ConfigError(f"{path}: is a link; expected a file of this run, or none")
+        if path and path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is not a file; move it away, or choose another --out_dir")
     if cfg.overwrite and out_dir and out_dir.exists():
-        files_of_run(out_dir)
+        files_of_run(out_dir)  # raises where a link is in the way
     return out_dir
 
 
@@ -105,23 +111,24 @@ def files_of_run(out_dir: Path) -> list[Path]:
 
     Raises ConfigError if one of its folders is a link.
     """
-    for name in ("checkpoints", "tensorboard", "tokenizer"):
+    for name in ("checkpoints", "tensorboard", "tokenizer", KEPT):
         if (out_dir / name).is_symlink():
             raise ConfigError(f"--overwrite: {out_dir / name} is a link, which is not deleted; "
                               "remove it yourself, or choose another --out_dir")
     folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
     found += (p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name))
     found += (out_dir / "tensorboard").glob("events.out.tfevents.*")
+    found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
     return [p for p in found if p.is_file() and not p.is_symlink()]
 
 
 def continues(cfg, out_dir: Path | None) -> bool:
-    """Whether the run goes on from a checkpoint, or may."""
+    """Whether the run continues from a checkpoint, if there is a valid one."""
     return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
 
 
 def after_restart(cfg):
-    """When torchrun has restarted its processes: continue the run that they were making."""
+    """After a restart by torchrun: options that continue the run its processes worked on."""
     if not restart_count() or cfg.auto_resume:
         return cfg
     runs = numbered_folders()
@@ -136,7 +143,7 @@ def after_restart(cfg):
 
 @contextlib.contextmanager
 def saved_config(cfg, out_dir: Path | None):
-    """Yields the path of the config.yaml of the run that goes on; None where there is none."""
+    """Yields the path of the config.yaml of the run that is continued, or None."""
     with tempfile.TemporaryDirectory() as folder:
         old = out_dir
         if cfg.resume and "://" in cfg.resume:
@@ -158,8 +165,8 @@ class Start(NamedTuple):
 def find_start(cfg, out_dir: Path | None) -> Start:
     """The checkpoint to start from, verified; for rank 0.
 
-    Locks the run directory where it has to change something in it: damaged checkpoints are set
-    aside, a backup is downloaded. Raises ConfigError.
+    Locks the run directory before changing it: damaged checkpoints are set aside, a backup is
+    downloaded. Raises ConfigError.
     """
     lock = None
     if cfg.resume and "://" in cfg.resume:
@@ -186,7 +193,7 @@ def find_start(cfg, out_dir: Path | None) -> Start:
 
 def claim(out_dir: Path | None):
     """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
-    os.umask(os.umask(0o077) | 0o002)  # not everyone may change the files of a run
+    os.umask(os.umask(0o077) | 0o002)  # the files of a run are never world-writable
     while out_dir is None:
         newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
@@ -239,11 +246,11 @@ def was_locked_by_launcher(run_dir: Path) -> bool:
         return False
 
 
-# --- what is in it ---------------------------------------------------------------------------
+# --- its contents ----------------------------------------------------------------------------
 
 
 def prepare(run):
-    """Leave in the claimed directory only what belongs to the run before its step; write config."""
+    """Clear the claimed directory of anything newer than the run's step; write config.yaml."""
     cfg, out_dir, folder = run.cfg, run.out_dir, run.out_dir / "checkpoints"
     if cfg.overwrite:
         for path in files_of_run(out_dir):
@@ -257,6 +264,8 @@ def prepare(run):
         copy_tokenizer(Path(source), mine)
     elif cfg.overwrite and not source:
         delete_tokenizer(mine)
+    if cfg.init_from:
+        keep_config(cfg, out_dir, run.resumed_from)
     with atomic_write(out_dir / "config.yaml") as draft:
         write_yaml(cfg, draft, provenance())
 
@@ -278,7 +287,7 @@ def provenance() -> dict[str, str]:
 
 
 def describe(run) -> str:
-    """What runs where, in a few lines for the screen."""
+    """Device, model, data and step of a run, in a few lines for the screen."""
     cfg, data = run.cfg, run.train_data
     parameters = sum(p.numel() for p in run.model.parameters())
     epochs = [f"{n:.2f} epochs" for n in data.epochs(cfg.max_steps * cfg.batch_size)]

@@ -74,7 +74,7 @@ class Cusum:
         excess = (value - self.mean) / self.unit - self.allowance
         self.sum += min(excess, self.threshold / 6)
         if self.sum <= 0:
-            if len(self.normal) < 50:  # rising ones that fell again too, or the level would be low
+            if len(self.normal) < 50:  # with those that rose and fell again, or it would be low
                 self.normal += [*self.rising, (value, row)]
                 self.learn(unit)
             self.sum, self.since, self.rising = 0.0, step, []
@@ -204,7 +204,7 @@ def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
 
 
 def attribute(longer: dict, old: dict, new: dict, after: list[dict], creeps: bool) -> dict:
-    """{cause: ms a step}: what made these phases `longer`, {phase: ms a step}, so far as known."""
+    """{cause: ms a step}: what made these phases `longer`, {phase: ms a step}, as far as known."""
 
     def added(name: str) -> float:
         return new.get(name, 0.0) - old.get(name, 0.0)
@@ -216,7 +216,8 @@ def attribute(longer: dict, old: dict, new: dict, after: list[dict], creeps: boo
         longer = {name: ms * max(0.0, 1 - gc_ms / total) for name, ms in longer.items()}
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
     if ratio > 1.1 and ratio > 1.05 * old_ratio:
-        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in after]
+        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in after
+                 if "perf/slowest_rank" in row]  # none in rows from before more ranks joined
         rank, phase = max(set(votes), key=votes.count)
         text = (f"rank {int(rank)} is slow and the others wait for it: its own work takes "
                 f"{ratio:.2f} times as long as theirs, mostly because of {OWN_PHASES[int(phase)]}")
@@ -225,14 +226,14 @@ def attribute(longer: dict, old: dict, new: dict, after: list[dict], creeps: boo
         rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
         grows = added(rss) > 0.03 + 0.05 * old.get(rss, 0.0)
         out[CAUSES["loader memory" if grows else "data"]] = longer["data"]
-    shows = {
+    signs = {
         "compilations": added("perf/compilations") > 0,
         "allocator": added("memory/alloc_retries") > 0,
         "clocks": 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0),
         "contention": added("perf/cpu_queue_ms") > 0.1 * total,
         "loop": creeps and longer.get("other", 0.0) > 0.5 * total,
     }
-    cause = next((name for name, does in shows.items() if does), None)
+    cause = next((name for name, present in signs.items() if present), None)
     compute = sum(ms for name, ms in longer.items() if name not in ("data", "waiting"))
     if cause and compute > 0.05 * total:
         out[CAUSES[cause]] = compute

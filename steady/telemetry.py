@@ -27,7 +27,7 @@ PHASES = STEP_PHASES + OUTSIDE_PHASES
 
 
 class Sinks:
-    """metrics.jsonl, TensorBoard, Weights & Biases. One that fails is given up with one warning.
+    """metrics.jsonl, TensorBoard, Weights & Biases. A sink that fails is given up with one warning.
 
     out_dir: None on ranks that write nothing. kept, dropped: the newest rows of a metrics.jsonl
     that is continued after start_step, and the rows of later steps that were cut off.
@@ -75,7 +75,7 @@ class Sinks:
         try:
             if self.folder:
                 write(*args)
-        except Exception as e:  # its writer thread hands over any error it met
+        except Exception as e:  # its writer thread passes on any error it met
             self.give_up("TensorBoard", e)
             self.folder = self.writer = None
 
@@ -125,11 +125,23 @@ def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
         end = start + (len(file.readline()) if start else 0)
         for line in file:
             end += len(line)
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                if line.endswith(b"\n") and "step" in row:
+                if line.endswith(b"\n") and is_row(row):
                     rows.append((end, row))
     return rows
+
+
+def is_row(row) -> bool:
+    """Whether what a line holds has the types that this program writes."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return False
+    nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str}
+    if any(name in row and not isinstance(row[name], kind) for name, kind in nested.items()):
+        return False
+    values = [*row.items(), *row.get("end", {}).items()]
+    return all(value is None or isinstance(value, (int, float)) and not isinstance(value, bool)
+               for name, value in values if "/" in name)
 
 
 def open_tensorboard(folder: Path, first_step: int, cfg):

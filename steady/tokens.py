@@ -1,10 +1,11 @@
-"""Token files: reading, writing, what they say of themselves, and their tokenizers."""
+"""Token files: reading and writing them, their sidecars and their tokenizers."""
 
 import hashlib
 import json
 import os
 import platform
 import shutil
+import stat
 import sysconfig
 import tempfile
 from fractions import Fraction
@@ -14,22 +15,23 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from steady.cli import ConfigError
+from steady.cli import ConfigError, home_expanded
 
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
 SHARD_HEADER_BYTES = 256 * 4
 BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
 GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # of a file, to notice that its content was replaced
 
 # --- reading ---------------------------------------------------------------------------------
 
 
 def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
-    """The token files of `split` ("train" or "val") in a folder, or the one file that path is.
+    """The token files of `split` ("train" or "val") in a folder, or the file `path` itself.
 
     Raises ConfigError, which names `option`.
     """
-    root = Path(path).expanduser()
+    root = Path(home_expanded(option, path))
     if root.is_dir():
         single = root / f"{split}.bin"
         return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
@@ -44,23 +46,18 @@ class TokenFile:
     """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
 
     tokens [n_tokens]; blocks [n, seq_len + 1], where the last token of a block is also the first of
-    the next, and a rest shorter than a block is left out; mask [n_tokens], 0 for prompts, or None.
+    the next, and a shorter rest at the end is dropped; mask [n_tokens], 0 for prompts, or None.
 
-    Raises ConfigError where the file's size is not what its format says.
+    Raises ConfigError if the size of the file contradicts its format.
     """
 
     def __init__(self, path: Path, seq_len: int):
         self.path, self.seq_len = path, seq_len
         size = path.stat().st_size
-        sidecar = Path(f"{path}.json")
-        try:
-            self.meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
-        except ValueError as e:
-            raise ConfigError(f"{sidecar}: not JSON: {e}") from None
-        dtype = self.meta.get("dtype", "uint16")
-        if dtype not in ("uint16", "uint32"):
-            raise ConfigError(f"{sidecar}: dtype {dtype}; expected uint16 or uint32")
-        self.dtype, self.offset = np.dtype(dtype), 0
+        for suffix in ("", ".json", ".docs", ".mask"):
+            require_regular(Path(f"{path}{suffix}"))
+        self.meta = read_sidecar(Path(f"{path}.json"))
+        self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
         header = np.fromfile(path, np.int32, 3)
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
             self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
@@ -71,7 +68,7 @@ class TokenFile:
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(
                 f"{path}: {size:,} bytes; expected {expected:,} tokens of {self.dtype.itemsize} "
-                f"bytes after a header of {self.offset}: is the file whole?"
+                f"bytes after a header of {self.offset}: is the file complete?"
             )
         self.map()
 
@@ -91,10 +88,27 @@ class TokenFile:
         self.__dict__.update(state)
         self.map()
 
+    def sample(self) -> str:
+        """Hash of blocks spread evenly over the file, its .docs and its .mask: a constant time."""
+        digest = hashlib.blake2b(digest_size=16)
+        for suffix in ("", ".docs", ".mask"):
+            path = Path(f"{self.path}{suffix}")
+            if not path.exists():
+                continue
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{suffix}:{size};".encode())
+                last = max(0, size - SAMPLE_BYTES)
+                places = {last * i // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)}
+                for place in sorted(places):
+                    file.seek(place)
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
     def documents(self) -> np.ndarray:
         """[documents + 1]: the token at which each begins, and the end of the last.
 
-        Raises ConfigError where nothing says so, or not of this file.
+        Raises ConfigError if there is no .docs file, or one of another token file.
         """
         path = Path(f"{self.path}.docs")
         if not path.exists():
@@ -118,10 +132,46 @@ class TokenFile:
         return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
 
 
+SIDECAR_TYPES = dict(
+    dtype=str, tokens=int, bytes=int, documents=int, vocab_size=int, end_of_text=int,
+    tokenizer=str, checksum=str,
+)
+
+
+def read_sidecar(path: Path) -> dict:
+    """What a token file says of itself; {} without a sidecar. Raises ConfigError."""
+    if not path.exists():
+        return {}
+    try:
+        meta = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from None
+    except PermissionError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from None
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path}: a JSON {type(meta).__name__}; expected an object with keys")
+    for key, kind in SIDECAR_TYPES.items():
+        if key in ("tokenizer", "end_of_text") and meta.get(key) is None:
+            continue  # unknown
+        value = meta.get(key, kind())
+        if type(value) is not kind or kind is int and value < 0:
+            expected = "a number, 0 or above" if kind is int else "text"
+            raise ConfigError(f"{path}: {key} {value!r}; expected {expected}")
+    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+        raise ConfigError(f"{path}: dtype {meta['dtype']}; expected uint16 or uint32")
+    return meta
+
+
+def require_regular(path: Path):
+    """Raise ConfigError for a pipe or a folder: to open a pipe can take forever."""
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path}: not a regular file")
+
+
 def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     """(vocabulary size, name of the tokenizer, its folder, end-of-text id) of files used together.
 
-    vocab_size: as asked for, if it was. Raises ConfigError where the files do not go together.
+    vocab_size: the one asked for, or None. Raises ConfigError if the files do not go together.
     """
     metas = [file.meta for file in files]
     of_data = max(meta.get("vocab_size", 0) for meta in metas)
@@ -143,14 +193,20 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
 
 def split_weight(spec: str) -> tuple[str, Fraction | None]:
     """"PATH:WEIGHT" → (path, weight); the weight is None where there is none."""
-    path, _, weight = spec.rpartition(":")
-    try:
-        weight = Fraction(weight) if path else None
-    except (ValueError, ZeroDivisionError):
+    path, _, text = spec.rpartition(":")
+    numerator, slash, denominator = text.partition("/")
+    try:  # as floats first: the exact value of 1e999999999 would fill the memory
+        parts = [float(numerator), float(denominator) if slash else 1.0]
+    except ValueError:
         return spec, None  # the colon belongs to the path
-    if weight is not None and weight <= 0:
-        raise ConfigError(f"--data {spec}: expected a weight above 0")
-    return (path, weight) if path else (spec, None)
+    if not path or parts[1] == 0:
+        return spec, None
+    if not all(1e-9 <= x <= 1e9 for x in parts):  # nor is it nan
+        raise ConfigError(f"--data {spec}: expected a weight above 0, from 1e-9 to 1e9")
+    try:
+        return path, Fraction(text)
+    except ValueError:  # as of 1.5/2
+        return spec, None
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -164,7 +220,7 @@ class TokenWriter:
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.meta = dict(format=1, vocab_size=vocab_size, **meta)
         self.tokens = self.bytes = self.documents = 0  # written
-        self.began = self.longest = 0  # where the present document began; tokens of the longest
+        self.began = self.longest = 0  # where the current document begins; tokens in the longest
         self.sha = hashlib.sha256()
         self.file, self.docs, self.mask = open(path, "wb"), open(f"{path}.docs", "wb"), None
         self.docs.write(np.uint64(0).tobytes())
@@ -172,8 +228,8 @@ class TokenWriter:
     def add(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None, n_bytes: int):
         """Write ids [n], which were n_bytes of text.
 
-        ends: places in ids after which a document ends; mask [n]: 0 where the loss does not count,
-        or None where it counts all. Raises ConfigError for an id outside the vocabulary, which
+        ends: indices in ids at which a document has ended; mask [n]: 0 where the loss ignores a
+        token, or None if it counts all. Raises ConfigError for an id outside the vocabulary, which
         could wrap in the file's type.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.meta["vocab_size"]:
@@ -262,7 +318,7 @@ def stdlib() -> str:
 
 
 def load_tokenizer(name: str, needs_end: bool = True):
-    """One of transformers, by its folder or hub name. Raises ConfigError.
+    """A tokenizer of transformers, by folder or hub name. Raises ConfigError.
 
     needs_end: refuse one without an end-of-text.
     """
@@ -270,17 +326,21 @@ def load_tokenizer(name: str, needs_end: bool = True):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as e:  # of transformers, tokenizers and the hub
-        raise ConfigError(f"tokenizer {name}: cannot be loaded: {str(e).splitlines()[0]}") from e
+    except Exception as e:  # transformers, tokenizers and the hub each have their own
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
     if needs_end and tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
+    if tokenizer.is_fast:  # tokenizer.json may keep both from where it was trained
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def byte_level_bpe(model, split_words: bool = True):
-    """A `model` of the tokenizers library as a tokenizer of transformers.
+    """A tokenizer of transformers around a `model` of the tokenizers library.
 
-    split_words: whether to cut text into words first, across which no token reaches.
+    split_words: whether to split text into words first, so that no token spans two.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -294,7 +354,7 @@ def byte_level_bpe(model, split_words: bool = True):
 
 
 def byte_tokenizer():
-    """The "bytes" tokenizer as one of transformers: a byte-level BPE without merges."""
+    """The "bytes" tokenizer for transformers: a byte-level BPE without merges."""
     from tokenizers import models
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -350,7 +410,8 @@ def tokenizer_files(folder: Path) -> list[str]:
     Raises ConfigError for a folder or a link that we have not made.
     """
     if folder.is_symlink() or folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: is not a folder of ours; move it away, or choose another")
+        raise ConfigError(f"{folder}: is not a folder that this program made; move it "
+                          "away, or choose another")
     if not folder.exists() or not any(folder.iterdir()):
         return []
     try:

@@ -77,11 +77,11 @@ def run(corpus, tmp_path, monkeypatch):
         if ranks > 1:
             group = processes(tmp_path, ranks, flags)
             codes = [process.code(timeout) for process in group]
-            told = "".join(process.text() for process in group)
+            printed = "".join(process.text() for process in group)
             for process in group:
                 process.log.unlink()
-            assert codes == [expect] * ranks, told
-            return told
+            assert codes == [expect] * ranks, printed
+            return printed
         if script is None:
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):

@@ -210,7 +210,7 @@ def test_ids_as_text():
 
 @pytest.mark.parametrize("content, words", [
     (b"", ["0 bytes"]),
-    (b"abc", ["3 bytes", "whole"]),
+    (b"abc", ["3 bytes", "complete"]),
     (b"ab" * 5, ["5 tokens", "--seq_len 10"]),
 ])
 def test_bad_files_are_refused(tmp_path, content, words):

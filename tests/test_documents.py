@@ -371,16 +371,32 @@ def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
             found.batch(0, found.n_samples)
 
 
-def test_samples_of_documents_are_shown(run, tmp_path, capsys):
-    texts = [f"document number {i}.".encode() for i in range(40)]
+def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
+    """Those that the run had, at any step, without their padding."""
+    texts = [f"<document {'x' * (i % 13)} {i}>".encode() for i in range(40)]
     write_documents(tmp_path / "d", [([*t, 256], [1] * (len(t) + 1)) for t in texts])
+    plain, seen = Mixture.batch, {}
+
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        for g, ids in zip(range(start, stop), found.tokens.tolist(), strict=True):
+            seen[g] = bytes(i for i in ids if i < 256).decode()
+        return found
+
     for flags in ([], ["--packing"]):
-        run("--data", tmp_path / "d", "--data_mode", "documents", *flags, "--out_dir", "r",
-            "--overwrite")
-        assert prepare.main(["show", "r", "2"]) == 0
-        shown = capsys.readouterr().out
-        assert shown.count("--- sample") == 8 and "--- sample 8: d, " in shown
-        assert shown.count("document number") >= 8
+        with monkeypatch.context() as patch:
+            patch.setattr(Mixture, "batch", batch)
+            run("--data", tmp_path / "d", "--data_mode", "documents", *flags, "--out_dir", "r",
+                "--overwrite", "--group_window", 3, "--max_steps", 7)
+        for step in (1, 2, 7):
+            assert prepare.main(["show", "r", str(step)]) == 0
+            shown = capsys.readouterr().out.split("--- sample ")[1:]
+            assert len(shown) == 8
+            for g, text in enumerate(shown, 8 * (step - 1)):
+                title, text = text.split("\n", 1)
+                assert title.startswith(f"{g}: d, {tmp_path / 'd/train.bin'} from token ")
+                assert text == seen[g] + "\n"
+    assert prepare.main(["show", "r", "0"]) == 2
 
 
 # --- mixtures --------------------------------------------------------------------------------

@@ -111,6 +111,29 @@ def test_parts_are_exact(run):
     assert found["full"]["ddp"]["activations"] < 0.7 * one["activations"]
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_is_shared_by_two_gpus(accumulation):
+    """As the ZeRO paper (arXiv:1910.02054) divides it, and sent by rings."""
+    cfg = config.resolve(config.parse([
+        *SHAPE, "--batch_size", str(4 * accumulation), "--micro_batch_size", "2",
+        "--optimizer", "adamw", "--peak_tflops", "100", "--mfu", "0.5",
+    ]))
+    found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
+    model = Transformer(cfg)
+    n = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    ddp, zero2, zero3 = (found["none"][way] for way in ("ddp", "zero2", "zero3"))
+    # the most is needed where there are gradients only if those of a micro-batch before are kept
+    saved = ddp["optimizer"] / 2 + (ddp["gradients"] / 2 if accumulation > 1 else 0)
+    assert sum(ddp.values()) - sum(zero2.values()) == pytest.approx(saved)
+    gathered = 4 * (2 * block + n - 4 * block)  # two blocks, and what is in none
+    assert zero3["weights"] == pytest.approx(ddp["weights"] / 2 + gathered, rel=0.01)
+    sent = dict(ddp=2 * n, zero2=(accumulation + 1) * n, zero3=3 * accumulation * n)
+    assert found["sent"] == pytest.approx({way: 4 * k / 2 for way, k in sent.items()}, rel=0.01)
+    seconds = found["flops_per_token"] * 4 * accumulation * 256 / (100e12 * 0.5 * 2)
+    assert found["step_seconds"] == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("layers, millions", [
     (2, "666.91"), pytest.param(32, "6738.42", marks=pytest.mark.slow),
 ])

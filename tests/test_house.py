@@ -1,4 +1,4 @@
-"""The rule of the house: who may import whom, and how long a file may be."""
+"""The rules of the house: who may import whom, and how long a file may be."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -17,9 +17,9 @@ def is_main_block(node: ast.AST) -> bool:
 
 
 def imports(source: str) -> set[str]:
-    """Modules of this repository that a module imports, also inside functions.
+    """Modules of this repository that `source` imports, also inside functions.
 
-    Those of an `if __name__ == "__main__"` block are not among them.
+    Not counting its `if __name__ == "__main__"` block.
     """
     found, nodes = set(), [ast.parse(source)]
     while nodes:
@@ -56,13 +56,13 @@ def test_there_are_five_modules_at_the_top():
     assert sorted(TOP) == sorted(name for name in SOURCES if "." not in name)
 
 
-def test_nothing_in_steady_looks_up():
+def test_steady_imports_nothing_from_above():
     for name, imported in IMPORTS.items():
         if name.startswith("steady."):
             assert all(other.startswith("steady") for other in imported), (name, imported)
 
 
-def test_the_top_looks_down_on_steady_alone():
+def test_top_level_modules_import_only_what_they_may():
     """Tools are imported in `__main__` blocks only."""
     for name in TOP:
         assert not any(other.startswith("tools") for other in IMPORTS[name]), name

@@ -65,7 +65,7 @@ def save_random(folder, found, **how):
 def ours_of(folder, **changes):
     cfg = huggingface.config_from_hf(Config(init_from=str(folder), **changes))
     ours = Transformer(config.resolve(cfg))
-    assert huggingface.load_weights(ours, folder) == []
+    huggingface.load_weights(ours, folder)
     return ours.eval()
 
 
@@ -167,10 +167,21 @@ def test_memory_is_the_model_and_a_shard(tmp_path):
     assert used < size + 40e6, (size, used)
 
 
+def test_what_our_model_cannot_compute_is_not_taken_for_it(tmp_path):
+    for odd in (dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
+                dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))):
+        assert huggingface.native_shape(LlamaConfig(**SMALL, **odd)) is None, odd
+    assert huggingface.native_shape(LlamaConfig(**SMALL))["max_position"] == 128
+    windowed = MistralConfig(**SMALL, sliding_window=16)
+    assert huggingface.native_shape(windowed)["max_position"] == 16
+    windowed.save_pretrained(tmp_path)
+    assert huggingface.config_from_hf(Config(init_from=str(tmp_path))).seq_len == 16  # not 1,024
+
+
 def test_what_does_not_fit_is_told(tmp_path, run):
     save_random(tmp_path / "m", FAMILIES["qwen2"]())
     flags = ["--init_from", tmp_path / "m"]
-    for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "at most 128"),
+    for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "context of 128"),
                         (["--model", "1b"], "--model 1b: the shape is that")):
         assert words in run(*flags, *more, bare=True, expect=2)
     assert "no such folder" in run("--init_from", tmp_path / "none", bare=True, expect=2)
@@ -189,8 +200,8 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=1)))
     cfg = config.resolve(huggingface.config_from_hf(Config(init_from=str(tmp_path / "m"))))
     ours = Transformer(cfg)
-    left = huggingface.load_weights(ours, tmp_path / "m")
-    assert len(left) == 12 and all("layers.1." in name for name in left)
+    with pytest.raises(ConfigError, match="no place for model.layers.1.* and 9 more"):
+        huggingface.load_weights(ours, tmp_path / "m")
 
 
 def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
@@ -255,6 +266,7 @@ def test_twenty_steps_are_the_same_in_both_worlds(tmp_path, tune, corpus):
     generation.export(tmp_path / "r", tmp_path / "out", torch.float32)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert back.config.max_position_embeddings == 128 and saved.seq_len == 32
+    assert generation.open_model(tmp_path / "r", 100)[0].cfg.seq_len == 100  # learned before
     probe = tokens[:1]
     assert relative(back(probe).logits, theirs.eval()(probe).logits) < 0.01
 
@@ -347,6 +359,9 @@ def test_what_must_not_be_exported(run, tmp_path, capsys):
         assert generation.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
     assert "non-finite weights, first in norm.weight" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    run("--out_dir", "both", "--max_steps", 3, "--qk_norm", "--qkv_bias")
+    assert generation.main(["export", "both", "out"]) == 2
+    assert "has both --qk_norm and --qkv_bias" in capsys.readouterr().err
     assert generation.main(["export", "none", "out"]) == 2
     assert generation.main(["export", "r", "r"]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -376,6 +391,18 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     texts = {tuple(generate(net, prompt, 20, temperature=0)[0].tolist()) for _ in range(4)}
     assert len(texts) == 1 and net.training
     assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
+
+
+def test_options_reach_a_model_of_transformers(tmp_path):
+    found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    save_random(tmp_path, found)
+    cfg = huggingface.config_from_hf(Config(
+        init_from=str(tmp_path), dropout=0.25, activation_checkpointing="full"))
+    model = huggingface.HFModel(config.resolve(cfg))
+    rates = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.25}
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    assert len(model.blocks) == 2 and model.head.weight.shape == (257, 64)
 
 
 def test_eval_only(tmp_path, tune, run, corpus, monkeypatch):
@@ -450,6 +477,7 @@ def test_generate_from_the_command_line(trained, capsys):
     greedy = write(*prompt, "--temperature", 0)
     assert greedy == write(*prompt, "--temperature", 0, "--seed", 9)
     assert write(*prompt, "--top_k", 1) == greedy == write(*prompt, "--top_p", 1e-9)
+    assert write("--prompt", "", "--max_new_tokens", 5)  # from end-of-text on
     many = write(*prompt, "--n", 3)
     assert many.count("of 3\n12 + 3 = ") == 3 and len(set(many.split("--- ")[1:])) == 3
     for arguments in (["generate", "none"], ["generate", "r", "--chat"], ["generate", "r", "--n=0"],
@@ -459,6 +487,32 @@ def test_generate_from_the_command_line(trained, capsys):
         assert generation.main(arguments) == 2
         told = capsys.readouterr().err
         assert told.startswith("model.py: error:") and told.count("\n") == 1
+
+
+def test_a_chat_is_what_the_template_writes_and_no_more(trained, tmp_path, monkeypatch, capsys):
+    from tokenizers import processors
+
+    assert generation.main(["export", "r", "out"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>"
+                               "{{ m['content'] }}{% endfor %}<assistant>")
+    tokenizer.save_pretrained("out")
+    prompts = []
+
+    def record(model, tokens, *more):
+        prompts.append(tokens[0].tolist())
+        return generate(model, tokens, *more)
+
+    monkeypatch.setattr(generation, "generate", record)
+    for flags, shows_prompt in ((["--chat"], False), ([], True)):
+        capsys.readouterr()
+        flags = ["generate", "out", "--prompt", "hello", "--max_new_tokens", "4", *flags]
+        assert generation.main(flags) == 0
+        assert capsys.readouterr().out.startswith("hello") == shows_prompt
+    assert prompts == [[256, *b"<user>hello<assistant>"], [256, *b"hello"]]
 
 
 def test_what_is_exported_writes_the_same(trained, capsys):
@@ -472,6 +526,12 @@ def test_what_is_exported_writes_the_same(trained, capsys):
         assert generation.main(["generate", source, *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_options_of_another_version_do_not_matter(trained):
+    state = torch.load(trained / "checkpoints/step_00000060.pt", weights_only=True)
+    state["config"]["of_a_later_version"] = 1
+    assert generation.config_of(state, False).d_model == 32
 
 
 def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):

@@ -1,5 +1,6 @@
 """`python data.py`: text, JSONL and Parquet become token files, whole or not at all."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,6 +152,72 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
     made(tmp_path / "b.txt", "--out", tmp_path / "p", "--tokenizer", tokenizer)
     ((train, _),) = read(tmp_path / "p")
     assert alone.decode(train[:-1]) == "猫" * 5000
+
+
+def test_which_split_a_text_is_for(tmp_path, made):
+    """A small one as a whole, by its name; a large one in two, unless it is packed."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    small = {f"s{i}.txt": f"text number {i}\n" * 5 for i in range(40)}
+    for name, text in small.items():
+        (folder / name).write_text(text)
+    large = "".join(f"line {i}\n  \n" for i in range(10_000))
+    (folder / "large.txt").write_text(large)
+    (folder / "packed.md.gz").write_bytes(gzip.compress(large.encode()))
+
+    def split(*flags):
+        made(*flags, "--out", tmp_path / "o")
+        splits = [s for s in ("train", "val") if (tmp_path / f"o/{s}.bin").exists()]
+        return {s: [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", s)]
+                for s in splits}
+
+    found = split(folder, "--val_fraction", 0.4)
+    both = found["train"] + found["val"]
+    assert set(small.values()) <= set(both) and len(both) == len(small) + 3 and large in both
+    assert all(any(text in small.values() for text in texts) for texts in found.values())
+    before, after = (next(text for text in found[s] if text.startswith("line") and text != large)
+                     for s in ("train", "val"))
+    assert before + after == large and 0.55 < len(before) / len(large) < 0.65
+    assert split(folder / "large.txt", "--val_fraction", 0) == {"train": [large]}
+    told = made(folder / "s1.txt", folder / "packed.md.gz", "--out", tmp_path / "p",
+                "--val_fraction", 0.0001)
+    assert "for validation: try a larger --val_fraction" in told
+    assert "try a larger" not in made(folder, "--out", tmp_path / "p", "--val_fraction", 0)
+
+
+def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
+    for name in ("a.txt", "b.md", "c.bin", "d.parquet.gz"):
+        (tmp_path / name).write_text(f"this is {name}\n")
+    for _ in range(2):
+        made(tmp_path, tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0)
+        found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
+        assert found == ["this is a.txt\n", "this is b.md\n"]
+        (tmp_path / "o/notes.txt").write_text("not an input")
+    told = made(tmp_path / "d.parquet.gz", "--out", tmp_path / "p", expect=2)
+    assert "d.parquet.gz: expected a name that ends in" in told
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, made, tokenizer):
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(tokenizer)
+    other.chat_template = "{{ messages | length }}" + TEMPLATE
+    other.save_pretrained(tmp_path / "t")
+    chat = [dict(role=role, content="a") for role in ("user", "assistant", "user", "assistant")]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat}])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", expect=2)
+    assert "a.jsonl:1: the chat template writes earlier turns differently" in told
+
+
+def test_a_tokenizer_written_in_python(tmp_path, made):
+    """One of transformers' slow ones."""
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path / "t")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"text": "sat"}])
+    made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", "--val_fraction", 0)
+    ids = [ids for ids, _ in read(tmp_path / "o")]
+    assert ids == [[b + 3 for b in text] + [1] for text in (b"the cat", b"sat")]
 
 
 def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
@@ -327,6 +395,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, made):
         ([source, "--out", tmp_path / "o", "--tokenizer", tmp_path], "cannot be loaded"),
         ([source, "--out", tmp_path / "o", "--val_fraction", 1], "--val_fraction 1.0"),
         ([source, "--out", tmp_path / "o", "--train_tokenizer", 9], "expected more than 256"),
+        ([source, "--out", "o", "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
+        ([source, "--out", "o", "--workers", 0], "--workers 0: expected at least 1"),
         (["show", tmp_path], "expected: data.py show RUN_DIR STEP"),
     ):
         told = made(*arguments, expect=2)
@@ -355,8 +425,13 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
         draft = tmp_path / "o/.preparing/train.bin"
         while process.poll() is None and not (draft.exists() and draft.stat().st_size > 10**6):
             time.sleep(0.01)
-        os.killpg(process.pid, number)
-        told = process.communicate()[1]
+        # Ctrl-C reaches the workers as well; a kill does not, but they have nothing left to do
+        (os.kill if left else os.killpg)(process.pid, number)
+        try:
+            told = process.communicate(timeout=60)[1]  # until no worker can write there any more
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         assert process.returncode == (-9 if left else 130), told
         assert (tmp_path / "o/.preparing").exists() == left
         now = files_of(tmp_path / "o")
@@ -453,3 +528,27 @@ def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
     made(tmp_path / "a.txt", "--out", tmp_path / "p", "--train_tokenizer", 280)
     told = run("--data", tmp_path / "o", tmp_path / "p", "--out_dir", "s", expect=2)
     assert "sources with different tokenizers" in told
+
+
+def test_a_tokenizer_is_trained_on_a_part_spread_evenly(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 30_000)
+    real, seen = prepare.byte_level_bpe, []
+
+    def byte_level_bpe(model):
+        tokenizer = real(model)
+        plain = tokenizer.backend_tokenizer
+
+        def train_from_iterator(texts, trainer):
+            seen.extend(text for batch in texts for text in batch)
+            plain.train_from_iterator(seen, trainer)
+
+        spy = SimpleNamespace(train_from_iterator=train_from_iterator)
+        return SimpleNamespace(backend_tokenizer=spy, save_pretrained=tokenizer.save_pretrained)
+
+    monkeypatch.setattr(prepare, "byte_level_bpe", byte_level_bpe)
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(10_000, 30_000)))
+    made(tmp_path / "a.txt", "--out", tmp_path / "o", "--train_tokenizer", 300)
+    assert 25_000 < sum(map(len, seen)) < 35_000
+    numbers = [int(text.split()[0]) for text in seen]
+    assert numbers[0] == 10_000 and max(np.diff(numbers)) < 1500 and numbers[-1] > 28_000

@@ -37,7 +37,8 @@ def estimate(cfg: config.Config) -> str:
         cfg = config_from_hf(cfg)
     cfg = config.resolve(cfg)
     if cfg.model == "transformers":
-        raise ConfigError(f"--estimate: {cfg.init_from} is not a model of steady's own kind")
+        raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
+                          "module; only steady's Transformer can be estimated")
     if cfg.vocab_size is None:
         load_data(cfg)
     # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine

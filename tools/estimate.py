@@ -1,8 +1,8 @@
 """What a run will need, before anything is rented: `python train.py --estimate [--world_size N]`.
 
 Steps are made with fake tensors, which have shapes and types but no memory, on an imaginary CPU;
-what is alive at each moment is added up. So the figures are those of the very operations that an
-eager step runs, of this model, this loss and this optimizer, also after you have changed them.
+the bytes alive at each moment are added up. So the figures come from the operations that an eager
+step really runs, with this model, loss and optimizer, also after you have changed them.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
 
 def shares(need: dict, world_size: int, accumulation: int, way: str, blocks: nn.ModuleList,
            in_compute: int) -> dict[str, float]:
-    """Bytes on one of world_size GPUs: `need` as each way of sharing divides it.
+    """Bytes on one of world_size GPUs: `need` under one way of sharding.
 
     zero2 divides gradients and optimizer (arXiv:1910.02054), zero3 weights as well; those of two
     blocks, and of what is not in a block, are then gathered at a time, in `in_compute` bytes each.
@@ -110,12 +110,12 @@ def sent(weights: int, in_compute: int, world_size: int, accumulation: int, way:
     a step, zero3 in each forward and each backward pass.
     """
     gathered = weights // 4 * in_compute
-    whole = {
+    moved = {
         "ddp": 2 * weights,
         "zero2": accumulation * weights + weights,
         "zero3": accumulation * (weights + 2 * gathered),
     }
-    return (world_size - 1) / world_size * whole[way]
+    return (world_size - 1) / world_size * moved[way]
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
@@ -148,7 +148,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
 
 
 def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> str:
-    """The same as text."""
+    """The estimate as text."""
     found = estimate(cfg, world_size, dtype, make_optimizers)
     ways = list(found["sent"])
 

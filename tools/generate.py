@@ -1,6 +1,7 @@
 """python model.py generate|export: text from a model, and its weights in Hugging Face's format."""
 
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import torch
 
 from config import Config
-from model import Transformer, generate
+from model import Transformer, generate, rope_table
 from steady import huggingface
 from steady.checkpoint import latest_valid, require_valid, run_dir_of
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
@@ -17,8 +18,7 @@ from steady.tokens import byte_tokenizer, load_tokenizer
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
-ABOUT = "Let a model write, or export it to Hugging Face's format."
-CONTEXT = 4096  # tokens of a prompt that are seen, at most
+ABOUT = "Generate text with a model, or export it to Hugging Face's format."
 
 
 @dataclass
@@ -73,10 +73,10 @@ def generate_or_export(argv: list[str]):
 
 
 def write_text(source: Path, options: GenerateOptions):
-    """Print what the model of a run, a checkpoint or a Hugging Face folder makes of the prompts."""
+    """Continue the prompts with the model of a run, a checkpoint or a Hugging Face folder."""
     device = pick_device(options.device, 0)
-    length = options.max_new_tokens + CONTEXT
-    model, tokenizer = open_model(source, length, options.trust_remote_code)
+    model, tokenizer = open_model(source, options.max_new_tokens, options.trust_remote_code)
+    stop = stop_ids(source, tokenizer)
     model.to(device).eval()
     torch.manual_seed(options.seed)
     for prompt in options.prompt:
@@ -91,18 +91,65 @@ def write_text(source: Path, options: GenerateOptions):
         if ids == [None]:
             raise ConfigError("--prompt: expected text: the tokenizer has no end-of-text to begin "
                               "with")
-        answer(model, tokenizer, prompt, torch.tensor([ids] * options.n, device=device), options)
+        context = widen(model, len(ids) + options.max_new_tokens)
+        # a context that is too full is cut to its newer half, as in `generate`
+        if len(ids) > context or len(ids) == context and not isinstance(model, Transformer):
+            seen = context // 2 if isinstance(model, huggingface.HFModel) else (context + 1) // 2
+            print(f"warning: the prompt has {len(ids):,} tokens, the model sees {context:,} at "
+                  f"most: it continues the last {seen:,}, without the first {len(ids) - seen:,}",
+                  file=sys.stderr, flush=True)
+        tokens = torch.tensor([ids] * options.n, device=device)
+        answer(model, tokenizer, prompt, tokens, stop, options)
 
 
-def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, options: GenerateOptions):
+def widen(model, length: int) -> int:
+    """Let our Transformer see `length` tokens at once, as far as it has learned to.
+
+    Returns how many tokens the model sees at once.
+    """
+    if not isinstance(model, Transformer):
+        return model.context()
+    wanted = min(length, model.cfg.max_position or 0)
+    if wanted > model.cfg.seq_len:
+        model.cfg = replace(model.cfg, seq_len=wanted)
+        cos, sin = rope_table(model.cfg)
+        model.cos, model.sin = cos.to(model.cos.device), sin.to(model.sin.device)
+    return model.cfg.seq_len
+
+
+def stop_ids(source: Path, tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's end-of-text, and those of the model's files."""
+    folder = source
+    if is_run(source):
+        run_dir = source if source.is_dir() else run_dir_of(source)
+        folder = run_dir and run_dir / huggingface.KEPT
+    elif not source.exists():
+        folder = huggingface.fetch(str(source))
+    ids = [tokenizer.eos_token_id, *(huggingface.end_of_text_ids(folder) if folder else [])]
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def is_run(source: Path) -> bool:
+    """Whether it is a run or a checkpoint, and not a Hugging Face folder or name."""
+    return source.exists() and not (source.is_dir() and (source / "config.json").exists())
+
+
+def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, stop: tuple[int, ...],
+           options: GenerateOptions):
     """Print the continuation of tokens [n, T]: as it is written, or for several when it is done."""
     written, shown, alone = [], 0, options.n == 1
     shown_prompt = "" if options.chat else prompt
+    before, text_before = end_of_prompt(tokenizer, tokens[0].tolist())
+
+    def text_of(ids: list[int]) -> str:
+        end = next((i for i, token in enumerate(ids) if token in stop), len(ids))
+        text = tokenizer.decode(before + ids[:end], skip_special_tokens=True)
+        return text[len(text_before) :]
 
     def stream(new: torch.Tensor):
         nonlocal shown
         written.append(int(new[0]))
-        text = tokenizer.decode(written, skip_special_tokens=True)
+        text = text_of(written)
         if not text.endswith("\ufffd"):  # otherwise inside a character
             print(text[shown:], end="", flush=True)
             shown = len(text)
@@ -110,8 +157,8 @@ def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, options: Generat
     if alone:
         print(shown_prompt, end="", flush=True)
     out = generate(model, tokens, options.max_new_tokens, options.temperature, options.top_k,
-                   options.top_p, tokenizer.eos_token_id, stream if alone else None)
-    texts = tokenizer.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
+                   options.top_p, stop, stream if alone else None)
+    texts = [text_of(row) for row in out[:, tokens.shape[1] :].tolist()]
     if alone:
         print(texts[0][shown:])
     else:
@@ -119,12 +166,25 @@ def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, options: Generat
             print(f"--- {i} of {options.n}\n{shown_prompt}{text}")
 
 
+def end_of_prompt(tokenizer, ids: list[int]) -> tuple[list[int], str]:
+    """The last ids of a prompt that have a text by themselves, and the text.
+
+    Answers are decoded behind them, since SentencePiece's decoders drop a space at the beginning.
+    """
+    most = min(32, len(ids))
+    for n in range(1, most + 1):
+        text = tokenizer.decode(ids[-n:], skip_special_tokens=True)
+        if text and "\ufffd" not in text:  # which would be the middle of a character
+            return ids[-n:], text
+    return [], ""
+
+
 def open_model(source: Path, length: int, trust_remote_code: bool = False):
     """(model, tokenizer of transformers) of a run, a checkpoint, or a Hugging Face folder.
 
-    length: tokens that it should see at once, if it can. Raises ConfigError.
+    length: the context wanted, as far as the model allows it. Raises ConfigError.
     """
-    if source.is_dir() and (source / "config.json").exists() or not source.exists():
+    if not is_run(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         cfg = huggingface.config_from_hf(cfg)
         folder = huggingface.fetch(str(source))
@@ -138,7 +198,8 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
-    model = huggingface.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
+    foreign = cfg.model == "transformers"
+    model = huggingface.HFModel(cfg, path) if foreign else Transformer(cfg)
     model.load_state_dict(state["model"])
     if state["tokenizer"] == "bytes":
         return model, byte_tokenizer()
@@ -156,7 +217,7 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     if source.is_dir():
         path = latest_valid(source / "checkpoints")
         if path is None:
-            raise ConfigError(f"{source}: no checkpoint in there, and no config.json")
+            raise ConfigError(f"{source}: expected a checkpoint or a config.json in it")
     elif source.exists():
         require_valid(source)
     else:
@@ -186,16 +247,20 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     if bad:
         raise ConfigError(f"{path}: non-finite weights, first in {bad[0]}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty")
+        raise ConfigError(f"{out}: is not empty; choose another folder")
     if cfg.qk_norm and cfg.qkv_bias:
-        raise ConfigError(f"{path}: no family has both --qk_norm and --qkv_bias")
+        raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
+                          "--qkv_bias; not exported")
     out.mkdir(parents=True, exist_ok=True)
     if cfg.model == "transformers":
-        model = huggingface.HFModel(cfg)
+        model = huggingface.HFModel(cfg, path)
         model.load_state_dict(state["model"])
         model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
     else:
-        huggingface.save_weights(state["model"], cfg, out, dtype, state.get("end_of_text"))
+        listed = huggingface.end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
+        ends = dict.fromkeys((state.get("end_of_text"), *listed))
+        ends = [i for i in ends if i is not None and i < cfg.vocab_size]
+        huggingface.save_weights(state["model"], cfg, out, dtype, ends)
     tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
 
@@ -206,5 +271,5 @@ def export_tokenizer(name: str | None, run_dir: Path | None, out: Path) -> str:
     elif run_dir and (run_dir / "tokenizer").is_dir():
         shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
     else:
-        return "without a tokenizer, for the run has none"
+        return "without a tokenizer, as the run has none"
     return f"with the tokenizer {name}"

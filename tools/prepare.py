@@ -1,4 +1,4 @@
-"""Text, JSONL and Parquet to token files: what `python data.py INPUT… --out DIR` runs.
+"""python data.py INPUT… --out DIR: text, JSONL and Parquet to token files.
 
 DIR is then a folder that --data takes:
 
@@ -9,24 +9,25 @@ DIR is then a folder that --data takes:
     tokenizer/           what transformers.AutoTokenizer loads
 
 One process reads chunks of the input, others tokenize them, and the first writes the results in the
-order of the input, so the output does not depend on how many there are. Memory holds no more than
-the chunks on their way.
+order of the input, so the output does not depend on how many there are. Memory holds only
+the chunks in flight.
 """
 
 import contextlib
-import glob
 import gzip
 import hashlib
 import importlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -47,13 +48,14 @@ from steady.tokens import (
     share_of,
     tokenizer_files,
 )
+from tools.chat import Part, chat_documents
+from tools.inputs import find_inputs, kind_of, shorten
 from tools.show import show
 
-KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".parquet": "rows"}
-PACKED = (".gz", ".zst")
 CONVERSATIONS = (("prompt", "response"), ("messages",))  # columns, or keys, that hold one
+MAX_COUNTS = 1000  # names of ignored keys and reasons that are counted
 CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
-CUT_BYTES = 100_000  # a text file from this size on is cut in two; a smaller one is in one split
+CUT_BYTES = 100_000  # a text file of this size, or the only one, is cut in two
 LONGEST_LINE = 1 << 24  # bytes; a text without line ends is cut there
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 
@@ -104,12 +106,12 @@ def prepare_or_show(argv: list[str]):
 def prepare(inputs: list[str], options: Options) -> str:
     """Write the dataset; returns a summary. Raises ConfigError."""
     if not options.out:
-        raise ConfigError("--out DIR: expected, to write to")
+        raise ConfigError("--out DIR: expected a folder to write to")
     check_bounds(options)
     if options.train_tokenizer and options.tokenizer != "bytes":
         raise ConfigError("--tokenizer and --train_tokenizer exclude one another")
     began, out = time.time(), Path(options.out).expanduser()
-    files = find_inputs(inputs, out)
+    files, skipped = find_inputs(inputs, out)
     if options.train_tokenizer or options.tokenizer != "bytes":
         tokenizer_files(out / "tokenizer")  # refuses one that is not ours
     draft = out / ".preparing"
@@ -125,6 +127,8 @@ def prepare(inputs: list[str], options: Options) -> str:
         raise ConfigError(f"{e.filename or out}: {e.strerror or e}") from e
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    if told := str(skipped):
+        summary += f"\nskipped          {told}"
     return f"{summary}\nseconds          {time.time() - began:.1f}\nin               {out}"
 
 
@@ -136,12 +140,14 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
         split: TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                            end_of_text=encoder.end) for split in ("train", "val")
     }
-    skipped = 0
+    counts = Counter()  # of records: what was done with them
     with progress(files, "tokens") as bar:
-        for encoded, bad, read in encode_all(read_chunks(files, options), encoder):
+        for encoded, counted, read in encode_all(read_chunks(files, options), encoder):
             for split, documents in encoded.items():
                 writers[split].add(*documents)
-            skipped += bad
+            for what, n in counted.items():
+                if what in counts or len(counts) < MAX_COUNTS:
+                    counts[what] += n
             bar.update(read)
     train, val = writers.values()
     if not train.tokens:
@@ -156,11 +162,33 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
         f"bytes a token    {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
         f"longest document {max(train.longest, val.longest):,} tokens",
     ]
-    if skipped:
-        lines.append(f"left out         {skipped:,} lines that cannot be read")
+    lines += summarize(counts)
     if options.val_fraction and not val.tokens:
-        lines.append("no document fell to validation: try a larger --val_fraction")
+        lines.append("no document was drawn for validation: try a larger --val_fraction")
     return "\n".join(lines)
+
+
+def summarize(counts: Counter) -> list[str]:
+    """What was done with records that were not simply read."""
+    def of(kind: str) -> Counter:
+        return Counter({name: n for (of, name), n in counts.items() if of == kind})
+
+    def listed(named: Counter) -> str:
+        return shorten([f"{name} ({n:,})" for name, n in named.most_common()])
+
+    left_out, chats, ignored, lines = of("left out"), of("chat"), of("ignored"), []
+    if left_out:
+        lines.append(f"left out         {left_out.total():,} lines that cannot be read: "
+                     f"{listed(left_out)}")
+    if chats["marks"]:
+        lines.append(f"conversations    {chats['marks']:,} with the replies that the chat template "
+                     "marks as generated")
+    if chats["turns"]:
+        lines.append(f"conversations    {chats['turns']:,} as one document for each reply, since "
+                     "the chat template writes earlier turns differently when more follow")
+    if ignored:
+        lines.append(f"ignored keys     {listed(ignored)}")
+    return lines
 
 
 def publish(draft: Path, out: Path):
@@ -178,7 +206,7 @@ def publish(draft: Path, out: Path):
 
 
 def progress(files: list[Path], what: str):
-    """A bar over the bytes of input, if it takes more than two seconds; few lines into a file."""
+    """A bar over the bytes of input, after two seconds; rarely updated if it goes to a file."""
     from tqdm import tqdm
 
     total = sum(file.stat().st_size for file in files)
@@ -190,7 +218,7 @@ def progress(files: list[Path], what: str):
 
 
 class Chunk(NamedTuple):
-    """Some of one input file, on its way to be tokenized."""
+    """A piece of one input file, to be tokenized."""
 
     file: str
     kind: str  # "text": a piece of one document; "lines": JSON objects; "rows": dicts
@@ -199,36 +227,8 @@ class Chunk(NamedTuple):
     split: str | None = None  # of a text; lines and rows are divided later, one by one
     begins: bool = True  # whether the text begins with this piece
     ends: bool = True  # whether it ends with it
-    read: float = 0.0  # bytes of the file since the chunk before
-
-
-def find_inputs(inputs: list[str], out: Path) -> list[Path]:
-    """The files that are named, in folders or by patterns, sorted within each."""
-    found = []
-    for name in inputs:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            inside = (p for p in path.rglob("*") if kind_of(p) and p.is_file())
-            files = [p for p in inside if out.resolve() not in p.resolve().parents]
-        else:
-            files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
-        files = sorted(files)
-        if not files:
-            raise ConfigError(f"{name}: no such file, or nothing in it that ends in "
-                              f"{' '.join(KINDS)}, {' or '.join(PACKED)} after it")
-        for file in files:
-            if not kind_of(file):
-                raise ConfigError(f"{file}: expected a name that ends in {' '.join(KINDS)}")
-        found += files
-    return list(dict.fromkeys(found))
-
-
-def kind_of(path: Path) -> str | None:
-    """As in Chunk; None for a file that cannot be read."""
-    if path.suffix in PACKED:
-        kind = KINDS.get(Path(path.stem).suffix)
-        return None if kind == "rows" else kind
-    return KINDS.get(path.suffix)
+    read: float = 0.0  # bytes of the file since the previous chunk
+    ignored: tuple = ()  # columns of the file that are not in the rows
 
 
 def optional(module: str, path: Path):
@@ -240,11 +240,11 @@ def optional(module: str, path: Path):
         raise ConfigError(f"{path}: needs {package}: pip install {package}") from None
 
 
-def unpacked(path: Path, raw):
-    """`raw`, the open file, decompressed where it is packed."""
-    if path.suffix == ".gz":
+def decompressed(path: Path, raw):
+    """`raw`, the open file, decompressed if its name says that it is compressed."""
+    if path.suffix.lower() == ".gz":
         return gzip.open(raw)
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         try:
             from compression import zstd  # Python 3.14
         except ImportError:
@@ -265,7 +265,7 @@ def read_chunks(files: list[Path], options: Options) -> Iterator[Chunk]:
 
 def read_file(path: Path, large: bool, val_fraction: float) -> Iterator[Chunk]:
     """A text or JSONL file; the end of a large text is for validation."""
-    with open(path, "rb") as raw, unpacked(path, raw) as file:
+    with open(path, "rb") as raw, decompressed(path, raw) as file:
         if kind_of(path) == "lines":
             chunks = read_lines(path, file)
         else:
@@ -279,8 +279,8 @@ def read_file(path: Path, large: bool, val_fraction: float) -> Iterator[Chunk]:
         except Exception as e:  # each codec has errors of its own
             if file is raw:
                 raise
-            told = str(e) or type(e).__name__
-            raise ConfigError(f"{path}: cannot be unpacked: {told}") from None
+            reason = str(e) or type(e).__name__
+            raise ConfigError(f"{path}: cannot be unpacked: {reason}") from None
 
 
 def read_lines(path: Path, file) -> Iterator[Chunk]:
@@ -306,7 +306,8 @@ def line_after(file, place: float) -> int | None:
     file.seek(int(place))
     file.readline()
     while (first := file.read(1)).isspace():
-        file.readline()
+        if first != b"\n":
+            file.readline()
     at = file.tell() - 1
     file.seek(0)
     return at if first else None
@@ -316,7 +317,7 @@ def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterat
     """The document from byte `start`, where `file` is, to `stop`.
 
     It is cut after line ends with no space on either side. No tokenizer in use makes one token of
-    the text before and after such a place, so the pieces give the tokens of the whole.
+    the text before and after such a place, so the pieces give the tokens of the document.
     """
     at, block, more = start, b"", True
     while more:
@@ -353,22 +354,21 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
         if columns is None:
             raise ConfigError(f"{path}: columns {', '.join(names)}; expected {text_field} "
                               "(see --text_field), prompt and response, or messages")
+        columns = [*columns, *(["tools"] if columns == ("messages",) and "tools" in names else [])]
+        ignored = tuple(name for name in names if name not in columns)
         about, first = file.metadata, 1
         n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
         batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-        for batch in file.iter_batches(batch_size, columns=list(columns), use_threads=False):
+        for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
             data = batch.to_pylist()
             read = path.stat().st_size * len(data) / about.num_rows
-            yield Chunk(str(path), "rows", data, first, read=read)
+            yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)
             first += len(data)
     except (errors, OSError) as e:
-        raise ConfigError(f"{path}: not Parquet that can be read: {e}") from None
+        raise ConfigError(f"{path}: cannot be read as Parquet: {e}") from None
 
 
 # --- tokenizing ------------------------------------------------------------------------------
-
-Part = tuple[str | bytes, bool]  # text, and whether the loss counts it
-
 
 class Encoder:
     """Turns chunks into token ids. folder: of the tokenizer; None for "bytes"."""
@@ -385,22 +385,22 @@ class Encoder:
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], int, float]:
-        """(split → what TokenWriter.add takes, lines left out, chunk.read). Raises ConfigError."""
-        documents, skipped = self.documents(chunk)
+    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter, float]:
+        """(split → what TokenWriter.add takes, counts, chunk.read). Raises ConfigError."""
+        documents, counts = self.documents(chunk)
         encoded = {}
         for split in {split for split, _ in documents}:
             mine = [parts for of, parts in documents if of == split]
             encoded[split] = self.encode(mine, chunk.begins, chunk.ends)
-        return encoded, skipped, chunk.read
+        return encoded, counts, chunk.read
 
-    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part]]], int]:
-        """(split, parts) of each, and how many lines were left out because they cannot be read.
+    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part]]], Counter]:
+        """(split, parts) of each document, and counts for `summarize`.
 
-        Raises ConfigError, with the number of the line, where such lines are not to be left out.
+        Raises ConfigError with the number of such a line, unless --skip_bad.
         """
         if chunk.kind == "text":
-            text, invalid = chunk.data, 0
+            text, counts = chunk.data, Counter()
             if self.tokenizer:  # to "bytes" any bytes will do
                 try:
                     text = chunk.data.decode()
@@ -409,82 +409,59 @@ class Encoder:
                         raise ConfigError(f"{chunk.file}: not UTF-8 at byte "
                                           f"{chunk.first + e.start:,}; --skip_bad puts � in its "
                                           "place") from None
-                    text, invalid = chunk.data.decode(errors="replace"), 1
-            return [(chunk.split, [(text, True)])], invalid
-        found, skipped = [], 0
+                    text = chunk.data.decode(errors="replace")
+                    counts["left out", "not UTF-8"] += 1
+            return [(chunk.split, [(text, True)])], counts
+        found = []
+        counts = Counter({("ignored", name): len(chunk.data) for name in chunk.ignored})
         for number, item in enumerate(chunk.data, chunk.first):
             if chunk.kind == "lines" and not item.strip():
                 continue
             try:
-                parts = self.parts(json.loads(item) if chunk.kind == "lines" else item)
-                key = "\0".join(text for text, _ in parts).encode()
+                record = json.loads(item) if chunk.kind == "lines" else item
+                documents, how, used = self.read(record)
+                key = "\0".join(text for parts in documents for text, _ in parts).encode()
             except ConfigError:
                 raise
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.options.skip_bad:
                     raise ConfigError(f"{chunk.file}:{number}: {e}; --skip_bad leaves such "
                                       "lines out") from None
-                skipped += 1
+                counts["left out", reason(e)] += 1
                 continue
-            if parts:
-                val = share_of(key) < self.options.val_fraction
-                found.append(("val" if val else "train", parts))
-        return found, skipped
+            counts.update(("ignored", name) for name in record if name not in used)
+            if how:
+                counts["chat", how] += 1
+            split = "val" if share_of(key) < self.options.val_fraction else "train"
+            found += [(split, parts) for parts in documents if parts]
+        return found, counts
 
-    def parts(self, record) -> list[Part]:
-        """The parts of a document that are not empty. Raises ValueError for an unknown kind."""
+    def read(self, record) -> tuple[list[list[Part]], str, tuple[str, ...]]:
+        """The documents of a record, how a conversation was written, and the keys it was read from.
+
+        Documents have no empty parts. Raises ValueError for a record of an unknown kind.
+        """
         if not isinstance(record, dict):
             raise ValueError("expected an object with keys")
-        field = self.options.text_field
+        field, how = self.options.text_field, ""
         if field in record:
-            parts = [(record[field], True)]
+            used, documents = (field,), [[(record[field], True)]]
         elif "prompt" in record and "response" in record:
-            parts = [(record["prompt"], False), (record["response"], True)]
+            used = "prompt", "response"
+            documents = [[(record["prompt"], False), (record["response"], True)]]
         elif "messages" in record:
-            parts = self.chat(record["messages"])
+            used = "messages", "tools"
+            documents, how = chat_documents(self.tokenizer, record)
         else:
             raise ValueError(f"has {', '.join(map(str, record)) or 'no key'}; expected {field} "
                              "(see --text_field), prompt and response, or messages")
-        for text, _ in parts:
+        for text, _ in itertools.chain(*documents):
             if not isinstance(text, str):
                 raise ValueError(f"expected text, found {type(text).__name__}")
-        return [part for part in parts if part[0]]
-
-    def chat(self, messages: list[dict]) -> list[Part]:
-        """A conversation as the tokenizer's template writes it; what assistants say counts.
-
-        A reply begins where the template, asked for the next one, would leave off.
-        """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ConfigError("messages need a --tokenizer that has a chat template")
-        from jinja2 import TemplateError
-
-        def written(n: int, reply_follows: bool = False) -> str:
-            try:
-                return self.tokenizer.apply_chat_template(
-                    messages[:n], tokenize=False, add_generation_prompt=reply_follows)
-            except TemplateError as e:
-                raise ValueError(f"the chat template refuses it: {e}") from None
-
-        whole, parts, done = written(len(messages)), [], 0
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i == 0:  # a greeting answers nobody
-                continue
-            before, after = written(i, reply_follows=True), written(i + 1)
-            if i + 1 == len(messages):
-                after = whole
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise ValueError("the chat template writes earlier turns differently when more "
-                                 "follow, so that replies cannot be told from prompts")
-            parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
-            done = len(after)
-        parts = [part for part in (*parts, (whole[done:], False)) if part[0]]
-        if parts and parts[-1][0].rstrip().endswith(self.tokenizer.eos_token):
-            parts[-1] = parts[-1][0].rstrip(), parts[-1][1]  # the document ends there
-        return parts
+        return [[part for part in parts if part[0]] for parts in documents], how, used
 
     def encode(self, documents: list[list[Part]], begins: bool, ends: bool) -> tuple:
-        """(ids, ends, mask, bytes) for TokenWriter.add; of a piece that does not end, no ends."""
+        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
         texts = [text for parts in documents for text, _ in parts]
         raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
         if self.tokenizer is None:
@@ -506,6 +483,17 @@ class Encoder:
         return ids, np.cumsum(sizes)[last if ends else []], mask, sum(map(len, raw))
 
 
+def reason(error: Exception) -> str:
+    """Why a line was left out, in the same words for all lines of a kind."""
+    if isinstance(error, json.JSONDecodeError):
+        return "not JSON"
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return " ".join(str(error).split())[:100]
+
+
 def encode_batch(tokenizer, texts: list[str]) -> list[list[int]]:
     if not tokenizer.is_fast:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -514,7 +502,7 @@ def encode_batch(tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
-    """What the encoder makes of the chunks, in their order."""
+    """Encode the chunks in several processes; yields the results in their order."""
     workers = encoder.options.workers or usable_cores()
     if workers == 1:
         yield from map(encoder, chunks)
@@ -536,7 +524,14 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
 def start_worker(encoder: Encoder):
     global worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    threading.Thread(target=end_with_parent, daemon=True).start()
     worker_encoder = encoder
+
+
+def end_with_parent():
+    """Killed, the parent cannot end its workers, which would wait for chunks forever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def encode_in_worker(chunk: Chunk) -> tuple:
@@ -549,7 +544,7 @@ def encode_in_worker(chunk: Chunk) -> tuple:
 def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[Path | None, str]:
     """Train or copy the tokenizer into `folder`: (folder, or None for "bytes"; its name).
 
-    The name has a hash, by which two datasets know that their tokenizers are the same.
+    The name ends in a hash, so that two datasets can be checked for the same tokenizer.
     """
     if options.train_tokenizer:
         train_tokenizer(files, options, folder)
@@ -572,7 +567,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
-    every = -(-sum(file.stat().st_size for file in files) // TRAINING_BYTES)
+    every = max(1, -(-sum(file.stat().st_size for file in files) // TRAINING_BYTES))
     reader = Encoder(None, options)
 
     def texts():

@@ -1,4 +1,4 @@
-"""What `python monitor.py RUN …` does: print the report of a run, or compare runs.
+"""python monitor.py RUN …: print the report of a run, or compare runs.
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         reports = [report(Path(path)) for path in args.run_dir]
-    except (OSError, KeyError) as e:
+    except (OSError, KeyError, TypeError, ValueError) as e:
         print(f"monitor.py: error: not a run directory with a metrics.jsonl: {e}", file=sys.stderr)
         return 2
     if args.json:

@@ -1,4 +1,4 @@
-"""python data.py show RUN_DIR STEP: the samples that a run had in one step, as text."""
+"""python data.py show RUN_DIR STEP: the samples that a run trained on in a step, as text."""
 
 import contextlib
 import json

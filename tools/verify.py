@@ -9,7 +9,7 @@ import torch
 
 import train
 from config import Config
-from steady.checkpoint import checkpoint_path, compare, find_corruption, list_checkpoints
+from steady.checkpoint import checkpoint_path, compare, find_damage, list_checkpoints
 from steady.cli import ConfigError
 from steady.device import rank_and_world
 
@@ -19,43 +19,45 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     folder = run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
     if not folder.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
-    lines, fine = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
+    lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
     best = [p for p in [folder / "best.pt"] if p.is_file()]
     for path in [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt"))]:
-        wrong, step, loss = find_corruption(path), "", ""
+        wrong, step, loss = find_damage(path), "", ""
         if not wrong:
             state = torch.load(path, map_location="meta", weights_only=True)
             step, loss = state["step"], f"{state['best_loss']:.4f}"
-        fine = fine and not wrong
+        all_valid = all_valid and not wrong
         lines.append(f"{path.name:22s} {step:>9} {path.stat().st_size / 1e6:9.1f} {loss:>9s}  "
                      f"{'INVALID: ' + wrong if wrong else 'valid'}")
-    return "\n".join(lines), fine
+    return "\n".join(lines), all_valid
 
 
 COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best_loss")
 
 
 def verify_resume(argv: list[str], cfg: Config) -> int:
-    """Train 2 K steps, and K more from the checkpoint of step K; 0 if both end the same.
+    """Train 2 K steps, then K again from the checkpoint of step K; 0 if both end the same.
 
-    Two whole runs of this program with these flags, in a temporary directory.
+    Both are real runs of this program with these flags, in a temporary directory.
     """
     k, rank = cfg.verify_resume, rank_and_world()[0]
-    # the parent's number: under torchrun the same on all ranks of a machine
+    # the parent's id: under torchrun the same on all ranks of a machine
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
              "--no_tensorboard"]
-    whole, halves = folder / "whole", folder / "halves"
+    straight, resumed = folder / "straight", folder / "resumed"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        train.main([*argv, *flags, f"--out_dir={whole}"])
-        middle = checkpoint_path(whole / "checkpoints", k)
-        train.main([*argv, *flags, f"--out_dir={halves}", f"--resume={middle}"])
+        middle = checkpoint_path(straight / "checkpoints", k)
+        for start in ([f"--out_dir={straight}"], [f"--out_dir={resumed}", f"--resume={middle}"]):
+            code = train.main([*argv, *flags, *start])
+            if code:
+                return code
         if rank:
             return 0
-        ends = (checkpoint_path(run / "checkpoints", 2 * k) for run in (whole, halves))
+        ends = (checkpoint_path(run / "checkpoints", 2 * k) for run in (straight, resumed))
         one, two = (torch.load(p, map_location="cpu", weights_only=True) for p in ends)
     finally:
         if rank == 0:

@@ -189,13 +189,13 @@ def silence():
 
 
 def wait(device: torch.device):
-    """For what is queued on a GPU."""
+    """Until the queue of a GPU is empty."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def repeat(step, device: torch.device = CPU):
-    """step() → a function that makes n steps and waits for them."""
+    """A function that makes n steps and waits for the last."""
 
     def make_steps(n: int):
         for _ in range(n):

@@ -4,9 +4,9 @@
 
 "a step" compares blocks of steps with the monitor and without, side by side and in alternating
 order: it sees everything, and the noise of the machine. "cost" is the time spent within the
-monitor's calls in those same steps, and "in an empty loop" that of the same calls with no training
-between them: both see little noise, but not what the monitor's files cost other threads. Random
-tokens; real metrics.jsonl and TensorBoard files in a temporary directory.
+monitor's calls in those same steps, "in an empty loop" the same with no training between the calls:
+both see little noise, but not what the monitor's files cost other threads. Random tokens; real
+metrics.jsonl and TensorBoard files in a temporary directory.
 """
 
 import contextlib
@@ -87,10 +87,10 @@ def time_calls(monitor):
 
 
 def block(run: train.Run, steps: int) -> float:
-    """Seconds a step of so many, the last of which has a number that 50 divides: it logs."""
+    """Seconds a step of a block that ends at a multiple of 50, where both intervals log."""
     run.step = -(-(run.step + steps) // 50) * 50 - steps
     gc.collect()
-    run.monitor.since = run.monitor.step_began = time.perf_counter()  # before was not training
+    run.monitor.since = run.monitor.step_began = time.perf_counter()  # before: not training
     return seconds(train_steps, run, steps) / steps
 
 

@@ -4,10 +4,10 @@
 
 A step takes 100 ms with log-normal noise of 1 to 5 %, and one in twenty, at random, 1.5 to 10
 times as long. A third of the traces jumps by 5 to 50 % at a random moment, a third creeps by 0.01
-to 0.05 % a step, a third does neither. In time: within 10 logs of the moment at which the step has
-become 5 % slower. Precision: alarms in slow traces after they began among all alarms; recall: slow
-traces that were found in time; phase: of those, where the phase that grew is named first; shape:
-where jump and creep are told apart.
+to 0.05 % a step, a third does neither. An alarm is in time within 10 logs of the moment at which
+the step has become 5 % slower. Precision: share of alarms that come after a slow-down began;
+recall: share of slow traces found in time; phase: share of those in which the phase that grew is
+named first; shape: share of those whose jump or creep is named as such.
 """
 
 import numpy as np

@@ -1,0 +1,314 @@
+"""What a command line, a file of options or a damaged run may hold: one line, or it goes on."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, TRAIN, environment
+
+import config
+import train
+from steady import checkpoint, faults
+from steady.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
+from tools import commands
+from tools.report import main as report_command
+
+
+@pytest.fixture
+def refused(run, tmp_path):
+    """refused(*flags) → the one line that `python train.py` prints; nothing changes on disk."""
+
+    def contents() -> dict:
+        return {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+
+    def refused(*flags, bare=False, config=None) -> str:
+        if config is not None:
+            (tmp_path / "c.yaml").write_bytes(config)
+            flags = (*flags, "--config", "c.yaml")
+        before = contents()
+        printed = run(*flags, bare=bare, expect=2)
+        assert printed.startswith("train.py: error: ") and printed.count("\n") == 1, printed
+        assert contents() == before
+        return printed
+
+    return refused
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--micro_batch_size ²", "micro_batch_size ²: expected a number"),
+    ("--micro_batch_size " + "9" * 5000, "micro_batch_size"),
+    ("--num_workers ²", "num_workers ²: expected a number"),
+    ("--num_workers 1000000", "num_workers 1000000: expected a number"),
+    ("--data a:1/0", "a:1/0: no such file or folder"),
+    ("--data a:nan", "a:nan: expected a weight"),
+    ("--data a:inf", "a:inf: expected a weight"),
+    ("--data a:-1", "a:-1: expected a weight"),
+    ("--data a:1e400", "a:1e400: expected a weight"),
+    ("--data a:1e-400", "a:1e-400: expected a weight"),
+    ("--data a:1e999999999", "a:1e999999999: expected a weight"),
+    ("--data ~nosuchuser/x", "~nosuchuser/x: no such user"),
+    ("--val_data ~nosuchuser/x", "~nosuchuser/x: no such user"),
+    ("--out_dir ~nosuchuser/x", "~nosuchuser/x: no such user"),
+    ("--resume ~nosuchuser/x", "~nosuchuser/x: no such user"),
+    ("--rope_scaling 0", "rope_scaling"),
+    ("--rope_scaling nan", "finite"),
+    ("--rope_scaling -1", "rope_scaling"),
+    ("--rope_scaling 8 1 1 64", "rope_scaling"),
+    ("--rope_scaling 8 4 1 64", "rope_scaling"),
+    ("--rope_scaling 8 0 1 64", "rope_scaling"),
+    ("--rope_scaling 8 1 4 0", "rope_scaling"),
+    ("--rope_scaling 0 1 4 64", "rope_scaling"),
+    ("--rope_theta 1e-300", "rope_theta"),
+    ("--rope_theta 1e300", "rope_theta"),
+    ("--d_model 1000000000000", "d_model"),
+    ("--d_ff 1000000000000", "d_ff"),
+    ("--d_ff 1000000 --d_model 1000000 --n_layer 1000", "GB"),
+    ("--vocab_size 1000000000000", "vocab_size"),
+    ("--seq_len 1000000000000", "seq_len"),
+    ("--n_layer 1000000000", "n_layer"),
+    ("--batch_size 1000000000000000", "batch_size"),
+    ("--max_steps 1" + "0" * 40, "max_steps"),
+    ("--out_dir " + "x" * 300, "File name too long"),
+    ("--resume " + "x" * 300, "File name too long"),
+    ("--data " + "x" * 300, "File name too long"),
+    ("--weight_decay inf", "finite"),
+    ("--grad_clip inf", "finite"),
+    ("--learning_rate nan", "finite"),
+    ("--max_position -5", "at least 1"),
+    ("--allow_change bogus", "allow_change bogus: expected"),
+    ("--allow_change batch_siz", "did you mean batch_size"),
+    ("--verify_resume -1", "verify_resume -1: expected at least 0"),
+    ("--verify_resume -1 --check_checkpoints nowhere", "verify_resume"),
+    ("--estimate --mfu 0", "mfu"),
+    ("--check_checkpoints nowhere", "no such directory"),
+    ("--resume folder", "is a folder"),
+    ("--eval_steps -1", "at least 0"),
+    ("--resume \0", "null"),
+    ("--out_dir a\0b", "null"),
+    ("--n_head=--", "n_head --: expected a value"),
+])
+def test_a_bad_value_is_refused_in_one_line(refused, tmp_path, flags, said):
+    (tmp_path / "folder").mkdir()
+    assert said in refused(*flags.split(" "))
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "config.yaml"])
+def test_a_folder_in_the_place_of_a_file_is_refused(refused, tmp_path, name):
+    (tmp_path / "r" / name).mkdir(parents=True)
+    flags = ["--overwrite"] if name != "lock" else []
+    assert name in refused("--out_dir", "r", *flags)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert str(tmp_path / "cache") in refused("--data", "stdlib")
+
+
+@pytest.mark.parametrize("text", [
+    b"seed: 1\nseed: 2\n", b"\xff\xfe\x00", b"- 1\n", b"data: {a: b}\n", b"? [1]\n: 2\n",
+    b"seed: !!binary x\n", b"out_dir: \"a\\0b\"\n", b"a: &a [*a]\n", b"[" * 5000, b"seed: *x\n",
+])
+def test_a_bad_file_of_options_is_refused(refused, text):
+    refused(config=text)
+
+
+def test_config_yaml_is_read_back_whatever_the_command_line_held(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--note", "a\nseed: 5", "\udcff"])
+    run("--out_dir", "r")
+    assert "nothing to do" in run("--out_dir", "r", "--auto_resume", bare=True)
+
+
+# --- evaluation ---
+
+
+def test_the_evaluation_says_how_much_it_looked_at(run):
+    printed = run("--out_dir", "r")
+    assert "(16 of " in printed
+    only = ["--out_dir", "r", "--auto_resume", "--eval_only"]
+    assert "(16 of " in run(*only, bare=True)
+    everything = run(*only, "--eval_steps", 0, bare=True)
+    assert "validation loss" in everything and " of " not in everything
+    huge = run(*only, "--eval_steps", 100000, bare=True)
+    assert huge == everything
+
+
+# --- damaged runs ---
+
+ODD = ['7', '[1, 2]', '"step"', 'null', '{"step": "3"}', '{"step": null}', '{"step": true}',
+       '{"step": 2, "perf/step_ms": "fast"}', '{"step": 2, "end": 5}', '{"step": -4}', 'not JSON',
+       "[" * 100_000, '{"step": ' + "1" * 5000 + '}', '{"step": 1e999}',
+       '{"step": 2, "anomaly": ["x"], "slowest": 4}']
+
+
+def test_odd_lines_of_the_metrics_are_passed_over(run, tmp_path, capsys):
+    run("--out_dir", "r", "--log_interval", 1, "--save_interval", 6)
+    path = tmp_path / "r/metrics.jsonl"
+    lines = path.read_text().splitlines()
+    assert report_command(["r"]) == 0
+    told = capsys.readouterr().out
+    path.write_text("\n".join([*ODD, *lines[:3], *ODD, *lines[3:], *ODD]) + "\n")
+    assert report_command(["r"]) == 0
+    assert capsys.readouterr().out == told
+    checkpoint_path(tmp_path / "r/checkpoints", 12).unlink()
+    run("--out_dir", "r", "--auto_resume", bare=True)
+    assert report_command(["r"]) == 0
+
+
+DAMAGE = {
+    "no weights": lambda state: state.pop("model"),
+    "no position": lambda state: state.pop("position"),
+    "no configuration": lambda state: state.pop("config"),
+    "negative step": lambda state: state.update(step=-4),
+    "step is text": lambda state: state.update(step="12"),
+    "rollbacks are a number": lambda state: state.update(rollbacks=3),
+    "weights are a list": lambda state: state.update(model=[1, 2]),
+    "optimizers are a number": lambda state: state.update(optimizers=1),
+    "no format": lambda state: state.pop("format"),
+    "loss is text": lambda state: state.update(best_loss="low"),
+    "data is text": lambda state: state.update(data="x"),
+    "configuration lacks an option": lambda state: state["config"].pop("data"),
+    "configuration has other types": lambda state: state["config"].update(data=[1]),
+    "optimizer state is empty": lambda state: state.update(optimizers=[{}, {}]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_checkpoint_with_odd_contents_counts_as_damaged(run, tmp_path, damage):
+    run("--out_dir", "r", "--save_interval", 6)
+    newest = checkpoint_path(tmp_path / "r/checkpoints", 12)
+    state = torch.load(newest, weights_only=True)
+    DAMAGE[damage](state)
+    write_checkpoint(newest, state)
+    told = run("--resume", newest, "--out_dir", "other", bare=True, expect=2)
+    assert "not a checkpoint that can be read" in told and told.count("\n") == 1
+    assert "INVALID" in run("--check_checkpoints", "r", bare=True, expect=1)
+    told = run("--out_dir", "r", "--auto_resume", bare=True)
+    assert "set aside" in told and "step_00000006.pt at step 6" in told
+    assert newest.with_name(newest.name + ".corrupt").exists()
+    assert checkpoint.find_corruption(list_checkpoints(newest.parent)[-1]) is None
+
+
+def test_a_list_with_a_valid_checksum_is_no_checkpoint(run, tmp_path):
+    run("--out_dir", "r", "--save_interval", 6)
+    newest = checkpoint_path(tmp_path / "r/checkpoints", 12)
+    write_checkpoint(newest, [1, 2])
+    assert "step_00000006.pt at step 6" in run("--out_dir", "r", "--auto_resume", bare=True)
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.6])
+def test_an_interrupt_while_importing_is_one_line(tmp_path, seconds):
+    process = subprocess.Popen([sys.executable, "-X", "importtime", str(TRAIN)], cwd=tmp_path,
+                               stderr=subprocess.PIPE, text=True, env=environment())
+    errors = ""
+    for line in process.stderr:  # importing torch has begun
+        if "import time:" in line and "contextlib" in line:
+            break
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGINT)
+    errors = process.stderr.read()
+    said = [line for line in errors.splitlines() if line and "import time:" not in line]
+    assert process.wait() == 130
+    assert len(said) == 1 and said[0].startswith("interrupted"), said
+
+
+# --- anything at all ---
+
+TEXTS = ["", " ", "²", "٣", "-1", "0", "1", "3", "1.5", "1e400", "-inf", "nan", "10" * 30, "a:b:c",
+         "x" * 5000, "é\n\t", "\udcff", "~nosuchuser", "0:1/0", "--", "-", "true", "null", "[",
+         "../..", "file:///nowhere", "nowhere://x", "1_0", "0x10", "\0", "/dev/null"]
+# Options that would need a device, compile, load a package, or write somewhere else.
+NOT_TRIED = {"device", "compile", "wandb", "backup_to", "trust_remote_code", "init_from", "help"}
+
+
+def odd_flags(draw: random.Random) -> list[str]:
+    """Up to three options of the parser, with values that may be of a wrong type or range."""
+    actions = [a for a in config.train_parser()._actions if a.dest not in NOT_TRIED]
+    flags = []
+    for action in draw.sample(actions, draw.randint(1, 3)):
+        flag = draw.choice(action.option_strings)
+        choices = [*TEXTS, *map(str, action.choices or []), repr(draw.uniform(-1e6, 1e6))]
+        values = draw.choices(choices, k=draw.choice([0, 1, 1, 1, 2, 4]))
+        flags += [flag, *values] if draw.random() < 0.5 else [f"{flag}={' '.join(values)}"]
+    return flags
+
+
+def odd_yaml(draw: random.Random) -> bytes:
+    """Lines of options, some of them twice; or bytes of any kind."""
+    if draw.random() < 0.3:
+        return draw.randbytes(draw.randint(0, 200))
+    names = [f.name for f in dataclasses.fields(config.Config) if f.name not in NOT_TRIED]
+    lines = [f"{name}: {draw.choice([*TEXTS, '[1, x]', '{a: b}', '&a [*a]', '!!int x'])}"
+             for name in draw.choices(names, k=draw.randint(1, 3))]
+    return "\n".join(lines * draw.choice([1, 1, 2])).encode(errors="surrogateescape")
+
+
+def spoiled(draw: random.Random, data: bytes) -> bytes:
+    """Cut short, with other bytes in the middle, or something else altogether."""
+    way = draw.randrange(4)
+    if way == 0:
+        return data[: draw.randrange(len(data))]
+    if way == 1:
+        at = draw.randrange(len(data))
+        return data[:at] + draw.randbytes(8) + data[at + 8 :]
+    if way == 2:
+        return draw.randbytes(draw.randint(0, 3000))
+    others = [b"", b"[]", b"7", b"null", b'{"tokens": "x"}', b'{"dtype": []}', b"[" * 9999]
+    return draw.choice(others)
+
+
+@pytest.mark.slow
+def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkeypatch):
+    """300 inputs: odd flags, odd files of options, spoiled token files and checkpoints."""
+    draw = random.Random(20)
+    run("--out_dir", "whole", "--save_interval", 6)
+    monkeypatch.setattr(train, "train_with_recovery", lambda run: "")
+    monkeypatch.setattr(train, "sample", lambda run: "")
+    monkeypatch.setattr(commands, "verify_resume", lambda argv, cfg: 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of stdlib, made once
+    kinds = ["flags", "flags", "flags", "yaml", "tokens", "checkpoint"]
+    for number in range(300):
+        shutil.rmtree("r", ignore_errors=True)
+        kind, flags = kinds[number % len(kinds)], [*TINY, "--data", str(corpus), "--out_dir", "r"]
+        if kind == "flags":
+            flags += odd_flags(draw)
+        elif kind == "yaml":
+            Path("c.yaml").write_bytes(odd_yaml(draw))
+            flags += ["--config", "c.yaml"]
+        elif kind == "tokens":
+            shutil.rmtree("spoiled", ignore_errors=True)
+            shutil.copytree(corpus, "spoiled")
+            file = draw.choice(sorted(Path("spoiled").iterdir()))
+            file.write_bytes(spoiled(draw, file.read_bytes()))
+            mode = draw.choice(["auto", "documents", "stream"])
+            flags = [*TINY, "--data", "spoiled", "--out_dir", "r", "--data_mode", mode]
+        else:
+            shutil.copytree("whole", "r")
+            file = draw.choice([p for p in sorted(Path("r").rglob("*")) if p.is_file()])
+            file.write_bytes(spoiled(draw, file.read_bytes() or b"0"))
+            flags = ["--auto_resume", "--out_dir", "r", *draw.choice([[], ["--max_steps", "20"]])]
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            try:
+                code = faults.exit_code(commands.main, flags)
+            except SystemExit as e:
+                code = e.code
+        printed = output.getvalue()
+        case = f"number {number}, {kind}: {flags[-6:]!r}: {code}\n{printed[-3000:]}"
+        assert "Traceback" not in printed, case
+        assert code in (0, 2) or code == 1 and "INVALID" in printed, case
+        errors = [line for line in printed.splitlines() if line.startswith("train.py: error")]
+        assert len(errors) == (code == 2), case

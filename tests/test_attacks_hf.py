@@ -1,0 +1,264 @@
+"""Models of others as hard users have them: each test was seen to fail before."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_huggingface import FAMILIES, SMALL, save_random
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    T5Config,
+)
+
+import config
+from config import Config
+from model import Transformer
+from steady import huggingface
+from steady.cli import ConfigError
+from steady.tokens import byte_tokenizer
+from tools import generate as generation
+
+GPT2 = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=None,
+                  eos_token_id=256)
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def load(folder):
+    cfg = huggingface.config_from_hf(Config(init_from=str(folder)))
+    if cfg.model == "transformers":
+        return huggingface.HFModel(cfg)
+    model = Transformer(config.resolve(cfg))
+    huggingface.load_weights(model, folder)
+    return model
+
+
+# --- weights ---
+
+
+@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
+def test_quantized_weights_are_refused(run, tmp_path, found):
+    save_random(tmp_path / "m", found)
+    change_json(tmp_path / "m/config.json", quantization_config=dict(quant_method="fp8"))
+    told = run("--init_from", "m", bare=True, expect=2)
+    assert "quantized (fp8)" in told
+
+
+@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
+def test_tensors_without_a_place_are_refused(tmp_path, found):
+    save_random(tmp_path, found)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    if found.model_type == "qwen3":
+        save_file(tensors | harmless, path, metadata=dict(format="pt"))
+        load(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    save_file(tensors | {name: torch.ones(1)}, path, metadata=dict(format="pt"))
+    with pytest.raises(ConfigError, match=f"no place for {name}"):
+        load(tmp_path)
+    name = min(n for n in tensors if "norm" in n or "ln_" in n)
+    del tensors[name]
+    save_file(tensors, path, metadata=dict(format="pt"))
+    with pytest.raises(ConfigError, match=f"has no .*{name.removeprefix('transformer.')}"):
+        load(tmp_path)
+
+
+def test_only_the_files_of_the_index_are_read(tmp_path):
+    theirs = save_random(tmp_path, FAMILIES["qwen3"](), max_shard_size="60KB")
+    expected = theirs.state_dict()["model.norm.weight"]
+    stray = {"model.norm.weight": torch.zeros(64)}
+    save_file(stray, tmp_path / "z.safetensors")
+    assert torch.equal(load(tmp_path).norm.weight, expected)
+    index = tmp_path / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"]
+    change_json(index, weight_map=files | {"model.norm.weight": "../z.safetensors"})
+    with pytest.raises(ConfigError, match="lists ../z.safetensors"):
+        load(tmp_path)
+    change_json(index, weight_map=files | {"model.norm.weight": "none.safetensors"})
+    with pytest.raises(ConfigError, match="none.safetensors, which is missing"):
+        load(tmp_path)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    save_random(tmp_path, FAMILIES["qwen3"]())
+    save_file(stray, tmp_path / "z.safetensors")
+    assert torch.equal(load(tmp_path).norm.weight, expected)
+
+
+def test_weights_in_torch_files(tmp_path):
+    theirs = save_random(tmp_path, FAMILIES["qwen3"]())
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    expected = theirs.state_dict()["model.norm.weight"]
+    assert torch.equal(load(tmp_path).norm.weight, expected)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+
+
+# --- generation ---
+
+
+@pytest.fixture
+def write(capsys, monkeypatch):
+    """write(*flags) → token ids, standard output, standard error of `model.py generate`."""
+    plain, returned = generation.generate, []
+
+    def record(*arguments):
+        returned.append(plain(*arguments))
+        return returned[-1]
+
+    monkeypatch.setattr(generation, "generate", record)
+
+    def write(*flags):
+        capsys.readouterr()
+        assert generation.main(["generate", *map(str, flags)]) == 0
+        return returned[-1], *capsys.readouterr()
+
+    return write
+
+
+@pytest.mark.parametrize("kind", ["ours", "foreign"])
+def test_long_prompts_are_seen_or_the_cut_is_told(tmp_path, write, kind):
+    shape = SMALL | dict(max_position_embeddings=5200)
+    theirs = save_random(tmp_path / "m", LlamaConfig(**shape, attention_bias=kind == "foreign"))
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    flags = [tmp_path / "m", "--temperature", 0, "--max_new_tokens", 3, "--prompt"]
+    text = "".join(chr(97 + i * i % 23) for i in range(6000))
+    ids, _, told = write(*flags, text[:5000])
+    prompt = torch.tensor([list(text[:5000].encode())])
+    expected = theirs.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=256)
+    assert torch.equal(ids, expected) and "tokens" not in told
+    ids, _, told = write(*flags, text)
+    assert ids.shape[1] > 6000
+    assert "6,000 tokens, the model sees 5,200 at most" in told
+    assert "the last 2,600, without the first 3,400" in told
+
+
+@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
+def test_every_listed_id_ends_an_answer_and_none_is_shown(tmp_path, write, found):
+    save_random(tmp_path / "m", found)
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    stop = {*range(1, 220), 256}
+    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, *range(1, 220)])
+    ids, text, _ = write(tmp_path / "m", "--n", 16, "--max_new_tokens", 9, "--temperature", 3,
+                         "--top_k", 0, "--prompt", "1 + 2")
+    lengths = set()
+    for row in ids[:, 5:].tolist():
+        end = next((i for i, token in enumerate(row) if token in stop), len(row))
+        lengths.add(end)
+        assert set(row[end:]) <= stop
+    assert len(lengths) > 1
+    shown = "".join(part.partition("1 + 2")[2].removesuffix("\n") for part in text.split("--- "))
+    assert not set(shown) & {chr(i) for i in range(1, 128)}
+
+
+def sentencepiece_like():
+    """▁ before every word, also the first, as in Llama 2 and Mistral."""
+    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+class Stub(torch.nn.Module):
+    context = lambda self: 64  # noqa: E731
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path, n):
+    def generate(model, tokens, *how):
+        new = torch.tensor([[4, 5, 6, 1]] * n)
+        for column in new.T if n == 1 else ():
+            how[-1](column)
+        return torch.cat((tokens, new), 1)
+
+    monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like()))
+    monkeypatch.setattr(generation, "generate", generate)
+    assert generation.main(["generate", str(tmp_path), "--n", str(n), "--prompt", "the"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("the cats sat\n") == n and "</s>" not in printed
+
+
+# --- what --init_from takes ---
+
+TEXT = dict(vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16,
+              linear_value_head_dim=16)
+GEMMA = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+             image_size=28, patch_size=14)
+
+
+def test_configurations_with_a_text_config(run, corpus, tmp_path, monkeypatch):
+    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 4, "--max_steps", 2,
+             "--eval_steps", 1, "--precision", "fp32", "--init_from"]
+    found = Qwen3_5Config(text_config=TEXT | LINEAR)
+    cfg = save_random(tmp_path / "text", found).config
+    assert cfg is not found
+    found.save_pretrained(tmp_path / "text")
+    assert "through transformers' own module" in run(*flags, "text", "--out_dir", "r", bare=True)
+    vision = Gemma3Config(text_config=TEXT | dict(sliding_window=32), vision_config=GEMMA,
+                          mm_tokens_per_image=4, image_token_index=250)
+    save_random(tmp_path / "vision", vision)
+    run(*flags, "vision", "--out_dir", "v", bare=True)
+
+    def forward(self, *arguments, **names):
+        raise ValueError("token_type_ids is required\nwhen training")
+
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", forward)
+    told = run(*flags, "vision", bare=True, expect=2).splitlines()[-1]
+    assert "a gemma3 cannot be trained on text alone" in told
+    T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
+    assert "a t5 cannot be trained here" in run(*flags, "t5", bare=True, expect=2)
+
+
+@pytest.mark.parametrize("source", ["r", "r/checkpoints/step_00000003.pt"])
+def test_a_run_begins_with_the_weights_of_another(run, corpus, tmp_path, source):
+    run("--out_dir", "r", "--max_steps", 3, "--no_qk_norm", "--tie_embeddings")
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
+    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--max_steps", 2,
+             "--learning_rate", 1e-9, "--min_learning_rate", 0, "--precision", "fp32"]
+    run("--init_from", source, *flags, "--out_dir", "s", bare=True)
+    old, new = (torch.load(tmp_path / name, weights_only=True) for name in (
+        "r/checkpoints/step_00000003.pt", "s/checkpoints/step_00000002.pt"))
+    assert new["step"] == 2 and not new["config"]["qk_norm"]
+    for name, tensor in old["model"].items():
+        torch.testing.assert_close(new["model"][name], tensor)
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
+    assert "has 2" in run("--init_from", source, *flags, "--n_layer", 3, bare=True, expect=2)
+    run("--auto_resume", "--out_dir", "s", *flags, "--max_steps", 3, bare=True)
+
+
+@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
+def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, found):
+    save_random(tmp_path / "m", found)
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2])
+    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--eval_steps", 1, "--precision",
+             "fp32", "--lr_schedule", "constant", "--out_dir"]
+    run("--init_from", "m", *flags, "r", "--max_steps", 2, bare=True)
+    run("--init_from", "m", *flags, "whole", "--max_steps", 4, bare=True)
+    shutil.rmtree(tmp_path / "m")
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, bare=True)
+    states = [torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
+              for name in ("r", "whole")]
+    for name, tensor in states[0]["model"].items():
+        torch.testing.assert_close(tensor, states[1]["model"][name])
+    write("r", "--max_new_tokens", 3)
+    assert generation.main(["export", "r", "out"]) == 0
+    exported = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert exported["eos_token_id"] == [256, 1, 2]
+    run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3, bare=True)
+    assert (tmp_path / "other/hf/config.json").exists()
