@@ -68,7 +68,7 @@ def shell(command: str, folder: Path, python: str, **variables) -> str:
 
 def shape(line: str) -> str:
     """A line of output without its numbers and the time that is left."""
-    return re.sub(r" *\d[\d.e+-]*[kM]?", " #", line.partition(" | left ")[0])
+    return re.sub(r" *\d[\d.,e+-]*[kM]?", " #", line.partition(" | left ")[0])
 
 
 def test_commands_run_as_written(tmp_path):
