@@ -366,7 +366,7 @@ def link_or_copy(path: Path, draft: Path):
 
 # --- the state of a run ----------------------------------------------------------------------
 
-FORMAT = 2  # of the dict in a checkpoint file; 1 had no position
+FORMAT = 3  # of the dict in a checkpoint file; 1 had no position, 2 no evaluated_step
 CONTENTS = dict(  # what the dict must have, and its type
     step=int, position=int, tokens=int, best_loss=(int, float), best_step=int, evaluated_step=int,
     nonfinite=(int, float, torch.Tensor), rollbacks=list, model=dict, optimizers=list,
