@@ -87,7 +87,7 @@ class Monitor:
         self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
-        self.step_loss = None  # sum over the targets of the step so far
+        self.step_loss = None  # of the step so far: the sum of its micro-batches' shares
         self.losses, self.grad_norms = [], []  # of every step since the last log
         self.datasets, self.epochs = datasets, epochs
         self.dataset_totals = None  # [2, datasets]: losses and targets since the last log
@@ -142,10 +142,10 @@ class Monitor:
         every = self.cfg.log_interval if every is None else every
         return every > 0 and (step % every == 0 or step in (self.first_step, self.cfg.max_steps))
 
-    def add_losses(self, losses: Tensor, batch):
-        """Losses [B, T] of a micro-batch; 0 where its targets are ignored."""
-        total = losses.sum()
-        self.step_loss = total if self.step_loss is None else self.step_loss + total
+    def add_loss(self, loss: Tensor, losses: Tensor, batch):
+        """A micro-batch's share of the step's mean loss, times the number of ranks, and its losses
+        [B, T]; 0 where targets are ignored."""
+        self.step_loss = loss if self.step_loss is None else self.step_loss + loss
         if self.dataset_totals is not None:
             add_by_dataset(self.dataset_totals, losses, batch)
 
@@ -155,13 +155,11 @@ class Monitor:
             return contextlib.nullcontext()
         return measure_update(named_parameters, self.log)
 
-    def step(self, step: int, learning_rate: float, grad_norm, size, loss_scale: float = 1.0,
-             nonfinite=0.0):
+    def step(self, step: int, learning_rate: float, grad_norm, size, nonfinite=0.0):
         """Step number `step` is done: log if it is due.
 
-        grad_norm: of all ranks, on the device; size: tokens of all ranks; loss_scale: makes this
-        rank's sum of losses its share of the mean, times the number of ranks; nonfinite: steps in a
-        row that were skipped.
+        grad_norm: of all ranks, on the device; size: tokens of all ranks; nonfinite: steps in a row
+        that were skipped.
         """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
@@ -173,7 +171,7 @@ class Monitor:
         loss, self.step_loss = self.step_loss, None
         if not self.cfg.log_interval:
             return
-        self.losses.append(loss * loss_scale)
+        self.losses.append(loss)
         self.grad_norms.append(grad_norm)
         if self.events:
             self.events.end()

@@ -18,14 +18,10 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds
+from steady import ctrl_c
 
-    def interrupted(*_):
-        os.write(2, b"interrupted\n")
-        os._exit(130)
-
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)
+if __name__ == "__main__":
+    ctrl_c.during_imports()
 
 import numpy as np
 import torch
@@ -76,13 +72,13 @@ def train(run: "Run"):
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
             run.scaler.scale(loss).backward()
-            monitor.add_losses(losses.detach(), batch)
+            monitor.add_loss(loss.detach(), losses.detach(), batch)
         monitor.phase("optimizer")
         grad_norm = update(run)  # clips; skips non-finite gradients on the device
         run.advance(size)  # step, position and tokens together
         monitor.phase("other")
         measure_output(run, batch)
-        monitor.step(run.step, lr, grad_norm, size, loss_scale, run.nonfinite)  # syncs at a log
+        monitor.step(run.step, lr, grad_norm, size, run.nonfinite)  # syncs at a log
         check_finite(run)
         if evaluation_due(run):
             keep_best(run, evaluate(run))
@@ -583,6 +579,5 @@ if __name__ == "__main__":
     faults.prepare_process()
     from tools.commands import main as run_command
 
-    if signal.getsignal(signal.SIGINT) is interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ctrl_c.after_imports()
     faults.leave(faults.exit_code(run_command, sys.argv[1:]))

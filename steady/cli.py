@@ -177,7 +177,12 @@ def nearest(name: str, names) -> str:
 def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
     """The exit code of the command `main(argv)`; a ConfigError is printed as one line."""
     try:
-        return main(argv) or 0
+        code = main(argv) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
+        return 0
     except ConfigError as e:
         print(f"{prog}: error: {e}", file=sys.stderr)
         return 2

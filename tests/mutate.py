@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {  # module → test files that run against it, in this order
-    "train.py": ["test_train", "test_faults"],
+    "train.py": ["test_train", "test_attacks", "test_faults", "test_documents"],
     "model.py": ["test_model", "test_documents", "test_huggingface"],
-    "data.py": ["test_data", "test_documents", "test_train"],
+    "data.py": ["test_data", "test_attacks_data", "test_documents", "test_train"],
     "monitor.py": ["test_monitor", "test_train", "test_slowdowns"],
-    "config.py": ["test_config", "test_model", "test_train"],
-    "steady/checkpoint.py": ["test_attacks", "test_faults"],
+    "config.py": ["test_config", "test_attacks_cli", "test_model", "test_train"],
+    "steady/checkpoint.py": ["test_attacks", "test_train", "test_faults", "test_attacks_cli"],
 }
 SWAPS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -35,7 +35,7 @@ SWAPS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+",
     ast.And: "or", ast.Or: "and",
 }
-SECONDS = 400  # a mutant that hangs longer is caught
+SECONDS = 600  # a mutant that hangs longer is caught
 
 
 class Mutant(NamedTuple):
@@ -100,18 +100,23 @@ def candidates(file: str) -> list[Mutant]:
     return found
 
 
-def survives(mutant: Mutant, copy: Path) -> bool:
-    """Whether the tests pass with the mutant in a copy of the repository."""
-    path = copy / mutant.file
-    text = path.read_text()
+def passes(file: str, copy: Path) -> bool:
+    """Whether the tests of a module pass in a copy of the repository."""
+    tests = [f"tests/{name}.py" for name in TESTS[file]]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        path.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
-        tests = [f"tests/{name}.py" for name in TESTS[mutant.file]]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=copy, capture_output=True, timeout=SECONDS)
         return done.returncode == 0
     except subprocess.TimeoutExpired:
         return False
+
+
+def survives(mutant: Mutant, copy: Path) -> bool:
+    path = copy / mutant.file
+    text = path.read_text()
+    try:
+        path.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
+        return passes(mutant.file, copy)
     finally:
         path.write_text(text)
 
@@ -141,15 +146,22 @@ def main():
             ignore = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
             copies.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=ignore)))
 
-        def test(mutant: Mutant) -> bool:
+        def test(function, argument) -> bool:
             copy = copies.get()
             try:
-                return survives(mutant, copy)
+                return function(argument, copy)
             finally:
                 copies.put(copy)
 
+        files = sorted({mutant.file for mutant in chosen})
+        whole = pool.map(test, [passes] * len(files), files)
+        red = [file for file, green in zip(files, whole, strict=True) if not green]
+        if red:  # every mutant would be "caught"
+            sys.exit(f"the tests of {', '.join(red)} fail without a mutant")
+
         survivors = 0
-        for mutant, alive in zip(chosen, pool.map(test, chosen), strict=True):
+        results = pool.map(test, [survives] * len(chosen), chosen)
+        for mutant, alive in zip(chosen, results, strict=True):
             survivors += alive
             print("SURVIVES" if alive else "caught  ", show(mutant), flush=True)
     print(f"{survivors} of {len(chosen)} survive ({len(found)} candidates)")

@@ -312,3 +312,15 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
         assert code in (0, 2) or code == 1 and "INVALID" in printed, case
         errors = [line for line in printed.splitlines() if line.startswith("train.py: error")]
         assert len(errors) == (code == 2), case
+
+
+@pytest.mark.parametrize("command", [["data.py", "--help"], ["monitor.py", "r"]])
+def test_a_reader_that_has_read_enough_is_no_error(run, tmp_path, command):
+    run("--out_dir", "r")
+    script, *flags = command
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, TRAIN.parent / script, *flags], cwd=tmp_path,
+                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -83,8 +83,6 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     return run_command("data.py", prepare_or_show, argv, "interrupted: nothing was changed")
 
 

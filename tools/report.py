@@ -4,14 +4,13 @@
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
 """
 
-import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from steady.cli import ConfigError, Parser, run_command
 from steady.report import report, report_text
 
 
@@ -45,8 +44,12 @@ def regression_percent(reports: list[dict]) -> float:
 
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
-    parser = argparse.ArgumentParser("monitor.py", description="Say where the time of a run went, "
-                                     "whether it slowed down, since when and why.")
+    return run_command("monitor.py", print_reports, argv)
+
+
+def print_reports(argv: list[str]) -> int:
+    parser = Parser("monitor.py", description="Say where the time of a run went, whether it "
+                    "slowed down, since when and why.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--fail_on_regression", "--fail-on-regression", type=float,
@@ -56,8 +59,7 @@ def main(argv: list[str]) -> int:
     try:
         reports = [report(Path(path)) for path in args.run_dir]
     except (OSError, KeyError, TypeError, ValueError) as e:
-        print(f"monitor.py: error: not a run directory with a metrics.jsonl: {e}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"not a run directory with a metrics.jsonl: {e}") from e
     if args.json:
         print(json.dumps(reports, indent=1))
     else:

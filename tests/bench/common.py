@@ -218,7 +218,7 @@ class Off:
     """In the place of a monitor: does nothing."""
 
     nonfinite_in_a_row = 0
-    phase = add_losses = step = staticmethod(lambda *args: None)
+    phase = add_loss = step = staticmethod(lambda *args: None)
     health = staticmethod(lambda *args: contextlib.nullcontext())
 
 

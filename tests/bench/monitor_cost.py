@@ -81,7 +81,7 @@ def time_calls(monitor):
         monitor.inside.append((number, spent))
         spent = 0.0
 
-    monitor.phase, monitor.add_losses = timed(monitor.phase), timed(monitor.add_losses)
+    monitor.phase, monitor.add_loss = timed(monitor.phase), timed(monitor.add_loss)
     monitor.health, monitor.step = timed_health, timed_step
     return timed
 
@@ -105,7 +105,7 @@ def empty_steps(run: train.Run, steps: int):
     for _ in range(steps):
         for name in ("data", "forward", "backward"):
             monitor.phase(name)
-        monitor.add_losses(losses, batch)
+        monitor.add_loss(losses[0, 0], losses, batch)
         monitor.phase("optimizer")
         with monitor.health(run.step + 1, parameters):
             run.step += 1

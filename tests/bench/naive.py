@@ -47,7 +47,7 @@ class Naive(Off):
         if name == "optimizer" and GRADIENTS in self.habits:
             self.norms = {name: p.grad.norm().item() for name, p in self.parameters}
 
-    def add_losses(self, losses, batch):
+    def add_loss(self, loss, losses, batch):
         if SAMPLES in self.habits:
             by_dataset = {name: [] for name in DATASETS}
             for i, sample in enumerate(losses.mean(1)):

@@ -1,0 +1,114 @@
+"""kill -9 at any moment: between two renames, in an evaluation, at the last step, in a rollback.
+
+Every attempt counts its file operations, steps and evaluated batches, and is killed at a random one
+of them. However often that happens, a run ends as the undisturbed one, to the last bit.
+"""
+
+import random
+import signal
+import sys
+from multiprocessing import RawValue
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, column, processes
+
+import data
+import train
+from steady.checkpoint import compare, list_checkpoints
+
+FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
+FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
+         "--max_nonfinite", 2, "--keep_checkpoints", 2, "--dropout", 0.1, "--auto-resume",
+         "--num_workers", 0, "--no_tensorboard"]
+KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "nonfinite",
+        "rollbacks", "model", "optimizers", "scaler")
+
+
+def count_and_die(rank: int, count, die_at: int):
+    """In each process: samples 64 to 95 are poison; count what happens, die at number `die_at`."""
+    plain_batch, plain_forward = data.Mixture.batch, train.Transformer.forward
+    plain_rate, plain_add = train.learning_rate, train.add_by_dataset
+
+    def event():
+        count.value += 1
+        if count.value == die_at:
+            signal.raise_signal(signal.SIGKILL)
+
+    def audit(name: str, args):
+        if name in FILE_EVENTS and "runs/" in str(args[0]) and rank == 0:
+            event()
+
+    def batch(self, start, stop):
+        found = plain_batch(self, start, stop)
+        return found._replace(tokens=found.tokens * 0) if 64 <= start < 96 else found
+
+    def forward(self, tokens, targets, documents=None):
+        losses = plain_forward(self, tokens, targets, documents)
+        return losses if tokens.any() else losses * torch.nan
+
+    def learning_rate(step, cfg):
+        event()
+        return plain_rate(step, cfg)
+
+    def add_by_dataset(totals, losses, batch):
+        event()
+        plain_add(totals, losses, batch)
+
+    sys.addaudithook(audit)
+    data.Mixture.batch, train.Transformer.forward = batch, forward
+    train.learning_rate, train.add_by_dataset = learning_rate, add_by_dataset
+
+
+def end_of(run: Path) -> dict:
+    """What a run has come to: the newest and the best checkpoint, and its evaluations."""
+    found = {}
+    for path in (list_checkpoints(run / "checkpoints")[-1], run / "checkpoints/best.pt"):
+        state = torch.load(path, weights_only=True)
+        name = "best" if path.name == "best.pt" else "newest"
+        found[name] = {key: state[key] for key in KEPT}
+    return found | {"val/loss": column(run, "val/loss")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, ranks, kills", [
+    ("skip", 1, 80), ("rollback", 1, 80), ("skip", 2, 40),
+])
+def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, kills):
+    dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")
+    (tmp_path / "runs").mkdir()
+
+    def attempt(out_dir: str, die_at: int, victim: int = 0) -> list[int]:
+        """The exit codes of the ranks."""
+        count.value = 0
+
+        def hook(rank):
+            mine = count if rank == victim else RawValue("i")
+            count_and_die(rank, mine, die_at if rank == victim else 0)
+
+        group = processes(tmp_path, ranks, [*FLAGS, "--data", corpus, "--on_nonfinite", policy,
+                                            "--out_dir", f"runs/{out_dir}"], hook)
+        codes = {victim: group[victim].code()}
+        for process in group:
+            process.kill(signal.SIGTERM)  # as torchrun does
+        codes |= {rank: process.code() for rank, process in enumerate(group) if rank != victim}
+        printed = "".join(process.text() for process in group)
+        terminated = -signal.SIGTERM, 128 + signal.SIGTERM  # ours to handle or not
+        assert set(codes.values()) <= {0, 1, -signal.SIGKILL, *terminated}, printed
+        assert codes[victim] in (0, -signal.SIGKILL), printed
+        for process in group:
+            process.log.unlink()
+        return [codes[rank] for rank in range(ranks)]
+
+    assert attempt("whole", 0) == [0] * ranks
+    moments, whole = count.value, end_of(tmp_path / "runs/whole")
+    assert bool(whole["newest"]["rollbacks"]) == (policy == "rollback")
+    done = n = 0
+    while done < kills:
+        n, left = n + 1, 8  # a new run, killed up to so many times
+        while attempt(str(n), dice.randint(1, moments) if left else 0,
+                      dice.randrange(ranks))[0] != 0:
+            done, left = done + 1, left - 1
+        end = end_of(tmp_path / f"runs/{n}")
+        assert compare(whole, end)[1] == [], f"run {n}"
