@@ -162,11 +162,13 @@ class Stream(Dataset):
     def read(self, blocks: np.ndarray, length: int, pad: int):
         """Token ids [len(blocks), seq_len + 1], targets and documents None."""
         if len(self.files) == 1:
+            self.files[0].require_complete()
             return self.files[0].blocks[blocks], None, None  # one copy of whole rows
         file_of_block = self.file_of(blocks)
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
             mine = file_of_block == i
+            self.files[i].require_complete()
             out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
         return out, None, None
 
@@ -240,6 +242,7 @@ class Documents(Dataset):
             at = 0
             for number, document in enumerate(self.documents_of(sample)):
                 file = self.files[self.file_of(document)]
+                file.require_complete()
                 begin, n = self.begins[document], self.document_lengths[document]
                 ids = file.tokens[begin : begin + n + 1]
                 tokens[row, at : at + n] = ids[:-1]
@@ -421,8 +424,11 @@ class Mixture:
         arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
-    def __getitems__(self, positions: range) -> Batch:  # called by DataLoader
-        return retry(lambda: self.batch(positions.start, positions.stop))
+    def __getitems__(self, positions: range) -> Batch | ConfigError:  # called by DataLoader
+        try:
+            return retry(lambda: self.batch(positions.start, positions.stop))
+        except ConfigError as e:
+            return e  # raised from a loader process, it would come with a traceback around it
 
     def decode(self, ids: list[int]) -> str:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
@@ -553,6 +559,8 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     )
     ahead = None
     for batch in batches:
+        if isinstance(batch, ConfigError):
+            raise batch
         ready, ahead = ahead, batch.to(device)
         if ready is not None:
             yield ready

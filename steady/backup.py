@@ -10,7 +10,7 @@ from steady.cli import ConfigError
 from steady.retry import retry
 
 # Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
-LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer)/[\w.-]*\w")
+LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
 
 
 class Backup:
@@ -54,7 +54,8 @@ class Backup:
     def upload(self, path: Path):
         run_dir = run_dir_of(path)
         logs = [run_dir / name for name in ("config.yaml", "metrics.jsonl")]
-        logs += [*(run_dir / "tensorboard").glob("events.*"), *(run_dir / "tokenizer").glob("*.*")]
+        for folder, names in (("tensorboard", "events.*"), ("tokenizer", "*.*"), ("hf", "*.json")):
+            logs += (run_dir / folder).glob(names)
         remote = f"{self.root}/checkpoints"
         try:
             if (path, path.stat().st_mtime_ns) != self.uploaded:  # may be written again

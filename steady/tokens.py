@@ -72,7 +72,19 @@ class TokenFile:
             )
         self.map()
 
+    def require_complete(self):
+        """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return  # deleted or out of reach: what is mapped stays
+        if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
+            raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
+                              f"expected {self.size:,}: bring it back and use --auto-resume")
+
     def map(self):
+        found = os.stat(self.path)
+        self.size, self.inode = found.st_size, (found.st_ino, found.st_dev)
         mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.n_tokens,))
         self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
         self.blocks = np.empty((0, self.seq_len + 1), self.dtype)

@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import io
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer's first step imports it: a second in every fork
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -32,6 +35,9 @@ from tools import commands  # noqa: E402
 # times slower on two cores.
 THREADS = os.environ.get("STEADY_TEST_THREADS", "1")
 torch.set_num_threads(int(THREADS))
+
+# In the background of a shell it would be ignored, here and in what is started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A sample of 400 tokens takes longer than a run of 12 steps.
 whole_sample = train.sample
@@ -86,8 +92,7 @@ def run(corpus, tmp_path, monkeypatch):
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 code = faults.exit_code(commands.main, flags)
-            gc.enable()
-            gc.unfreeze()
+            tidy()
             assert code == expect, output.getvalue()
             return output.getvalue()
         done = subprocess.run(
@@ -98,6 +103,21 @@ def run(corpus, tmp_path, monkeypatch):
         return done.stdout + done.stderr
 
     return run
+
+
+runs_made = itertools.count(1)
+
+
+def tidy():
+    """After a run, which turns the collector off and freezes what is alive.
+
+    Not unfrozen each time, or every run would traverse all that its predecessors imported.
+    """
+    gc.enable()
+    if next(runs_made) % 20 == 0:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 def environment() -> dict[str, str]:

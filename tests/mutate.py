@@ -100,15 +100,15 @@ def candidates(file: str) -> list[Mutant]:
     return found
 
 
-def passes(file: str, copy: Path) -> bool:
-    """Whether the tests of a module pass in a copy of the repository."""
+def failure(file: str, copy: Path) -> str:
+    """Run the tests of a module in a copy of the repository; "" if all pass, else what they say."""
     tests = [f"tests/{name}.py" for name in TESTS[file]]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=copy, capture_output=True, timeout=SECONDS)
-        return done.returncode == 0
+        return done.stdout.decode()[-5000:] + done.stderr.decode() if done.returncode else ""
     except subprocess.TimeoutExpired:
-        return False
+        return f"longer than {SECONDS} s"
 
 
 def survives(mutant: Mutant, copy: Path) -> bool:
@@ -116,7 +116,7 @@ def survives(mutant: Mutant, copy: Path) -> bool:
     text = path.read_text()
     try:
         path.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
-        return passes(mutant.file, copy)
+        return not failure(mutant.file, copy)
     finally:
         path.write_text(text)
 
@@ -146,7 +146,7 @@ def main():
             ignore = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
             copies.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=ignore)))
 
-        def test(function, argument) -> bool:
+        def test(function, argument):
             copy = copies.get()
             try:
                 return function(argument, copy)
@@ -154,10 +154,9 @@ def main():
                 copies.put(copy)
 
         files = sorted({mutant.file for mutant in chosen})
-        whole = pool.map(test, [passes] * len(files), files)
-        red = [file for file, green in zip(files, whole, strict=True) if not green]
-        if red:  # every mutant would be "caught"
-            sys.exit(f"the tests of {', '.join(red)} fail without a mutant")
+        for file, failed in zip(files, pool.map(test, [failure] * len(files), files), strict=True):
+            if failed:  # every mutant would be "caught"
+                sys.exit(f"the tests of {file} fail without a mutant:\n{failed}")
 
         survivors = 0
         results = pool.map(test, [survives] * len(chosen), chosen)

@@ -6,10 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY, rows
+from conftest import TINY, Process, rows
 from test_prepare import made, read, texts, tokenizer, write_jsonl  # noqa: F401
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import data
+import train
 from steady.cli import ConfigError
 from steady.tokens import TokenFile, load_tokenizer, write_tokens
 
@@ -261,3 +264,53 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, kind):
         TokenFile(path, 32)
     told = str(refused.value)
     assert told.startswith(f"{path}.json: ") and "\n" not in told
+
+
+# --- files that change while they are read ---
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mode", ["stream", "documents"])
+def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers):
+    for path in corpus.glob("train.bin*"):
+        shutil.copy(path, tmp_path)
+    file = tmp_path / "train.bin"
+
+    def cut(run):
+        if run.step == 4:
+            os.truncate(file, 4096)
+
+    def hook():
+        plain = train.check_finite
+        train.check_finite = lambda run: (plain(run), cut(run))
+
+    flags = [*TINY, "--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers",
+             workers, "--out_dir", "r", "--eval_interval", 0]
+    process = Process(tmp_path, flags, hook)
+    code, printed = process.code(), process.text()
+    assert code == 2, printed
+    said = printed.splitlines()[-2:]
+    assert said[0].startswith("saved the last completed step")
+    assert said[1].startswith(f"train.py: error: {file}: was cut to 4,096 bytes")
+    assert "Traceback" not in printed
+
+
+# --- a tokenizer that puts a space before every text ---
+
+
+@pytest.mark.parametrize("how", ["pre-tokenizer", "normalizer"])
+def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, how):  # noqa: F811
+    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
+    built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
+    if how == "normalizer":
+        built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
+                                                 normalizers.Replace(" ", "▁")])
+    else:
+        built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
+                            ).save_pretrained(tmp_path / "t")
+    source = write_jsonl(tmp_path / "s.jsonl", [dict(prompt="the cat:", response=" sat\ndown")])
+    made(source, "--out", tmp_path / "d", "--tokenizer", tmp_path / "t", "--val_fraction", 0)
+    [(ids, mask)] = read(tmp_path / "d")
+    assert "".join(words[i] for i in ids) == "▁the▁cat:▁sat\ndown</s>"
+    assert mask == [0] * len("▁the▁cat:") + [1] * (len("▁sat\ndown") + 1)

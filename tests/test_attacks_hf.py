@@ -251,7 +251,8 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, f
     run("--init_from", "m", *flags, "r", "--max_steps", 2, bare=True)
     run("--init_from", "m", *flags, "whole", "--max_steps", 4, bare=True)
     shutil.rmtree(tmp_path / "m")
-    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, bare=True)
+    backup = f"file://{tmp_path}/backup"
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, "--backup_to", backup, bare=True)
     states = [torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
               for name in ("r", "whole")]
     for name, tensor in states[0]["model"].items():
@@ -262,3 +263,5 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, f
     assert exported["eos_token_id"] == [256, 1, 2]
     run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3, bare=True)
     assert (tmp_path / "other/hf/config.json").exists()
+    shutil.rmtree(tmp_path / "r")
+    run("--resume", backup, "--out_dir", "brought_back", "--max_steps", 5, bare=True)

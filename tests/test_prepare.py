@@ -22,6 +22,9 @@ import data
 from steady.cli import ConfigError
 from steady.tokens import TokenWriter, find_files
 from tools import prepare
+from tools import read as read_module
+from tools.encode import Encoder
+from tools.read import Chunk
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
 TEMPLATE = (
@@ -90,7 +93,7 @@ def test_documents_are_what_the_tokenizer_alone_makes_of_them(
 ):
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 4000)
     alone, found = AutoTokenizer.from_pretrained(tokenizer), texts(200)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [*found, ""]])
     told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, "--val-fraction", 0.2)
@@ -114,7 +117,7 @@ def test_documents_are_what_the_tokenizer_alone_makes_of_them(
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer, monkeypatch, kind):
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", 2000)  # so that there are many
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 2000)  # so that there are many
     folder = tmp_path / "in"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", [{"text": t} for t in texts(100)])
@@ -140,14 +143,14 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
 
     alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     flags = ["--tokenizer", tokenizer, "--val_fraction", 0.25]
     made(tmp_path / "a.txt", "--out", tmp_path / "o", *flags)
     ((train, _),), ((val, _),) = read(tmp_path / "o"), read(tmp_path / "o", "val")
     first, rest = alone.decode(train[:-1]), alone.decode(val[:-1])
     assert first + rest == text and 0.2 < len(rest) / len(text) < 0.3
     assert train == alone(first)["input_ids"] + [alone.eos_token_id]
-    monkeypatch.setattr(prepare, "LONGEST_LINE", 3000)  # and where there are no lines
+    monkeypatch.setattr(read_module, "LONGEST_LINE", 3000)  # and where there are no lines
     (tmp_path / "b.txt").write_text("猫" * 5000)
     made(tmp_path / "b.txt", "--out", tmp_path / "p", "--tokenizer", tokenizer)
     ((train, _),) = read(tmp_path / "p")
@@ -365,9 +368,9 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path, made, tokenizer
 
 
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
-    chunk = prepare.Chunk("a", "lines", [b'{"prompt": "the cat", "response": "sat"}'], 1)
+    chunk = Chunk("a", "lines", [b'{"prompt": "the cat", "response": "sat"}'], 1)
     for folder in (None, tokenizer):
-        encoder = prepare.Encoder(folder, prepare.Options())
+        encoder = Encoder(folder, prepare.Options())
         here, there = encoder(chunk), pickle.loads(pickle.dumps(encoder))(chunk)
         assert repr(here) == repr(there)
 
@@ -473,7 +476,7 @@ def write_large(path, mb):
 
 
 def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1 << 14)
     peaks = []
     for mb in (0.5, 0.5, 2):  # the first time also imports
         source = write_large(tmp_path / "a.jsonl.gz", mb)
@@ -531,7 +534,7 @@ def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
 
 
 def test_a_tokenizer_is_trained_on_a_part_spread_evenly(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(prepare, "TRAINING_BYTES", 30_000)
     real, seen = prepare.byte_level_bpe, []
 

@@ -81,7 +81,7 @@ def suffixes(path: Path) -> list[str]:
 
 
 def kind_of(path: Path) -> str | None:
-    """As in prepare.Chunk; None for a file that cannot be read."""
+    """As in read.Chunk; None for a file that cannot be read."""
     kind, *packed = suffixes(path)
     found = KINDS.get(kind)
     return None if packed and found == "rows" else found

@@ -14,12 +14,8 @@ the chunks in flight.
 """
 
 import contextlib
-import gzip
 import hashlib
-import importlib
-import io
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -32,31 +28,23 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import usable_cores
 from steady.tokens import (
-    BYTES_END_OF_TEXT,
     TokenWriter,
     byte_level_bpe,
     copy_tokenizer,
     delete_tokenizer,
     load_tokenizer,
-    share_of,
     tokenizer_files,
 )
-from tools.chat import Part, chat_documents
-from tools.inputs import find_inputs, kind_of, shorten
+from tools.encode import Encoder
+from tools.inputs import find_inputs, shorten
+from tools.read import Chunk, read_chunks
 from tools.show import show
 
-CONVERSATIONS = (("prompt", "response"), ("messages",))  # columns, or keys, that hold one
 MAX_COUNTS = 1000  # names of ignored keys and reasons that are counted
-CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
-CUT_BYTES = 100_000  # a text file of this size, or the only one, is cut in two
-LONGEST_LINE = 1 << 24  # bytes; a text without line ends is cut there
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
@@ -140,7 +128,8 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
     }
     counts = Counter()  # of records: what was done with them
     with progress(files, "tokens") as bar:
-        for encoded, counted, read in encode_all(read_chunks(files, options), encoder):
+        chunks = read_chunks(files, options.text_field, options.val_fraction)
+        for encoded, counted, read in encode_all(chunks, encoder):
             for split, documents in encoded.items():
                 writers[split].add(*documents)
             for what, n in counted.items():
@@ -212,291 +201,7 @@ def progress(files: list[Path], what: str):
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, delay=2, mininterval=every)
 
 
-# --- reading ---------------------------------------------------------------------------------
-
-
-class Chunk(NamedTuple):
-    """A piece of one input file, to be tokenized."""
-
-    file: str
-    kind: str  # "text": a piece of one document; "lines": JSON objects; "rows": dicts
-    data: bytes | list
-    first: int  # number of the first line or row, from 1 on; byte offset of a text
-    split: str | None = None  # of a text; lines and rows are divided later, one by one
-    begins: bool = True  # whether the text begins with this piece
-    ends: bool = True  # whether it ends with it
-    read: float = 0.0  # bytes of the file since the previous chunk
-    ignored: tuple = ()  # columns of the file that are not in the rows
-
-
-def optional(module: str, path: Path):
-    """Import what this file needs. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise ConfigError(f"{path}: needs {package}: pip install {package}") from None
-
-
-def decompressed(path: Path, raw):
-    """`raw`, the open file, decompressed if its name says that it is compressed."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(raw)
-    if path.suffix.lower() == ".zst":
-        try:
-            from compression import zstd  # Python 3.14
-        except ImportError:
-            zstd = optional("zstandard", path)
-        return io.BufferedReader(zstd.open(raw, "rb"))
-    return raw
-
-
-def read_chunks(files: list[Path], options: Options) -> Iterator[Chunk]:
-    """All files in pieces of about CHUNK_BYTES. Raises ConfigError."""
-    for path in files:
-        if kind_of(path) == "rows":
-            yield from read_parquet(path, options.text_field)
-        else:
-            large = len(files) == 1 or path.stat().st_size >= CUT_BYTES
-            yield from read_file(path, large, options.val_fraction)
-
-
-def read_file(path: Path, large: bool, val_fraction: float) -> Iterator[Chunk]:
-    """A text or JSONL file; the end of a large text is for validation."""
-    with open(path, "rb") as raw, decompressed(path, raw) as file:
-        if kind_of(path) == "lines":
-            chunks = read_lines(path, file)
-        else:
-            may_cut = large and file is raw and val_fraction > 0
-            chunks = read_text(path, file, may_cut, val_fraction)
-        before = 0
-        try:
-            for chunk in chunks:
-                yield chunk._replace(read=raw.tell() - before)
-                before = raw.tell()
-        except Exception as e:  # each codec has errors of its own
-            if file is raw:
-                raise
-            reason = str(e) or type(e).__name__
-            raise ConfigError(f"{path}: cannot be unpacked: {reason}") from None
-
-
-def read_lines(path: Path, file) -> Iterator[Chunk]:
-    first = 1
-    while lines := file.readlines(CHUNK_BYTES):
-        yield Chunk(str(path), "lines", lines, first)
-        first += len(lines)
-
-
-def read_text(path: Path, file, may_cut: bool, val_fraction: float) -> Iterator[Chunk]:
-    """Pieces of one document, or of two where the end of the file is for validation."""
-    cut = line_after(file, path.stat().st_size * (1 - val_fraction)) if may_cut else None
-    if cut is not None:
-        yield from pieces(path, file, 0, cut, "train")
-        yield from pieces(path, file, cut, None, "val")
-    else:
-        val = not may_cut and share_of(path.name.encode()) < val_fraction
-        yield from pieces(path, file, 0, None, "val" if val else "train")
-
-
-def line_after(file, place: float) -> int | None:
-    """The first byte from `place` on that begins a line and is not a space."""
-    file.seek(int(place))
-    file.readline()
-    while (first := file.read(1)).isspace():
-        if first != b"\n":
-            file.readline()
-    at = file.tell() - 1
-    file.seek(0)
-    return at if first else None
-
-
-def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
-    """The document from byte `start`, where `file` is, to `stop`.
-
-    It is cut after line ends with no space on either side. No tokenizer in use makes one token of
-    the text before and after such a place, so the pieces give the tokens of the document.
-    """
-    at, block, more = start, b"", True
-    while more:
-        left = CHUNK_BYTES if stop is None else stop - at - len(block)
-        more = file.read(min(CHUNK_BYTES, left))
-        block += more
-        end = piece_end(block) if more else len(block)
-        if end:
-            yield Chunk(str(path), "text", block[:end], at, split, at == start, not more)
-        at, block = at + end, block[end:]
-
-
-def piece_end(block: bytes) -> int:
-    """After the last line end with no space on either side; 0 where there is none yet."""
-    at = len(block) - 1
-    while (at := block.rfind(b"\n", 1, at)) > 0:
-        if not (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
-            return at + 1
-    if len(block) < LONGEST_LINE:
-        return 0
-    at = len(block) - 1
-    while block[at] & 0xC0 == 0x80 and at > len(block) - 4:  # inside a character of UTF-8
-        at -= 1
-    return at
-
-
-def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
-    pq, errors = optional("pyarrow.parquet", path), optional("pyarrow", path).ArrowException
-    try:
-        # pages as they are needed, not whole row groups
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        names, kinds = file.schema_arrow.names, ([text_field], *CONVERSATIONS)
-        columns = next((kind for kind in kinds if set(kind) <= set(names)), None)
-        if columns is None:
-            raise ConfigError(f"{path}: columns {', '.join(names)}; expected {text_field} "
-                              "(see --text_field), prompt and response, or messages")
-        columns = [*columns, *(["tools"] if columns == ("messages",) and "tools" in names else [])]
-        ignored = tuple(name for name in names if name not in columns)
-        about, first = file.metadata, 1
-        n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-        batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-        for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
-            data = batch.to_pylist()
-            read = path.stat().st_size * len(data) / about.num_rows
-            yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)
-            first += len(data)
-    except (errors, OSError) as e:
-        raise ConfigError(f"{path}: cannot be read as Parquet: {e}") from None
-
-
 # --- tokenizing ------------------------------------------------------------------------------
-
-class Encoder:
-    """Turns chunks into token ids. folder: of the tokenizer; None for "bytes"."""
-
-    def __init__(self, folder: Path | None, options: Options):
-        self.options, self.tokenizer, self.prefix = options, None, []
-        self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
-        if folder:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-            self.tokenizer = load_tokenizer(str(folder))
-            self.end = self.tokenizer.eos_token_id
-            self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-            start = self.tokenizer.bos_token_id
-            if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
-                self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
-
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter, float]:
-        """(split → what TokenWriter.add takes, counts, chunk.read). Raises ConfigError."""
-        documents, counts = self.documents(chunk)
-        encoded = {}
-        for split in {split for split, _ in documents}:
-            mine = [parts for of, parts in documents if of == split]
-            encoded[split] = self.encode(mine, chunk.begins, chunk.ends)
-        return encoded, counts, chunk.read
-
-    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part]]], Counter]:
-        """(split, parts) of each document, and counts for `summarize`.
-
-        Raises ConfigError with the number of such a line, unless --skip_bad.
-        """
-        if chunk.kind == "text":
-            text, counts = chunk.data, Counter()
-            if self.tokenizer:  # to "bytes" any bytes will do
-                try:
-                    text = chunk.data.decode()
-                except UnicodeDecodeError as e:
-                    if not self.options.skip_bad:
-                        raise ConfigError(f"{chunk.file}: not UTF-8 at byte "
-                                          f"{chunk.first + e.start:,}; --skip_bad puts � in its "
-                                          "place") from None
-                    text = chunk.data.decode(errors="replace")
-                    counts["left out", "not UTF-8"] += 1
-            return [(chunk.split, [(text, True)])], counts
-        found = []
-        counts = Counter({("ignored", name): len(chunk.data) for name in chunk.ignored})
-        for number, item in enumerate(chunk.data, chunk.first):
-            if chunk.kind == "lines" and not item.strip():
-                continue
-            try:
-                record = json.loads(item) if chunk.kind == "lines" else item
-                documents, how, used = self.read(record)
-                key = "\0".join(text for parts in documents for text, _ in parts).encode()
-            except ConfigError:
-                raise
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-                if not self.options.skip_bad:
-                    raise ConfigError(f"{chunk.file}:{number}: {e}; --skip_bad leaves such "
-                                      "lines out") from None
-                counts["left out", reason(e)] += 1
-                continue
-            counts.update(("ignored", name) for name in record if name not in used)
-            if how:
-                counts["chat", how] += 1
-            split = "val" if share_of(key) < self.options.val_fraction else "train"
-            found += [(split, parts) for parts in documents if parts]
-        return found, counts
-
-    def read(self, record) -> tuple[list[list[Part]], str, tuple[str, ...]]:
-        """The documents of a record, how a conversation was written, and the keys it was read from.
-
-        Documents have no empty parts. Raises ValueError for a record of an unknown kind.
-        """
-        if not isinstance(record, dict):
-            raise ValueError("expected an object with keys")
-        field, how = self.options.text_field, ""
-        if field in record:
-            used, documents = (field,), [[(record[field], True)]]
-        elif "prompt" in record and "response" in record:
-            used = "prompt", "response"
-            documents = [[(record["prompt"], False), (record["response"], True)]]
-        elif "messages" in record:
-            used = "messages", "tools"
-            documents, how = chat_documents(self.tokenizer, record)
-        else:
-            raise ValueError(f"has {', '.join(map(str, record)) or 'no key'}; expected {field} "
-                             "(see --text_field), prompt and response, or messages")
-        for text, _ in itertools.chain(*documents):
-            if not isinstance(text, str):
-                raise ValueError(f"expected text, found {type(text).__name__}")
-        return [[part for part in parts if part[0]] for parts in documents], how, used
-
-    def encode(self, documents: list[list[Part]], begins: bool, ends: bool) -> tuple:
-        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        texts = [text for parts in documents for text, _ in parts]
-        raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
-        if self.tokenizer is None:
-            encoded = iter([np.frombuffer(text, np.uint8) for text in raw])
-        else:
-            encoded = iter(encode_batch(self.tokenizer, texts))
-        pieces, last = [], []  # (ids, counted); where in it each document ends
-        for parts in documents:
-            mine = [(next(encoded), counted) for _, counted in parts]
-            if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
-                mine.insert(0, (self.prefix, mine[0][1]))
-            if ends and list(mine[-1][0][-1:]) != [self.end]:
-                mine.append(([self.end], mine[-1][1]))
-            pieces += mine
-            last.append(len(pieces) - 1)
-        sizes, counts = [len(ids) for ids, _ in pieces], [counted for _, counted in pieces]
-        ids = np.concatenate([ids for ids, _ in pieces], dtype=np.uint32, casting="unsafe")
-        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        return ids, np.cumsum(sizes)[last if ends else []], mask, sum(map(len, raw))
-
-
-def reason(error: Exception) -> str:
-    """Why a line was left out, in the same words for all lines of a kind."""
-    if isinstance(error, json.JSONDecodeError):
-        return "not JSON"
-    if isinstance(error, UnicodeError):
-        return "not UTF-8"
-    if isinstance(error, KeyError):
-        return f"no {error}"
-    return " ".join(str(error).split())[:100]
-
-
-def encode_batch(tokenizer, texts: list[str]) -> list[list[int]]:
-    if not tokenizer.is_fast:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
-    fast = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [encoding.ids for encoding in fast]
 
 
 def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
@@ -570,7 +275,8 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
 
     def texts():
         with progress(files, "reading to train the tokenizer") as bar:
-            for chunk in itertools.islice(read_chunks(files, options), 0, None, every):
+            chunks = read_chunks(files, options.text_field, options.val_fraction)
+            for chunk in itertools.islice(chunks, 0, None, every):
                 if chunk.kind == "text":
                     yield [chunk.data.decode(errors="replace")]
                 else:
