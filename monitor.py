@@ -25,6 +25,7 @@ from steady.anomalies import AnomalyDetector
 from steady.device_times import DeviceTimes
 from steady.goodput import Goodput
 from steady.health import measure_update
+from steady.machine import Machine
 from steady.report import describe_end, describe_event, report, report_text
 from steady.slowdowns import SlowdownDetector
 from steady.telemetry import (
@@ -32,7 +33,6 @@ from steady.telemetry import (
     OWN_PHASES,
     PHASES,
     STEP_PHASES,
-    HostSignals,
     Sinks,
     duration,
     memory,
@@ -100,7 +100,7 @@ class Monitor:
         self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
         self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.events = DeviceTimes() if device.type == "cuda" and cfg.monitor != "off" else None
-        self.host = HostSignals()
+        self.machine = Machine(device)
 
     # --- what the loop calls ---
 
@@ -274,7 +274,7 @@ class Monitor:
             return row
         if self.due(step, self.cfg.memory_interval):
             row |= memory(self.device)
-        return row | self.by_phase(ms) | self.host.read(steps) | self.goodput.row()
+        return row | self.by_phase(ms) | self.machine.read(steps) | self.goodput.row()
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
         """ms per step in each phase, from the host's clock or from CUDA events."""
@@ -320,7 +320,7 @@ class Monitor:
         self.phase(self.current)
         self.goodput.add(self.seconds)
         self.goodput.close()
-        self.host.close()
+        self.machine.close()
         text = ""
         if self.out_dir:
             end = {"end": self.goodput.row()}  # with what came after the last log

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from steady.causes import DATA_ADVICE
 from steady.goodput import KINDS, seconds_so_far
-from steady.slowdowns import DATA_ADVICE, SlowdownDetector
+from steady.slowdowns import SlowdownDetector
 from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
 
 FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
@@ -20,6 +21,8 @@ ADVICE = {  # phase → (the share of the time that is worth a line, what to try
     "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
     "lost": (0.05, "a smaller --save_interval"),
 }
+BLAMES = {"machine": "Cause, in the machine", "program": "Cause, in the program",
+          "unclear": "Cause"}
 
 
 def report(run_dir: Path) -> dict:
@@ -29,8 +32,9 @@ def report(run_dir: Path) -> dict:
     """
     rows = [row for _, row in read_rows(run_dir / "metrics.jsonl")]
     detector = SlowdownDetector()
-    # an event that ends is added twice, as one dict: keep it once, with the "ended" it gets later
-    events = [event for row in rows for event in detector.add(row) if "ended" not in event]
+    # an event is added again when it changes or ends, as one dict: keep it once
+    events = {id(event): event for row in rows for event in detector.add(row)}.values()
+    detector.finish()
     figures = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
     logs = [row for row in rows if row.get("perf/step_ms")]
     medians = [row.get("perf/step_ms_median") or row["perf/step_ms"]
@@ -47,7 +51,7 @@ def report(run_dir: Path) -> dict:
     out = dict(
         run=str(run_dir),
         step=rows[-1]["step"] if rows else 0,
-        slowdowns=events,
+        slowdowns=list(events),
         slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
         anomalies=[row for row in rows if "anomaly" in row],
         figures=figures,
@@ -96,8 +100,11 @@ def verdict(out: dict) -> list[str]:
 
 
 def describe_event(event: dict) -> str:
-    """Since when something takes longer, by how much, in which phases, and why."""
+    """Since when something takes longer, by how much, in which phases, whose fault, and why."""
     kind, since = event["kind"], f"since about step {event['since']}"
+    low, high = event["since_range"]
+    if high - low > 0.1 * event["since"]:
+        since += f" ({low} to {high})"
     causes = "; ".join(event["causes"])
     if kind == "work":
         return f"work per step {event['percent']:+.0f}% {since}: {causes}"
@@ -105,7 +112,7 @@ def describe_event(event: dict) -> str:
     of_a_step = "" if kind == "step" else " of a step"
     phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in event["phases"])
     return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms a step "
-            f"({event['percent']:+.0f}%{of_a_step}), {phases}. Cause: {causes}")
+            f"({event['percent']:+.0f}%{of_a_step}), {phases}. {BLAMES[event['blames']]}: {causes}")
 
 
 def describe_end(event: dict) -> str:

@@ -3,31 +3,18 @@
 The same rows give the same events while training (monitor.py) and afterwards (steady/report.py).
 """
 
+import math
 from collections import deque
 
 import numpy as np
 
-from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
+from steady.causes import explain, mean_row
+from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
-COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase")  # not measurements
-DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
-CAUSES = {
-    "work": "longer sequences or a larger batch: more work, not slower",
-    "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
-    "evaluation": "evaluation, slower or more frequent: see --eval_steps and --eval_interval",
-    "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
-    "checkpoint grows": "something saved each time grows, such as a list that is rewritten",
-    "data": f"the loop waits for data: {DATA_ADVICE}",
-    "loader memory": "a loader whose memory grows: look for what it keeps",
-    "gc": "Python's garbage collector: call gc.freeze() after start-up or make fewer objects",
-    "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
-    "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
-                 "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "clocks": "lower GPU clocks: its temperature or its power limit",
-    "contention": "CPU contention: other processes run on these cores",
-    "loop": "something in the loop grows, such as a list that is traversed each time",
-}
+BASELINE = 10  # points that say how long each phase takes normally
+COMPUTE = ("forward", "backward", "optimizer")
+KEPT = 128  # points that are kept: of each a few hundred bytes
 
 
 class Cusum:
@@ -42,31 +29,32 @@ class Cusum:
     rise the higher level is learned anew; the lower one is kept, to see the series return to it.
     """
 
-    def __init__(self, least: int = 10):
+    def __init__(self, least: int = BASELINE):
         self.least = least
         self.mean = 0.0  # the level
-        self.normal, self.rising = [], []  # [(value, row)] that define it; since the sum was 0
+        self.normal, self.rising = [], []  # values that define it; since the sum was 0
         self.sum, self.since = 0.0, 0  # since: the last step at which the sum was 0
+        self.began = 0  # the step after which this level began
         self.newest = deque(maxlen=5)
         self.lower = deque(maxlen=10)  # (normal, event): levels below this one and their rises
 
-    def add(self, step: int, value: float, row: dict, unit: float | None = None) -> dict | None:
+    def add(self, step: int, value: float, unit: float | None = None) -> dict | None:
         """The event that begins with this value; or one that ends, which then has "ended".
 
-        unit: what a rise is relative to; None: the level. A new event has the rows before and
-        since in "rows".
+        unit: what a rise is relative to; None: the level.
         """
         self.newest.append(value)
         if self.lower and len(self.newest) == 5:
             normal, event = self.lower[-1]
-            if np.median(self.newest) < 0.7 * event["before"] + 0.3 * event["after"]:
+            low, high = event["levels"]
+            if np.median(self.newest) < 0.7 * low + 0.3 * high:
                 self.lower.pop()
-                self.normal, self.rising, self.sum = normal, [], 0.0
+                self.normal, self.rising, self.sum, self.began = normal, [], 0.0, step
                 self.learn(unit)
                 event["ended"] = step
                 return event
         if len(self.normal) < self.least:
-            self.normal.append((value, row))
+            self.normal.append(value)
             self.since = step
             if len(self.normal) == self.least:
                 self.learn(unit)
@@ -75,15 +63,15 @@ class Cusum:
         self.sum += min(excess, self.threshold / 6)
         if self.sum <= 0:
             if len(self.normal) < 50:  # with those that rose and fell again, or it would be low
-                self.normal += [*self.rising, (value, row)]
+                self.normal += [*self.rising, value]
                 self.learn(unit)
             self.sum, self.since, self.rising = 0.0, step, []
             return None
-        self.rising = [*self.rising[-99:], (value, row)]
+        self.rising = [*self.rising[-99:], value]
         return None if self.sum < self.threshold else self.begin_event(step)
 
     def learn(self, unit: float | None):
-        values = np.array([value for value, _ in self.normal])
+        values = np.array(self.normal)
         # from differences, which a gradual rise hardly widens; 0.954 = 0.6745 sqrt(2)
         sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
         self.mean = float(np.minimum(values, np.median(values) + 5 * sigma).mean())
@@ -92,36 +80,65 @@ class Cusum:
         self.threshold = max(0.1, 8 * sigma / self.unit)
 
     def begin_event(self, step: int) -> dict:
-        values = np.array([value for value, _ in self.rising])
-        after = float(np.median(values[-10:]))
-        # after a jump most values are close to the newest ones, in a gradual rise few are
-        close = values > 0.3 * self.mean + 0.7 * np.median(values[-3:])
-        rows = [[row for _, row in pairs] for pairs in (self.normal[-20:], self.rising)]
-        event = dict(since=self.since + 1, found=step, before=self.mean, after=after, rows=rows,
-                     percent=100 * (after - self.mean) / self.unit, creeps=bool(close.mean() < 0.6))
+        after = float(np.median(self.rising[-10:]))
+        event = dict(since=self.since + 1, found=step, before=self.mean, after=after,
+                     percent=100 * (after - self.mean) / self.unit, levels=(self.mean, after),
+                     searched_from=self.began)
         self.lower.append((self.normal, event))
-        self.normal, self.rising, self.sum = [], [], 0.0
+        self.normal, self.rising, self.sum, self.began = [], [], 0.0, self.since
         return event
+
+
+def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
+    """(first index after the most likely change, its 95 % interval, whether it is a gradual rise).
+
+    Least squares of two models with as many parameters: a jump at k, and a line that rises from k
+    on. The interval is of all k whose likelihood is not much less than that of the best.
+    """
+    n = len(values)
+    smooth = np.array([np.median(values[max(0, i - 2) : i + 3]) for i in range(n)])
+    noise = 1.5 * np.median(np.abs(values - smooth)) + 1e-9 * np.abs(values).max()
+    y = np.clip(values, smooth - 3 * noise, smooth + 3 * noise)  # outliers are no changes
+    y = y - y.mean()
+    i, k = np.arange(n), np.arange(1, n)[:, None]
+    models = {False: (i >= k).astype(float), True: np.maximum(0.0, i - k + 1.0)}  # [n - 1, n]
+    left = {}
+    for creeps, x in models.items():
+        x = x - x.mean(1, keepdims=True)
+        left[creeps] = (y @ y) - np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
+    floor = n * noise**2 * 1e-3 + 1e-30
+    best = {creeps: max(float(sums.min()), floor) for creeps, sums in left.items()}
+    creeps = n * np.log(best[False] / best[True]) > 4.0  # a jump, unless a line is clearly better
+    sums = np.maximum(left[creeps], floor)
+    likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
+    return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
 
 class SlowdownDetector:
     """Watches the time of a step, its work, and what is done between steps.
 
-    An event is a dict: kind ("step", "work" or an outside phase), since and found (steps), before
-    and after (ms a step), percent (of a step), creeps (a gradual rise, not a jump), phases
-    [(name, ms a step added)], causes, and ended (a step) once it is over.
+    An event is a dict: kind ("step", "work" or an outside phase), since and found (steps),
+    since_range, before and after (ms a step), percent (of a step), creeps (a gradual rise, not a
+    jump), phases [(name, ms a step added)], causes, blames (see steady/causes.py), and ended (a
+    step) once it is over. While it lasts its causes are computed anew from all points since.
     """
 
     def __init__(self):
-        self.levels = {name: Cusum() for name in ("median", "work", *OUTSIDE_PHASES)}
+        self.levels = {name: Cusum() for name in (
+            "median", "work", *OUTSIDE_PHASES, *STEP_PHASES)}
         self.levels["mean"] = Cusum(20)  # rare slow steps make the mean uneven
         self.block, self.step = [], 0  # rows not evaluated yet, and the step before them
+        self.points = deque(maxlen=KEPT)  # dicts: first and last step, row, values of the series
+        self.normal = {}  # phase → ms of equal work, and "work", when the run began
         self.seen = {}  # outside phase → the step at which it was last done
         self.tflop = None  # work of a step when the run began
-        self.active = {}  # kind → events that were returned and have not ended, of one series
+        self.active = {}  # kind → events that were returned and have not ended
+        self.steps = deque(maxlen=20)  # the newest events of kind "step", also those that ended
+        self.before = {}  # id of an active event → points before it
 
     def add(self, row: dict) -> list[dict]:
-        """The events that begin with this row, and those that end."""
+        """The events that begin with this row, those that end, and those whose main cause has
+        changed, now that more is known ("updated")."""
         if "perf/startup_s" in row:  # the first step of a process
             self.block, self.step = [], row["step"]
             return []
@@ -132,109 +149,146 @@ class SlowdownDetector:
         self.block.append(row | {"work": tflop / self.tflop})
         if row["step"] - self.step < MIN_STEPS:
             return []
-        row, steps = mean_row(self.block), row["step"] - self.step
+        point = dict(first=self.step + 1, last=row["step"], row=mean_row(self.block), values={})
         self.block, self.step = [], row["step"]
+        self.points.append(point)
+        if self.normal:
+            return self.watch(point)
+        if len(self.points) < BASELINE:
+            return []
+        self.learn()
+        return [event for point in list(self.points) for event in self.watch(point)]
+
+    def learn(self):
+        """What is normal for a phase, from the newest points."""
+        rows = [p["row"] for p in list(self.points)[-BASELINE:]]
+        self.normal = {"work": float(np.median([row["work"] for row in rows]))}
+        for name in STEP_PHASES:
+            ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
+            self.normal[name] = float(np.median(ms))
+            self.levels[name] = Cusum()
+
+    def watch(self, point: dict) -> list[dict]:
+        row, steps = point["row"], point["last"] - point["first"] + 1
+        newest = [p["row"]["work"] / self.normal["work"] for p in list(self.points)[-BASELINE:]]
+        if not any(0.9 < work < 1.1 for work in newest):  # other work, with other shares of phases
+            self.learn()
         step_ms = self.levels["mean"].mean or row["perf/step_ms"]
-        series = [  # (name, value, unit of its rise)
-            ("work", row["work"], None),
-            ("median", row["perf/step_ms_median"] / row["work"], None),
-            ("mean", row["perf/step_ms"] / row["work"], None),
-        ]
+        point["values"] = self.split(row)
+        series = [("work", row["work"], None)]
+        for name, value in point["values"].items():
+            series.append((name, value, step_ms if name in STEP_PHASES else None))
         for name in OUTSIDE_PHASES:
             total = row[f"perf/{name}_ms"] * steps
             if total > 0:  # its cost a step since it was last done
-                since = self.seen.get(name, self.step - steps)
-                series.append((name, total / (self.step - since), step_ms))
-                self.seen[name] = self.step
-        return [event for values in series if (event := self.update(*values, row))]
+                since = self.seen.get(name, point["first"] - 1)
+                series.append((name, total / (point["last"] - since), step_ms))
+                point["values"][name] = series[-1][1]
+                self.seen[name] = point["last"]
+        found = [event for values in series if (event := self.update(point, *values))]
+        return found + self.reconsider(point)
 
-    def update(self, name: str, value: float, unit: float | None, row: dict) -> dict | None:
-        event = self.levels[name].add(self.step, value, row, unit)
+    def split(self, row: dict) -> dict[str, float]:
+        """ms a step of equal work that each phase has beside what all phases share, and the rest.
+
+        What they share is the factor by which the middle one of forward, backward and optimizer is
+        longer than normal: what is planted in one of them does not move it, and a slower machine
+        moves all three.
+        """
+        ms = {name: row.get(f"perf/{name}_ms", 0.0) / row["work"] for name in STEP_PHASES}
+        least = 0.02 * sum(self.normal[name] for name in STEP_PHASES)
+        factors = sorted(ms[name] / self.normal[name] for name in COMPUTE
+                         if self.normal[name] > least)
+        factor = factors[(len(factors) - 1) // 2] if factors else 1.0
+        alone = {name: value - factor * self.normal[name] for name, value in ms.items()
+                 if 0.9 < row["work"] / self.normal["work"] < 1.1}
+        rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
+                for name, column in (("median", "ms_median"), ("mean", "ms"))}
+        return alone | rest
+
+    def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
+        event = self.levels[name].add(point["last"], value, unit)
         if event is None:
             return None
-        kind = "step" if name in ("median", "mean") else name
+        kind = "step" if name in ("median", "mean", *STEP_PHASES) else name
         active = self.active.setdefault(kind, deque(maxlen=10))
         if "ended" in event:
             if event not in active:
                 return None
             active.remove(event)
+            self.describe(event)
             return event
-        event |= dict(kind=kind, series=name)
-        event |= explain(event, *event.pop("rows"))
-        if active and active[-1]["series"] != name:  # median and mean rise for the same reason
+        event |= dict(kind=kind, series=name, creeps=False)
+        self.locate(event)
+        if any(self.same(event, other) for other in active):
             return None
         active.append(event)
+        if kind == "step":
+            self.steps.append(event)
+        self.describe(event)
         return event
 
+    def same(self, event: dict, other: dict) -> bool:
+        """Whether a rise that was found belongs to an event that was reported already."""
+        if {event["series"], other["series"]} == {"median", "mean"}:
+            return True  # they rise for the same reason
+        if event["series"] == other["series"]:
+            return other["creeps"] and event["creeps"]  # it goes on
+        margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
+        low, high = other["since_range"]
+        return low - margin <= event["since"] <= high + margin
 
-def mean_row(rows: list[dict]) -> dict[str, float]:
-    """Means of measurements; of counts and sizes the newest, which not every row has."""
-    out = {}
-    for name in {name: None for row in rows for name in row}:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        measured = name == "work" or name.startswith("perf/") and name not in COUNTS
-        if values:
-            out[name] = sum(values) / len(values) if measured else values[-1]
-    return out
+    def locate(self, event: dict):
+        """Since when, between which steps that is sure, and whether it is a jump."""
+        name, end = event["series"], self.span(event, event["series"])[1]
+        found = [p for p in self.points
+                 if name in p["values"] and event["searched_from"] < p["first"] <= end]
+        event["since_range"] = event["since"], event["since"]
+        if len(found) < 8:
+            return
+        k, (low, high), event["creeps"] = change_point(np.array([p["values"][name] for p in found]))
+        event["since"] = found[k]["first"]
+        event["since_range"] = found[low]["first"], found[high]["first"]
 
+    def span(self, event: dict, series: str | None = None) -> tuple[float, float]:
+        """(where an earlier event begins or ends, where a later one begins), of this series."""
+        others = [e for e in self.steps if e is not event and series in (None, e["series"])]
+        earlier = [e.get("ended", e["since"]) for e in others if e["found"] < event["found"]]
+        later = [e["since"] - 1 for e in others if e["found"] > event["found"]]
+        return max(earlier, default=0), min([*later, event.get("ended", math.inf)])
 
-def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
-    """Which phases became longer, and the causes, each with its share of what they added."""
-    kind = event["kind"]
-    if kind != "step":
-        grows = kind == "checkpoint" and event["creeps"]
-        ms = round(event["after"] - event["before"], 3)
-        return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
-                    causes=[CAUSES["checkpoint grows" if grows else kind]])
-    old, new = mean_row(before), mean_row(after)
-    # ms a step at equal work: what more work costs is no slow-down
-    phases = {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
-              - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
-    longer = {name: ms for name, ms in phases.items() if ms > 0}
-    total = sum(longer.values()) or 1e-9
-    explained = attribute(longer, old, new, after, event["creeps"])
-    unexplained = total - sum(explained.values())
-    by_size = sorted(explained.items(), key=lambda item: -item[1])
-    causes = [f"{cause} ({min(1, ms / total):.0%})" for cause, ms in by_size]
-    if unexplained > 0.05 * total:
-        causes.append(f"unexplained ({unexplained / total:.0%})")
-    ranked = sorted(phases.items(), key=lambda item: -item[1])
-    return dict(phases=[(name, round(ms, 3)) for name, ms in ranked if ms > 0.05 * total],
-                causes=causes)
+    def describe(self, event: dict):
+        """Compute phases and causes from all points before and since."""
+        key, (begin, end) = id(event), self.span(event)
+        points = [p for p in self.points if p["values"]]
+        if key not in self.before:
+            before = [p for p in points if p["last"] < event["since"]] or points[:1]
+            self.before[key] = [p for p in before if p["first"] >= begin][-50:] or before[-10:]
+        after = [p for p in points if event["since"] <= p["first"] <= end] or points[-1:]
+        if event["kind"] == "step":
+            event["before"] = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
+                                             for p in self.before[key]]))
+        event |= explain(event, self.before[key], after)
+        if "ended" in event:
+            del self.before[key]
 
+    def reconsider(self, point: dict) -> list[dict]:
+        """Active slow-downs of steps, each time twice as many points are known of them."""
+        changed = []
+        for event in self.active.get("step", ()):
+            n = sum(p["first"] >= event["since"] for p in self.points)
+            if n < 8 or n & (n - 1) or point["last"] == event["found"]:
+                continue
+            main = event["blames"], event["phases"][:1] and event["phases"][0][0]
+            self.locate(event)
+            self.describe(event)
+            if main != (event["blames"], event["phases"][:1] and event["phases"][0][0]):
+                event["updated"] = point["last"]
+                changed.append(event)
+        return changed
 
-def attribute(longer: dict, old: dict, new: dict, after: list[dict], creeps: bool) -> dict:
-    """{cause: ms a step}: what made these phases `longer`, {phase: ms a step}, as far as known."""
-
-    def added(name: str) -> float:
-        return new.get(name, 0.0) - old.get(name, 0.0)
-
-    out, total = {}, sum(longer.values()) or 1e-9
-    gc_ms = added("perf/gc_ms")
-    if gc_ms > 0.05 * total:
-        out[CAUSES["gc"]] = gc_ms
-        longer = {name: ms * max(0.0, 1 - gc_ms / total) for name, ms in longer.items()}
-    ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
-    if ratio > 1.1 and ratio > 1.05 * old_ratio:
-        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in after
-                 if "perf/slowest_rank" in row]  # none in rows from before more ranks joined
-        rank, phase = max(set(votes), key=votes.count)
-        text = (f"rank {int(rank)} is slow and the others wait for it: its own work takes "
-                f"{ratio:.2f} times as long as theirs, mostly because of {OWN_PHASES[int(phase)]}")
-        return out | {text: sum(longer.values())}
-    if longer.get("data", 0.0) > 0.05 * total:
-        rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
-        grows = added(rss) > 0.03 + 0.05 * old.get(rss, 0.0)
-        out[CAUSES["loader memory" if grows else "data"]] = longer["data"]
-    signs = {
-        "compilations": added("perf/compilations") > 0,
-        "allocator": added("memory/alloc_retries") > 0,
-        "clocks": 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0),
-        "contention": added("perf/cpu_queue_ms") > 0.1 * total,
-        "loop": creeps and longer.get("other", 0.0) > 0.5 * total,
-    }
-    cause = next((name for name, present in signs.items() if present), None)
-    compute = sum(ms for name, ms in longer.items() if name not in ("data", "waiting"))
-    if cause and compute > 0.05 * total:
-        out[CAUSES[cause]] = compute
-    return out
+    def finish(self):
+        """At the end of the rows: compute what lasts until then from all that is known."""
+        for event in self.active.get("step", ()):
+            self.locate(event)
+            self.describe(event)

@@ -1,8 +1,7 @@
-"""Where metrics go (metrics.jsonl, TensorBoard), and what the host reports (memory, CPU, GC)."""
+"""Where metrics go: metrics.jsonl, TensorBoard. And what memory the process takes."""
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import json
 import math
@@ -14,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-from steady.retry import retry
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
@@ -190,38 +187,7 @@ def stacked(row: dict) -> dict[str, float]:
     return {f"stacked/{i}_{n}": s for i, (n, s) in enumerate(zip(names, sums, strict=True), 1)}
 
 
-# --- signals: ranks, host, memory ------------------------------------------------------------
-
-
-class HostSignals:
-    """What happens on the host beside training and may explain a slow-down."""
-
-    def __init__(self):
-        self.gc_seconds, self.gc_began = 0.0, 0.0
-        self.queued_seconds = cpu_queue_seconds()
-        gc.callbacks.append(self.on_gc)
-
-    def on_gc(self, when: str, info: dict):
-        if when == "start":
-            self.gc_began = time.perf_counter()
-        else:
-            self.gc_seconds += time.perf_counter() - self.gc_began
-
-    def read(self, steps: int) -> dict[str, float]:
-        """ms a step over the `steps` since the last call; counts since the process began."""
-        before, self.queued_seconds = self.queued_seconds, cpu_queue_seconds()
-        gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/cpu_queue_ms": (self.queued_seconds - before) / steps * 1e3,
-               "perf/gc_ms": gc_seconds / steps * 1e3}
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo:
-            row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
-        if retry.count:
-            row["health/retries"] = retry.count
-        return row
-
-    def close(self):
-        gc.callbacks.remove(self.on_gc)
+# --- ranks, memory ---------------------------------------------------------------------------
 
 
 def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
@@ -281,15 +247,6 @@ def count_files() -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0
-
-
-def cpu_queue_seconds() -> float:
-    """How long the main thread has been ready to run while others had the core; 0 if unknown."""
-    try:
-        with open("/proc/self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 def process_age_seconds() -> float:

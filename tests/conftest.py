@@ -36,8 +36,9 @@ from tools import commands  # noqa: E402
 THREADS = os.environ.get("STEADY_TEST_THREADS", "1")
 torch.set_num_threads(int(THREADS))
 
-# In the background of a shell it would be ignored, here and in what is started from here.
+# In the background of a shell, or under nohup, they are ignored, also in what is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A sample of 400 tokens takes longer than a run of 12 steps.
 whole_sample = train.sample

@@ -17,10 +17,10 @@ import monitor
 from config import Config
 from data import Size
 from monitor import Monitor
-from steady import device, goodput, telemetry
+from steady import device, goodput, machine, telemetry
 from steady.device_times import DeviceTimes
 from steady.report import report
-from steady.telemetry import PHASES, HostSignals, duration, open_metrics, si
+from steady.telemetry import PHASES, duration, open_metrics, si
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, monkeypatch, tick: float = 0.0):
         self.now, self.tick = 0.0, tick
         self.start_process(monkeypatch)
-        for module in (monitor, telemetry):
+        for module in (monitor, telemetry, machine):
             monkeypatch.setattr(module, "time", self)
 
     def start_process(self, monkeypatch):
@@ -225,7 +225,7 @@ def test_the_garbage_collector_is_timed(monkeypatch):
 
     gc.disable()
     gc.callbacks.append(collect_for_20_ms)
-    signals = HostSignals()
+    signals = machine.Machine(CPU)
     try:
         gc.collect()
         assert signals.read(steps=4)["perf/gc_ms"] == pytest.approx(5)

@@ -1,0 +1,211 @@
+"""Why a slow-down: what the rows of metrics.jsonl before and since it say of phases and causes.
+
+A slower machine and a slower program are told apart in three steps. What all phases share is set
+apart from what one phase alone has more (SlowdownDetector.split). Time that the kernel says
+the main thread did not run for reasons outside it, and the probe's own slow-down, explain the first
+part, and of the second as much as they can. What is left is the program's.
+"""
+
+import numpy as np
+
+from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
+
+COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
+DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
+CAUSES = {
+    "work": "longer sequences or a larger batch: more work, not slower",
+    "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
+    "evaluation": "evaluation, slower or more frequent: see --eval_steps and --eval_interval",
+    "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
+    "checkpoint grows": "something saved each time grows, such as a list that is rewritten",
+    "data": f"the loop waits for data: {DATA_ADVICE}",
+    "loader memory": "a loader whose memory grows: look for what it keeps",
+    "gc": "Python's garbage collector: call gc.freeze() after start-up or make fewer objects",
+    "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
+    "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
+                 "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "threads": "another thread of this process computes, and shares its cores and Python's lock: "
+               "move that work to a process",
+    "loop": "something in the loop grows, such as a list that is traversed each time",
+    # of the machine
+    "clocks": "lower GPU clocks: its temperature or its power limit",
+    "stopped": "the process is stopped and continued by signals: look who sends SIGSTOP",
+    "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
+    "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
+    "contention": "CPU contention: other processes run on these cores",
+    "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
+    "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "
+             "host, or lower clocks",
+    "memory probe": "main memory is {ratio:.2f} times slower, the machine's own probe too: a "
+                    "neighbour that takes its bandwidth",
+}
+WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
+         "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
+PROBES = {"probe": ("machine/cpu_probe_us", "machine/gpu_probe_us"),
+          "memory probe": ("machine/memory_probe_us",)}
+
+
+def mean_row(rows: list[dict]) -> dict[str, float]:
+    """Means of measurements; of counts and sizes the newest, which not every row has.
+
+    Of the probes the median: a row may have caught a bad moment.
+    """
+    out = {}
+    for name in {name: None for row in rows for name in row}:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        measured = name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS
+        if values:
+            out[name] = sum(values) / len(values) if measured else values[-1]
+        if values and name.endswith("_probe_us"):
+            out[name] = float(np.median(values))
+    return out
+
+
+def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
+    """Which phases became longer, the causes with their shares, and who is to blame.
+
+    before, after: points of SlowdownDetector. Returns phases [(name, ms a step more)], intervals
+    {name: half of the 95 % interval of that}, causes, blames ("machine", "program", or "unclear"
+    where nothing measured the machine), before and after (ms a step).
+    """
+    kind = event["kind"]
+    if kind != "step":
+        grows = kind == "checkpoint" and event["creeps"]
+        ms = round(event["after"] - event["before"], 3)
+        return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
+                    causes=[CAUSES["checkpoint grows" if grows else kind]], blames="unclear")
+    old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
+    more = {name: grown(before, after, name) for name in before[0]["values"]}
+    common_ms = max(0.0, more["median"][0], more["mean"][0])
+    alone = {name: ms for name in STEP_PHASES for ms, error in [more.get(name, (0.0, 0.0))]
+             if ms > max(error, 0.02 * event["before"])}
+    # where the common part is all there is, the phases are those that it lies in
+    shown = dict(alone)
+    if not alone or common_ms > 2 * sum(alone.values()):
+        shown = {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
+                 - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
+        shown = {name: max(ms, alone.get(name, 0.0)) for name, ms in shown.items()}
+    if not common_is_real(event, more, alone):
+        common_ms = 0.0
+    total = sum(alone.values()) + common_ms or 1e-9
+    left = Left(alone | {"common": common_ms})
+    program(left, old, new, after, event["creeps"])
+    machine(left, old, new, before, after)
+    by_size = sorted(left.explained.items(), key=lambda item: -item[1])
+    causes = [f"{cause} ({ms / total:.0%})" for cause, ms in by_size if ms > 0.05 * total]
+    if sum(left.ms.values()) > 0.05 * total:
+        causes.append(f"unexplained ({sum(left.ms.values()) / total:.0%})")
+    measured = all("machine/cpu_probe_us" in row for row in (old, new))
+    blames = "program" if measured or left.explained else "unclear"
+    if left.of_machine > 0.5 * total:
+        blames = "machine"
+    ranked = sorted(shown.items(), key=lambda item: -item[1])
+    largest = max(shown.values(), default=0.0)
+    return dict(
+        phases=[(name, round(ms, 3)) for name, ms in ranked if ms > 0.05 * largest],
+        intervals={name: round(more[name][1], 3) for name in shown if name in more},
+        causes=causes, blames=blames, after=event["before"] + total,
+        percent=100 * total / event["before"],
+    )
+
+
+def common_is_real(event: dict, more: dict, alone: dict) -> bool:
+    """Whether all phases became slower alike, beside what single ones have more."""
+    ms, error = max(more["median"], more["mean"])
+    return not alone or event["series"] in ("median", "mean") and ms > max(
+        error, 0.025 * event["before"])
+
+
+def grown(before: list[dict], after: list[dict], name: str) -> tuple[float, float]:
+    """(how much larger a value is in the mean, half the 95 % interval of that)."""
+    old, new = (np.array([p["values"][name] for p in points if name in p["values"]])
+                for points in (before, after))
+    if not len(old) or not len(new):
+        return 0.0, 0.0
+    old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))) for x in (old, new))  # not the outliers
+    error = 2 * np.sqrt(old.var() / len(old) + new.var() / len(new))
+    return float(new.mean() - old.mean()), float(error)
+
+
+class Left:
+    """What is not explained yet: ms a step by phase, and what is common to all phases."""
+
+    def __init__(self, ms: dict[str, float]):
+        self.ms, self.total = ms, sum(ms.values()) or 1e-9
+        self.explained, self.of_machine = {}, 0.0  # {cause: ms}
+
+    def take(self, cause: str, ms: float, names=None, of_machine=False):
+        """Let a cause explain up to so many ms of these phases, the common part first."""
+        for name in sorted(names or self.ms, key=lambda name: name != "common"):
+            part = min(ms, self.ms.get(name, 0.0))
+            if part > 0:
+                self.ms[name] -= part
+                ms -= part
+                self.explained[cause] = self.explained.get(cause, 0.0) + part
+                self.of_machine += part * of_machine
+
+
+def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict]):
+    """Take what the machine is to blame for."""
+
+    def added(name: str) -> float:
+        return new.get(name, 0.0) - old.get(name, 0.0)
+
+    if added("machine/stops") > 0.5:
+        left.take(CAUSES["stopped"], left.total, of_machine=True)
+    if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
+        left.take(CAUSES["clocks"], left.total, of_machine=True)
+    waits = {name: added(column) for name, column in WAITS.items()
+             if added(column) > 0.1 * left.total}
+    for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
+        # the other threads of an operation wait for the one that did not run: it counts for more
+        left.take(CAUSES[name], max(ms, left.ms["common"]), of_machine=True)
+    before_ms = sum(old.get(f"perf/{name}_ms", 0.0) for name in STEP_PHASES) / old.get("work", 1.0)
+    ratios = {name: max(probe_ratio(before, after, column) for column in columns)
+              for name, columns in PROBES.items()}
+    for name, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
+        ms = 1.5 * (ratio - 1) * before_ms
+        if ms > 0.1 * left.total:
+            left.take(CAUSES[name].format(ratio=ratio), ms, of_machine=True)
+
+
+def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
+    """How much slower a probe has become; 1 where it is not sure."""
+    old, new = (np.array([p["row"][name] for p in points if p["row"].get(name)])
+                for points in (before, after))
+    if len(old) < 3 or not len(new):
+        return 1.0
+    noise = 1.5 * np.median(np.abs(old - np.median(old))) / np.median(old)
+    ratio = float(np.median(new) / np.median(old))
+    return ratio if ratio > 1.03 + 2 * noise / np.sqrt(len(new)) else 1.0
+
+
+def program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
+    """Take what the program is to blame for, as far as known."""
+
+    def added(name: str) -> float:
+        return new.get(name, 0.0) - old.get(name, 0.0)
+
+    if added("perf/gc_ms") > 0.05 * left.total:
+        left.take(CAUSES["gc"], added("perf/gc_ms"))
+    ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
+    if ratio > 1.1 and ratio > 1.05 * old_ratio:
+        rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
+        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
+        rank, phase = max(set(votes), key=votes.count)
+        text = (f"rank {int(rank)} is slow and the others wait for it: its own work takes "
+                f"{ratio:.2f} times as long as theirs, mostly because of {OWN_PHASES[int(phase)]}")
+        left.take(text, left.total)
+    rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
+    grows = added(rss) > 0.03 + 0.05 * old.get(rss, 0.0)
+    left.take(CAUSES["loader memory" if grows else "data"], left.total, ["data"])
+    compute = [name for name in left.ms if name not in ("data", "waiting")]
+    others = added("machine/process_ms") - added("machine/run_ms")
+    if added("perf/compilations") > 0:
+        left.take(CAUSES["compilations"], left.total, compute)
+    elif added("memory/alloc_retries") > 0:
+        left.take(CAUSES["allocator"], left.total, compute)
+    elif creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
+        left.take(CAUSES["loop"], left.total, ["other"])
+    elif "machine/run_ms" in old and others > 0.5 * left.total:
+        left.take(CAUSES["threads"], left.total, compute)

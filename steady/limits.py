@@ -1,0 +1,372 @@
+"""What runs out: memory, open files, threads, disk space; how much is left, and until which step.
+
+Rows of metrics.jsonl go into ResourceTrends, which says once for each resource that its growth
+would end the run before its last step.
+"""
+
+import gc
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path("/")  # of /proc and /sys
+MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
+HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
+RESOURCES = {  # name → (metrics that are summed, its limit or None for 0, unit, verb)
+    # Without mapped files, such as token files: the system takes their pages back when it needs
+    # them. What the allocator of the device reserves and does not use comes back, too.
+    "host memory": (("memory/host_anonymous_gb", "memory/workers_rss_gb"), "limit/host_gb",
+                    "GB", "grows"),
+    "device memory": (("memory/allocated_gb",), "limit/device_gb", "GB", "grows"),
+    "open files": (("memory/open_files",), "limit/open_files", "", "grow"),
+    "threads": (("memory/threads",), "limit/threads", "", "grow"),
+    "free disk space": (("disk/free_gb",), None, "GB", "shrinks"),
+    "free inodes": (("disk/free_inodes",), None, "", "shrink"),
+}
+WORKERS = "host memory of loader workers"  # most of what host memory grows by
+ADVICE = {
+    "host memory": "look for what the loop keeps, such as losses that are never detached: "
+                   "--verbose names the types that grow",
+    WORKERS: "look for what the dataset keeps in each worker, or fewer --num_workers",
+    "device memory": "look for tensors that the loop keeps, such as losses that are never "
+                     "detached: --verbose names the types that grow",
+    "open files": "close what is opened, or raise ulimit -n",
+    "threads": "look for what starts a thread or a pool of them again and again",
+    "free disk space": "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir",
+    "free inodes": "look for what writes many small files, or another --out_dir",
+}
+
+
+# --- how much there is ------------------------------------------------------------------------
+
+
+def read_resources(run_dir: Path | None) -> dict[str, float]:
+    """GB and counts that are cheap enough to read at each log; what is unknown is left out."""
+    row = {}
+    try:
+        row["memory/threads"] = len(os.listdir(ROOT / "proc/self/task"))
+        _, resident, of_files = read("proc/self/statm").split()[:3]
+        pages = int(resident) - int(of_files)
+        row["memory/host_anonymous_gb"] = pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except (OSError, ValueError):
+        pass
+    try:
+        disk = os.statvfs(run_dir) if run_dir else None
+    except (OSError, AttributeError):  # AttributeError: Windows
+        disk = None
+    if disk and disk.f_blocks:
+        row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
+    if disk and disk.f_files:  # btrfs, for one, has no fixed number of inodes
+        row["disk/free_inodes"] = disk.f_favail
+    return row
+
+
+def limits(row: dict, device: torch.device) -> dict[str, float]:
+    """How far each resource of this process can grow, GB and counts; row: what it uses now.
+
+    To be read once, when the loader's workers run. Processes of the run on this host get equal
+    shares of what is available, since what one does the others do.
+    """
+    ranks, out = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), {}
+    available, threads = available_bytes(), available_threads(row.get("memory/threads", 0))
+    if math.isfinite(available):
+        used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
+        out["limit/host_gb"] = used + available / ranks / 1e9
+    if math.isfinite(threads):
+        out["limit/threads"] = row.get("memory/threads", 0) + threads / ranks
+    files = soft_limit("RLIMIT_NOFILE")
+    if math.isfinite(files):
+        out["limit/open_files"] = files
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # without what others, and the driver, have on the device
+        out["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
+    return out
+
+
+def available_bytes() -> float:
+    """Host memory that this process could still take: the system's, or less in a cgroup."""
+    rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
+    for folder in cgroup_folders("memory"):
+        limit = min(number(read(folder / "memory.max")),
+                    number(read(folder / "memory.limit_in_bytes")))
+        used = min(number(read(folder / "memory.current")),
+                   number(read(folder / "memory.usage_in_bytes")))
+        if math.isfinite(limit) and math.isfinite(used):
+            stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+            old = "total_" if "total_inactive_file" in stat else ""  # version 1
+            files = (int(stat.get(f"{old}{kind}_file", 0)) for kind in ("inactive", "active"))
+            rooms.append(limit - used + sum(files))  # pages of files are taken back
+    return max(0.0, min(rooms))
+
+
+def available_threads(now: int) -> float:
+    """Threads that could still be started, by the cgroup, by the user's limit, by the kernel's."""
+    running = read("proc/loadavg").partition("/")[2]
+    rooms = [number(read("proc/sys/kernel/threads-max")) - (number(running) if running else 0)]
+    rooms.append(soft_limit("RLIMIT_NPROC") - now)  # the user's other processes are not counted
+    for folder in cgroup_folders("pids"):
+        used = number(read(folder / "pids.current"))
+        rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))
+    return max(0.0, min(rooms))
+
+
+def cgroup_folders(controller: str) -> list[Path]:
+    """The cgroups that limit this process, of version 1 or 2: its own and those above it."""
+    top, out = ROOT / "sys/fs/cgroup", []
+    for line in read("proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or controller in controllers.split(","):
+            root = top / controller if controllers else top
+            folder = root / path.lstrip("/")
+            out += [f for f in (folder, *folder.parents) if f.is_relative_to(root)]
+    return out
+
+
+def soft_limit(name: str) -> float:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.inf
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def number(text: str) -> float:
+    """The number that a text begins with; infinity for "max" and for a file that is not there."""
+    word = text.replace("/", " ").split()[:1]
+    return float(word[0]) if word and word[0].isdigit() else math.inf
+
+
+def read(path: Path | str) -> str:
+    try:
+        with open(ROOT / path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+# --- when it runs out -------------------------------------------------------------------------
+
+
+class ResourceTrends:
+    """Finds resources whose growth would end the run before its last step.
+
+    limits: {"limit/host_gb": GB, …}, which rows may bring, too. settled_step: until here new
+    checkpoints take disk space and none is deleted, which says nothing about later.
+    """
+
+    def __init__(self, last_step: int, limits: dict | None = None, settled_step: int = 0):
+        self.last_step, self.settled_step = last_step, settled_step
+        self.given = self.limits = limits or {}
+        self.step, self.reported = 0, set()
+        self.samples = {}  # resource → [(step, value, share of the last metric)], at most MOST
+        self.merging = {}  # resource → (rows that make a sample, those so far)
+
+    def add(self, row: dict) -> list[dict]:
+        """The events that are found with this row, one for each resource in a process.
+
+        Each has resource, since (step), per_step, now, limit, at_step, found (step); in GB or
+        counts. of: the name in RESOURCES, to which a limit belongs.
+        """
+        of_process = [name for name, (_, limit, *_) in RESOURCES.items() if limit]
+        began = "perf/startup_s" in row
+        if began:  # a new process: of the old one only the disk is left
+            for name in of_process:
+                self.samples.pop(name, None)
+                self.merging.pop(name, None)
+                self.reported.discard(name)
+            self.limits = self.given
+        self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
+        if row.get("step", 0) <= self.step:
+            return []
+        self.step, events = row["step"], []
+        for name, (metrics, limit, *_) in RESOURCES.items():
+            skipped = began or limit not in self.limits if limit else self.step <= self.settled_step
+            if skipped or name in self.reported or row.get(metrics[0]) is None:
+                continue
+            parts = [row.get(metric) or 0.0 for metric in metrics]
+            now, limit = sum(parts), self.limits[limit] if limit else 0.0
+            if name == "device memory":  # a step needs more than what stays between steps
+                limit -= max(0.0, (row.get("memory/peak_gb") or 0.0) - now)
+            if self.sample(name, now, parts[-1]):
+                event = self.find(name, now, limit)
+                if event:
+                    self.reported.add(name)
+                    events.append(event)
+        return events
+
+    def sample(self, name: str, value: float, part: float) -> bool:
+        """Add what a row says; whether that completes a sample, the mean of as many rows as keeps
+        the number of samples bounded."""
+        samples = self.samples.setdefault(name, [])
+        size, rows = self.merging.setdefault(name, (1, []))
+        total = np.array([self.step, value, part])
+        count, total = (rows[0] + 1, rows[1] + total) if rows else (1, total)
+        if count < size:
+            self.merging[name] = size, [count, total]
+            return False
+        samples.append(total / count)
+        if len(samples) == MOST:
+            # means, for to drop every second one would make a trend of a period close to two rows
+            samples[:] = [(a + b) / 2 for a, b in zip(samples[::2], samples[1::2], strict=True)]
+            size *= 2
+        self.merging[name] = size, []
+        return True
+
+    def find(self, name: str, now: float, limit: float) -> dict | None:
+        samples = self.samples[name]
+        if len(samples) < LEAST:
+            return None
+        steps, values, parts = np.array(samples).T
+        sign = 1 if RESOURCES[name][1] else -1  # what is free runs towards zero: as growth
+        growth = sign * values - sign * values[0]
+        room = sign * (limit - values[0])
+        if growth.max() <= 0 or room > (HORIZON + 1) * (growth.max() - growth.min()):
+            return None  # the usual case, without any work
+        found = trend(steps, growth, room)
+        if not found or found[2] >= self.last_step:
+            return None
+        k, slope, at = found
+        grown = median_rise(sign * values[k:])
+        workers = name == "host memory" and median_rise(parts[k:]) > 0.5 * grown
+        return dict(resource=WORKERS if workers else name, of=name, since=round(float(steps[k])),
+                    per_step=slope, now=float(now), limit=limit, at_step=max(round(at), self.step),
+                    found=self.step)
+
+
+def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
+    """(index at which sustained growth began, slope, step at which it reaches the limit) or None.
+
+    Growth counts if it goes on over five blocks of samples without coming to rest, leaves what was
+    seen before, and is significant; it reaches the limit if it does so within HORIZON times as long
+    as it has lasted, and if its slowing down, continued, does not end it earlier.
+    """
+    start = 0
+    while (bent := bend(steps[start:], values[start:])) is not None:
+        start += bent  # warm-up, or a level, before it
+        if len(steps) - start < LEAST:
+            return None  # too new
+    x, y = steps[start:], values[start:]
+    blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
+    rises, total = np.diff(blocks), blocks[-1] - blocks[0]
+    if rises.min() <= total / 16:  # a quarter of the mean; a single step rises in one of them
+        return None
+    if start and blocks[-1] - values[:start].max() < 0.5 * total:
+        return None  # a sawtooth: it has been there before
+    first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
+    slope, least = theil_sen(x, y)
+    if second < 0.5 * first or least <= 0:
+        return None
+    rest = y - slope * x
+    level = float(np.median(rest)) + slope * x[-1]
+    left = max(0.0, limit - level)
+    # What saturates, as 1 - exp(-t), grows in each half by the same ratio less than in the one
+    # before, so by second * (ratio + ratio² + …) more: with a ratio as low as the noise allows.
+    noise = 1.5 * float(np.median(np.abs(rest - np.median(rest))))  # standard deviation
+    doubt = 2 * noise * math.sqrt(3.1 * 5 / len(y))  # of the difference of two blocks' medians
+    ratio = (second - doubt) / (first + doubt)
+    if left > HORIZON * slope * (x[-1] - x[0]) or ratio < 1 and left > second * ratio / (1 - ratio):
+        return None
+    return start, slope, float(x[-1] + left / slope)
+
+
+def bend(x: np.ndarray, y: np.ndarray) -> int | None:
+    """The index at which two lines that meet there fit best, if they halve the squared error."""
+    if len(x) < LEAST:
+        return None
+    t = (x - x[0]) / (x[-1] - x[0])
+    line, _ = np.linalg.qr(np.stack([np.ones_like(t), t], axis=1))
+    error = y - line @ (line.T @ y)  # of one line
+    hinges = np.maximum(0, t - t[2:-2, None])  # [candidates, samples]
+    hinges -= hinges @ line @ line.T
+    gain = (hinges @ error) ** 2 / (hinges**2).sum(1)
+    best = int(gain.argmax())
+    if error @ error < 1e-6 * y.var() * len(y) or gain[best] < 0.5 * (error @ error):
+        return None
+    return best + 2
+
+
+def theil_sen(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The median of the slopes of all pairs, and the lower end of its 99 % confidence interval.
+
+    P. K. Sen, Journal of the American Statistical Association 63 (1968).
+    """
+    i, j = np.triu_indices(len(x), 1)
+    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))
+    n = len(x)
+    width = 2.58 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    return float(np.median(slopes)), float(slopes[int((len(slopes) - width) / 2)])
+
+
+def median_rise(values: np.ndarray) -> float:
+    fifth = len(values) // 5
+    return float(np.median(values[-fifth:]) - np.median(values[:fifth]))
+
+
+def describe_trend(event: dict, last_step: int) -> str:
+    """What grows by how much since when, at which step it runs out, and what to do about it."""
+    _, limit, unit, verb = RESOURCES[event["of"]]
+    at = float(f"{event['at_step']:.3g}")
+    end = f"at its limit of {amount(event['limit'], unit)}" if limit else "none left"
+    if verb == "grow":
+        end = end.replace("its", "their")
+    return (f"{event['resource']} {verb} {rate(event['per_step'], unit)} since about step "
+            f"{event['since']:,}: {end} at about step {at:,.0f} of {last_step:,}; "
+            f"{ADVICE[event['resource']]}")
+
+
+def amount(value: float, unit: str) -> str:
+    return f"{value:.1f} GB" if unit else f"{value:,.0f}"
+
+
+def rate(per_step: float, unit: str) -> str:
+    """0.001, "GB" → 1.0 MB a step"""
+    if not unit:
+        often = "1,000 steps" if per_step < 1 else "step"
+        return f"by {per_step * (1000 if per_step < 1 else 1):,.3g} every {often}"
+    for small, size in (("GB", 1), ("MB", 1e-3), ("kB", 1e-6)):
+        if per_step > 0.95 * size:
+            return f"{per_step / size:.{int(per_step < 9.5 * size)}f} {small} a step"
+    return f"{per_step * 1e9:.0f} bytes a step"
+
+
+# --- what grows ------------------------------------------------------------------------------
+
+
+def count_types() -> Counter:
+    """{type: objects} that Python's collector knows, and {type + " bytes": bytes} of tensors.
+
+    Storage that several tensors share counts once. What only C++ holds, such as what a graph keeps
+    for the backward pass, is not seen; the tensor that keeps the graph is.
+    """
+    counts, seen = Counter(), set()
+    for thing in gc.get_objects():
+        try:  # objects may raise whatever they like when they are looked at
+            kind = type(thing)
+            counts[kind.__name__] += 1
+            if issubclass(kind, torch.Tensor):
+                storage = thing.untyped_storage()
+                key = str(storage.device), storage.data_ptr()
+                if key not in seen:
+                    seen.add(key)
+                    counts[f"{kind.__name__} bytes"] += storage.nbytes()
+        except Exception:  # noqa: S112
+            continue
+    return counts
+
+
+def growing_types(before: Counter, after: Counter, most: int = 5) -> str:
+    """The types that grew, those with most bytes first: "Tensor +1,200 (+4.9 MB), dict +300"."""
+    grown = after - before  # without what shrank
+    names = {name.removesuffix(" bytes") for name in grown}
+    first = sorted(names, key=lambda n: (-grown[f"{n} bytes"], -grown[n], n))[:most]
+    texts = []
+    for name in first:
+        size = grown[f"{name} bytes"] / 1e6
+        texts.append(f"{name} {after[name] - before[name]:+,d}" + f" (+{size:.1f} MB)" * (size > 0))
+    return ", ".join(texts)

@@ -1,0 +1,374 @@
+"""What runs out is said early, and what only looks like it is not. Rows are synthetic."""
+
+import gc
+import json
+from collections import Counter, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from steady import limits
+from steady.limits import (
+    MOST,
+    ResourceTrends,
+    count_types,
+    describe_trend,
+    growing_types,
+    read_resources,
+)
+
+CPU = torch.device("cpu")
+LAST = 100_000
+LIMITS = {"limit/host_gb": 8.0, "limit/device_gb": 80.0, "limit/open_files": 1024,
+          "limit/threads": 1000}
+HOST = "memory/host_anonymous_gb"
+rng = np.random.default_rng(0)
+
+
+def noise(sd=0.02):
+    return sd * rng.standard_normal()
+
+
+def watch(value, name=HOST, rows=1000, every=10, trends=None, first=0, also=None, **settings):
+    """The events of a run whose row of step s has {name: value(s)}."""
+    trends = trends or ResourceTrends(LAST, LIMITS, **settings)
+    steps = range(first + every, first + rows * every + 1, every)
+    return [event for s in steps
+            for event in trends.add({"step": s, name: value(s)} | (also(s) if also else {}))]
+
+
+# --- an alarm ---
+
+
+def leak(s):
+    return 1 + 0.001 * max(0, s - 120) + noise()
+
+
+def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
+    [event] = watch(leak)
+    assert event["resource"] == "host memory"
+    assert abs(event["since"] - 120) <= 60
+    assert event["per_step"] == pytest.approx(0.001, rel=0.03)
+    assert event["at_step"] == pytest.approx(7120, rel=0.03)
+    assert event["found"] < 7120 / 4
+    assert event["now"] == pytest.approx(1 + 0.001 * (event["found"] - 120), abs=0.1)
+    assert event["limit"] == 8.0
+    assert json.loads(json.dumps(event)) == event
+
+
+@pytest.mark.parametrize("warmup", [
+    lambda s: 1 - np.exp(-s / 100),
+    lambda s: 0.5 * (s >= 100) + 0.5 * (s >= 500) + 0.5 * (s >= 1000),
+], ids=["caches fill", "first evaluation and checkpoints"])
+def test_a_leak_after_a_warm_up_is_found(warmup):
+    [event] = watch(lambda s: 1 + warmup(s) + 0.0003 * max(0, s - 2000) + noise())
+    assert abs(event["since"] - 2000) < 300
+    assert event["per_step"] == pytest.approx(0.0003, rel=0.1)
+
+
+def test_a_leak_that_begins_late_is_found_and_does_not_count_what_was_before():
+    [event] = watch(lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), rows=2000)
+    assert abs(event["since"] - 9000) < 200
+    assert event["at_step"] == pytest.approx(15_000, rel=0.02)
+
+
+def test_a_leak_under_a_sawtooth_is_found():
+    [event] = watch(lambda s: 1 + 0.5 * (s % 350) / 350 + 0.0005 * s)
+    assert event["per_step"] == pytest.approx(0.0005, rel=0.1)
+
+
+def test_disk_space_that_goes_in_steps_runs_towards_zero():
+    [event] = watch(lambda s: 100 - 2 * (s // 500), "disk/free_gb")
+    assert event["resource"] == "free disk space"
+    assert event["at_step"] == pytest.approx(25_000, rel=0.05)
+    assert event["limit"] == 0
+
+
+@pytest.mark.parametrize("name, value, resource, at_step", [
+    ("memory/open_files", lambda s: 20 + s // 25 + s % 3, "open files", 25_000),
+    ("memory/threads", lambda s: 20 + s // 20, "threads", 19_600),
+    ("disk/free_inodes", lambda s: 20_000 - s, "free inodes", 20_000),
+    ("memory/allocated_gb", lambda s: 10 + 0.01 * s, "device memory", 7000),
+])
+def test_every_resource_is_watched(name, value, resource, at_step):
+    [event] = watch(value, name)
+    assert event["resource"] == resource
+    assert event["at_step"] == pytest.approx(at_step, rel=0.02)
+    text = describe_trend(event, LAST)
+    assert text.startswith(resource) and text.endswith(limits.ADVICE[resource])
+
+
+def test_what_a_step_needs_of_the_device_counts():
+    """Between steps 10 GB are allocated, but 40 GB in a step: 40 of 80 GB are left."""
+    [event] = watch(lambda s: 10 + 0.01 * s, "memory/allocated_gb",
+                    also=lambda s: {"memory/peak_gb": 40 + 0.01 * s})
+    assert event["at_step"] == pytest.approx(4000, rel=0.02)
+
+
+def test_memory_of_the_loader_counts_and_is_named():
+    [event] = watch(lambda s: 1 + noise(), also=lambda s: {"memory/workers_rss_gb": 1 + 0.001 * s})
+    assert event["resource"] == limits.WORKERS
+    assert event["at_step"] == pytest.approx(6000, rel=0.03)
+    assert "dataset" in describe_trend(event, LAST)
+    [event] = watch(lambda s: 1 + 0.001 * s, also=lambda s: {"memory/workers_rss_gb": 1 + noise()})
+    assert event["resource"] == "host memory"
+
+
+def test_rows_that_lack_a_resource_are_passed_over():
+    trends = ResourceTrends(LAST, LIMITS)
+    events = []
+    for s in range(1, 4000):
+        row = {"step": s, "val/loss": 1.0, HOST: leak(s) if s % 10 == 0 else None}
+        events += trends.add({"end": {}} if s % 7 == 0 else row)
+    assert len(events) == 1
+
+
+def test_the_rows_may_bring_the_limits():
+    trends = ResourceTrends(LAST)
+    assert watch(leak, trends=trends, rows=200) == []
+    trends.add({"step": 2005, "perf/startup_s": 1.0} | LIMITS)
+    assert watch(lambda s: leak(s - 2000), trends=trends, first=2010) != []
+
+
+# --- no alarm ---
+
+
+@pytest.mark.parametrize("value", [
+    lambda s: 6 + noise(0.3),
+    lambda s: 2 + 4 * (1 - np.exp(-s / 1000)) + noise(),
+    lambda s: 1 + 5 * (1 - np.exp(-s / 1000)),
+    lambda s: 4 + 3 * (s > 3000) + noise(0.1),
+    lambda s: 6 + (s % 330) / 330,
+    lambda s: 6 + 0.3 * (s % 1700) / 1700 + noise(0.01),
+    lambda s: 6.0,
+], ids=["noise", "saturation", "saturation without noise", "one step up", "sawtooth",
+        "long sawtooth", "constant"])
+def test_no_alarm_without_sustained_growth(value):
+    assert watch(value, rows=2000) == []
+
+
+def test_noise_and_single_steps_are_no_alarm_in_many_runs():
+    for _ in range(20):
+        level, step = rng.uniform(3, 6), rng.integers(200, 2500)
+        assert watch(lambda s, at=level: at + noise(0.3), rows=300) == []
+        assert watch(lambda s, at=step: 4 + 3 * (s > at) + noise(0.1), rows=300) == []
+
+
+def test_growth_that_reaches_the_limit_only_after_the_last_step_is_no_alarm():
+    assert watch(lambda s: 2 + 0.00005 * s + noise(), rows=3000, every=33) == []
+    [event] = watch(lambda s: 2 + 0.000075 * s + noise(), rows=3000, every=33)
+    assert event["at_step"] == pytest.approx(80_000, rel=0.05)
+
+
+def test_growth_that_was_seen_for_a_short_time_is_not_continued_for_long():
+    assert watch(lambda s: 1 + 0.001 * s, rows=100) == []  # it would take six times as long
+
+
+def test_the_first_checkpoints_are_no_alarm():
+    def kept(s):
+        return 100 - 6 * min(10, s // 500)
+
+    assert watch(kept, "disk/free_gb", settled_step=6000) == []
+    assert watch(kept, "disk/free_gb") != []  # the test would see it
+
+
+# --- once, and anew ---
+
+
+def test_a_trend_is_reported_once():
+    trends = ResourceTrends(LAST, LIMITS)
+    assert len(watch(leak, trends=trends, rows=3000)) == 1
+
+
+def test_a_restart_begins_anew_but_the_disk_goes_on():
+    trends = ResourceTrends(LAST, LIMITS)
+    disk = dict(trends=trends, also=lambda s: {"disk/free_gb": 10 - 0.0005 * s})
+    assert len(watch(leak, rows=300, **disk)) == 2
+    trends.add({"step": 3005, "perf/startup_s": 1.0, HOST: 0.1})
+    assert [e["of"] for e in watch(leak, first=3010, rows=400, **disk)] == ["host memory"]
+
+
+def test_a_process_is_not_compared_with_the_one_before_it():
+    trends = ResourceTrends(LAST, LIMITS)
+    for s in range(10, 10_000, 10):  # each process has a little more, which stays
+        start = {"perf/startup_s": 1.0} if s % 500 == 0 else {}
+        assert trends.add({"step": s, HOST: 1 + 0.5 * (s // 500)} | start) == []
+
+
+def test_disk_growth_is_found_across_restarts():
+    trends, events = ResourceTrends(LAST, LIMITS), []
+    for s in range(10, 10_000, 10):
+        start = {"perf/startup_s": 1.0} if s % 150 == 0 else {}
+        events += trends.add({"step": s, "disk/free_gb": 50 - 0.002 * s} | start)
+    assert [e["at_step"] for e in events] == [25_000]
+
+
+def test_memory_stays_flat():
+    trends = ResourceTrends(10**9, LIMITS)
+    watch(lambda s: 6 + s * 1e-9, trends=trends, rows=5000)
+    [samples] = trends.samples.values()
+    assert MOST / 2 <= len(samples) < MOST
+    size, merging = trends.merging["host memory"]
+    assert size == 64 and len(merging) in (0, 2)
+
+
+# --- the sentence ---
+
+
+def test_the_sentence():
+    event = dict(resource="host memory", of="host memory", since=120, per_step=0.001, now=1.0,
+                 limit=8.0, at_step=23_004, found=4000)
+    assert describe_trend(event, LAST) == (
+        "host memory grows 1.0 MB a step since about step 120: at its limit of 8.0 GB at about "
+        "step 23,000 of 100,000; look for what the loop keeps, such as losses that are never "
+        "detached: --verbose names the types that grow")
+    files = event | dict(resource="open files", of="open files", per_step=0.04, limit=1024)
+    assert describe_trend(files, LAST).startswith(
+        "open files grow by 40 every 1,000 steps since about step 120: at their limit of 1,024 at")
+    disk = event | dict(resource="free disk space", of="free disk space", limit=0.0)
+    assert describe_trend(disk, LAST).startswith(
+        "free disk space shrinks 1.0 MB a step since about step 120: none left at about step 23,0")
+
+
+@pytest.mark.parametrize("gb, text", [
+    (2.0, "2.0 GB a step"), (0.0123, "12 MB a step"), (0.00099, "1.0 MB a step"),
+    (4e-6, "4.0 kB a step"), (5e-8, "50 bytes a step")])
+def test_rates_have_units_that_a_person_reads(gb, text):
+    assert limits.rate(gb, "GB") == text
+
+
+# --- what is read ---
+
+Disk = namedtuple("Disk", "f_blocks f_bavail f_frsize f_files f_favail")
+
+
+def put(root, **files):
+    """Files below a root that stands in for the system's; __ in a name is /."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A machine with 10 GB available, without limits."""
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(limits, "soft_limit", {"RLIMIT_NOFILE": 1024}.get)
+    monkeypatch.setattr(limits, "soft_limit",
+                        lambda name: 1024 if name == "RLIMIT_NOFILE" else float("inf"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    put(tmp_path, proc__meminfo="MemTotal: 20000000 kB\nMemAvailable: 10000000 kB\nCached: 1 kB\n",
+        proc__self__cgroup="0::/job/task\n", proc__loadavg="0.1 0.2 0.3 3/90 8697\n")
+    return tmp_path
+
+
+def test_what_is_read_at_a_log(root, monkeypatch):
+    put(root, proc__self__statm="5000 3000 1000 1 0 1 0\n", proc__self__task__11="",
+        proc__self__task__12="")
+    monkeypatch.setattr(limits.os, "sysconf", lambda name: 4096)
+    monkeypatch.setattr(limits.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096, 50, 20))
+    assert read_resources(root) == {
+        "memory/threads": 2, HOST: 2000 * 4096 / 1e9,  # without the pages of files
+        "disk/free_gb": 4.096, "disk/free_inodes": 20}
+
+
+def test_what_is_missing_is_left_out(root, monkeypatch):
+    monkeypatch.setattr(limits.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096, 0, 0))
+    assert read_resources(root) == {"disk/free_gb": 4.096}  # btrfs, and no /proc
+    assert read_resources(None) == {}
+    monkeypatch.delattr(limits.os, "statvfs")
+    assert read_resources(root) == {}
+    (root / "proc/meminfo").unlink()
+    (root / "proc/loadavg").unlink()
+    assert limits.limits({}, CPU) == {"limit/open_files": 1024}
+
+
+def test_memory_that_is_available_is_added_to_what_is_used(root, monkeypatch):
+    row = {HOST: 2.0, "memory/workers_rss_gb": 1.0, "memory/host_rss_gb": 9.0}
+    assert limits.limits(row, CPU)["limit/host_gb"] == pytest.approx(3 + 10.24)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert limits.limits(row, CPU)["limit/host_gb"] == pytest.approx(3 + 2.56)
+
+
+def test_a_cgroup_of_version_2_limits_memory_also_from_above(root):
+    group = dict(memory__max="max\n", memory__current="3000000000\n")
+    put(root, **{f"sys__fs__cgroup__job__task__{k.replace('__', '.')}": v for k, v in group.items()})
+    group = {"max": "6000000000\n", "current": "5000000000\n",
+             "stat": "anon 1\ninactive_file 200000000\nactive_file 300000000\n"}
+    put(root, **{f"sys__fs__cgroup__job__memory.{k}": v for k, v in group.items()})
+    assert limits.available_bytes() == 1.5e9
+
+
+def test_a_cgroup_of_version_1_limits_memory(root):
+    put(root, proc__self__cgroup="8:pids:/\n4:cpu,memory:/job\n")
+    group = {"limit_in_bytes": "6000000000\n", "usage_in_bytes": "5000000000\n",
+             "stat": "inactive_file 7\ntotal_inactive_file 100000000\ntotal_active_file 0\n"}
+    put(root, **{f"sys__fs__cgroup__memory__job__memory.{k}": v for k, v in group.items()})
+    assert limits.available_bytes() == 1.1e9
+
+
+def test_threads_are_limited_by_the_system_the_user_and_the_cgroup(root, monkeypatch):
+    now = {"memory/threads": 10}
+    assert "limit/threads" not in limits.limits(now, CPU)
+    put(root, **{"proc__sys__kernel__threads-max": "1000\n"})
+    assert limits.limits(now, CPU)["limit/threads"] == 10 + 910
+    monkeypatch.setattr(limits, "soft_limit", lambda name: 800)
+    assert limits.limits(now, CPU)["limit/threads"] == 800
+    put(root, **{"sys__fs__cgroup__job__pids.max": "200\n",
+                 "sys__fs__cgroup__job__pids.current": "60\n"})
+    assert limits.limits(now, CPU)["limit/threads"] == 10 + 140
+
+
+def test_the_limit_of_the_device_is_what_others_leave(root, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 * 10**9)
+    assert limits.limits({}, torch.device("cuda"))["limit/device_gb"] == 70
+
+
+def test_this_machine_can_be_read(tmp_path):
+    row = read_resources(tmp_path)
+    assert all(value >= 0 for value in row.values())
+    found = limits.limits(row, CPU)
+    assert found.get("limit/host_gb", 1e9) > row.get(HOST, 0)
+
+
+# --- what grows ---
+
+
+class Kept:
+    pass
+
+
+def test_types_and_tensors_that_grow_are_named():
+    before = count_types()
+    kept = [Kept() for _ in range(300)]
+    tensors = [torch.zeros(1000) for _ in range(1200)]
+    views = [tensors[0][:10] for _ in range(50)]  # no storage of their own
+    after = count_types()
+    text = growing_types(before, after)
+    assert text.startswith(f"Tensor +1,250 (+{4.8:.1f} MB), Kept +300")
+    assert len(kept) + len(views) == 350
+
+
+def test_what_shrank_is_not_named():
+    before = Counter({"dict": 10, "Tensor": 3, "Tensor bytes": 4_900_000})
+    after = Counter({"dict": 5, "Tensor": 1203, "Tensor bytes": 9_800_000, "list": 300})
+    assert growing_types(before, after) == "Tensor +1,200 (+4.9 MB), list +300"
+    assert growing_types(after, after) == ""
+
+
+def test_objects_that_raise_are_passed_over(monkeypatch):
+    class Hostile:
+        @property
+        def __class__(self):
+            raise RuntimeError
+
+        def __getattribute__(self, name):
+            raise RuntimeError
+
+    sparse = torch.eye(3).to_sparse()  # has no storage: raises
+    monkeypatch.setattr(gc, "get_objects", lambda: [Hostile(), sparse, torch.zeros(10), {}])
+    assert count_types() == Counter(
+        {"Hostile": 1, "Tensor": 2, "Tensor bytes": 40, "dict": 1})
