@@ -199,15 +199,16 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         totals = [[self.gathered[name][0]] for name in names]
         weights = [[self.gathered[name][1]] for name in names]
-        parts = [*totals, *weights, self.losses, self.grad_norms, [nonfinite], self.own_ms(step)]
+        parts = [*totals, *weights, self.losses, self.grad_norms, [nonfinite],
+                 [self.machine.probe_us], self.own_ms(step)]
         values = torch.cat([self.on_device(part) for part in parts])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         n = len(names)
-        cuts = np.cumsum([n, n, len(self.losses), len(self.grad_norms), 1])
-        totals, weights, losses, norms, nonfinite, own = np.split(table, cuts, axis=1)
+        cuts = np.cumsum([n, n, len(self.losses), len(self.grad_norms), 1, 1])
+        totals, weights, losses, norms, nonfinite, probes, own = np.split(table, cuts, axis=1)
         self.nonfinite_in_a_row = int(nonfinite[0, 0])
         self.gathered, self.losses, self.grad_norms = {}, [], []
         sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
@@ -225,7 +226,7 @@ class Monitor:
                     self.warn(at, text + hint)
         if self.dataset_totals is not None:
             row |= self.epochs()
-        return row | slowest_rank(own)
+        return row | slowest_rank(own, probes[:, 0])
 
     def on_device(self, values: list) -> Tensor:
         """A list of numbers, or one of tensors of a single element, as [n] in fp32."""

@@ -6,10 +6,13 @@ the main thread did not run for reasons outside it, and the probe's own slow-dow
 part, and of the second as much as they can. What is left is the program's.
 """
 
+import math
+
 import numpy as np
 
 from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 
+COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
 CAUSES = {
@@ -61,10 +64,11 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
     return out
 
 
-def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
+def explain(event: dict, before: list[dict], after: list[dict], growing=frozenset()) -> dict:
     """Which phases became longer, the causes with their shares, and who is to blame.
 
-    before, after: points of SlowdownDetector. Returns phases [(name, ms a step more)], intervals
+    before, after: points of SlowdownDetector; growing: phases that another event is about, and that
+    go on growing. Returns phases [(name, ms a step more)], intervals
     {name: half of the 95 % interval of that}, causes, blames ("machine", "program", or "unclear"
     where nothing measured the machine), before and after (ms a step).
     """
@@ -76,21 +80,22 @@ def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
                     causes=[CAUSES["checkpoint grows" if grows else kind]], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
     more = {name: grown(before, after, name) for name in before[0]["values"]}
-    common_ms = max(0.0, more["median"][0], more["mean"][0])
+    least, series = 0.025 * event["before"], "mean" if event["series"] == "mean" else "median"
+    common_ms, error = more[series]
+    if common_ms < max(error, least):
+        common_ms = 0.0
     alone = {name: ms for name in STEP_PHASES for ms, error in [more.get(name, (0.0, 0.0))]
-             if ms > max(error, 0.02 * event["before"])}
+             if ms > max(error, 0.02 * event["before"]) and name not in growing}
     # where the common part is all there is, the phases are those that it lies in
     shown = dict(alone)
     if not alone or common_ms > 2 * sum(alone.values()):
         shown = {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
                  - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
         shown = {name: max(ms, alone.get(name, 0.0)) for name, ms in shown.items()}
-    if not common_is_real(event, more, alone):
-        common_ms = 0.0
     total = sum(alone.values()) + common_ms or 1e-9
     left = Left(alone | {"common": common_ms})
     program(left, old, new, after, event["creeps"])
-    machine(left, old, new, before, after)
+    machine(left, old, new, before, after, series, least)
     by_size = sorted(left.explained.items(), key=lambda item: -item[1])
     causes = [f"{cause} ({ms / total:.0%})" for cause, ms in by_size if ms > 0.05 * total]
     if sum(left.ms.values()) > 0.05 * total:
@@ -99,32 +104,41 @@ def explain(event: dict, before: list[dict], after: list[dict]) -> dict:
     blames = "program" if measured or left.explained else "unclear"
     if left.of_machine > 0.5 * total:
         blames = "machine"
+    if total < least:
+        blames, causes = "unclear", ["it has passed, or too little is left of it to tell why"]
     ranked = sorted(shown.items(), key=lambda item: -item[1])
     largest = max(shown.values(), default=0.0)
     return dict(
-        phases=[(name, round(ms, 3)) for name, ms in ranked if ms > 0.05 * largest],
+        phases=[(name, round(float(ms), 3)) for name, ms in ranked if ms > 0.05 * largest],
         intervals={name: round(more[name][1], 3) for name in shown if name in more},
         causes=causes, blames=blames, after=event["before"] + total,
         percent=100 * total / event["before"],
     )
 
 
-def common_is_real(event: dict, more: dict, alone: dict) -> bool:
-    """Whether all phases became slower alike, beside what single ones have more."""
-    ms, error = max(more["median"], more["mean"])
-    return not alone or event["series"] in ("median", "mean") and ms > max(
-        error, 0.025 * event["before"])
+def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> tuple:
+    """(how much larger a value of the points is in the mean, half the 95 % interval of that).
 
-
-def grown(before: list[dict], after: list[dict], name: str) -> tuple[float, float]:
-    """(how much larger a value is in the mean, half the 95 % interval of that)."""
-    old, new = (np.array([p["values"][name] for p in points if name in p["values"]])
-                for points in (before, after))
-    if not len(old) or not len(new):
-        return 0.0, 0.0
+    probe: what of it is more than a machine that is as much slower as this probe.
+    """
+    pairs = []
+    for points in (before, after):
+        points = [p for p in points if name in p["values"] and (not probe or p["row"].get(probe))]
+        values = np.array([p["values"][name] for p in points])
+        if probe:
+            values /= np.array([p["row"][probe] for p in points])
+        pairs.append(values)
+    old, new = pairs
+    if min(len(old), len(new)) < (3 if probe else 1):
+        return (math.inf if probe else 0.0), 0.0
+    if probe:
+        old, new = (x * np.median([p["row"][probe] for p in before if p["row"].get(probe)])
+                    for x in (old, new))
     old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))) for x in (old, new))  # not the outliers
-    error = 2 * np.sqrt(old.var() / len(old) + new.var() / len(new))
-    return float(new.mean() - old.mean()), float(error)
+    # neighbours are alike: as many independent values as there are groups of four
+    groups = [[x[i : i + 4].mean() for i in range(0, len(x), 4)] for x in (old, new)]
+    error = 2 * math.sqrt(sum(np.var(g) / len(g) for g in groups))
+    return float(new.mean() - old.mean()), error
 
 
 class Left:
@@ -132,6 +146,7 @@ class Left:
 
     def __init__(self, ms: dict[str, float]):
         self.ms, self.total = ms, sum(ms.values()) or 1e-9
+        self.common = ms["common"]
         self.explained, self.of_machine = {}, 0.0  # {cause: ms}
 
     def take(self, cause: str, ms: float, names=None, of_machine=False):
@@ -145,8 +160,9 @@ class Left:
                 self.of_machine += part * of_machine
 
 
-def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict]):
-    """Take what the machine is to blame for."""
+def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict], series: str,
+            least: float):
+    """Take what the machine is to blame for. series: of what is common; least: ms that count."""
 
     def added(name: str) -> float:
         return new.get(name, 0.0) - old.get(name, 0.0)
@@ -160,24 +176,34 @@ def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[di
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
         # the other threads of an operation wait for the one that did not run: it counts for more
         left.take(CAUSES[name], max(ms, left.ms["common"]), of_machine=True)
-    before_ms = sum(old.get(f"perf/{name}_ms", 0.0) for name in STEP_PHASES) / old.get("work", 1.0)
-    ratios = {name: max(probe_ratio(before, after, column) for column in columns)
-              for name, columns in PROBES.items()}
-    for name, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
-        ms = 1.5 * (ratio - 1) * before_ms
-        if ms > 0.1 * left.total:
-            left.take(CAUSES[name].format(ratio=ratio), ms, of_machine=True)
+    # of what all phases share, all but what is more than the probe is slower
+    best = (0.0, "", 1.0)
+    for name, columns in PROBES.items():
+        for column in columns:
+            beside, error = grown(before, after, series, column)
+            beside = beside if beside > max(error, least) else 0.0
+            ratio = probe_ratio(before, after, column)
+            best = max(best, (left.ms["common"] - beside, name, ratio))
+    ms, name, ratio = best
+    if ms > 0 and ratio > 1.01:
+        left.take(CAUSES[name].format(ratio=ratio), ms, ["common"], of_machine=True)
+    # what a phase has alone, as far as main memory is slower than the rest of the machine
+    ratio = probe_ratio(before, after, "machine/memory_probe_us")
+    factor = 1 + left.common / max(1e-9, sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES))
+    for phase in COMPUTE:
+        if ratio > 1.1 * factor:
+            most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)
+            text = CAUSES["memory probe"].format(ratio=ratio)
+            left.take(text, most, [phase], of_machine=True)
 
 
 def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
-    """How much slower a probe has become; 1 where it is not sure."""
+    """How much slower a probe has become; 1 if it was not read often enough."""
     old, new = (np.array([p["row"][name] for p in points if p["row"].get(name)])
                 for points in (before, after))
     if len(old) < 3 or not len(new):
         return 1.0
-    noise = 1.5 * np.median(np.abs(old - np.median(old))) / np.median(old)
-    ratio = float(np.median(new) / np.median(old))
-    return ratio if ratio > 1.03 + 2 * noise / np.sqrt(len(new)) else 1.0
+    return float(np.median(new) / np.median(old))
 
 
 def program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
@@ -195,7 +221,12 @@ def program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
         rank, phase = max(set(votes), key=votes.count)
         text = (f"rank {int(rank)} is slow and the others wait for it: its own work takes "
                 f"{ratio:.2f} times as long as theirs, mostly because of {OWN_PHASES[int(phase)]}")
-        left.take(text, left.total)
+        probe = new.get("perf/slowest_rank_probe")
+        if probe:
+            text += (f"; its machine is the slower one, its probe takes {probe:.2f} times as long"
+                     if probe > 1 + 0.3 * (ratio - 1) else
+                     "; its machine is as fast as theirs, so it is its share of the work")
+        left.take(text, left.total, of_machine=bool(probe) and "slower one" in text)
     rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
     grows = added(rss) > 0.03 + 0.05 * old.get(rss, 0.0)
     left.take(CAUSES["loader memory" if grows else "data"], left.total, ["data"])

@@ -182,7 +182,8 @@ class ResourceTrends:
                 self.reported.discard(name)
             self.limits = self.given
         self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
-        if row.get("step", 0) <= self.step:
+        held = any(row.get(metrics[0]) is not None for metrics, *_ in RESOURCES.values())
+        if not held or row["step"] <= self.step:
             return []
         self.step, events = row["step"], []
         for name, (metrics, limit, *_) in RESOURCES.items():
@@ -256,7 +257,7 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     rises, total = np.diff(blocks), blocks[-1] - blocks[0]
     if rises.min() <= total / 16:  # a quarter of the mean; a single step rises in one of them
         return None
-    if start and blocks[-1] - values[:start].max() < 0.5 * total:
+    if blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total:
         return None  # a sawtooth: it has been there before
     first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
     slope, least = theil_sen(x, y)
@@ -272,6 +273,9 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     ratio = (second - doubt) / (first + doubt)
     if left > HORIZON * slope * (x[-1] - x[0]) or ratio < 1 and left > second * ratio / (1 - ratio):
         return None
+    off = np.abs(values - slope * steps - np.median(rest))
+    while start and off[start - 1] < 2 * noise + 1e-6 * total:
+        start -= 1  # a bend is found roughly; the line may begin before it
     return start, slope, float(x[-1] + left / slope)
 
 

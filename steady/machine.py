@@ -95,6 +95,7 @@ class Machine:
         self.queued = self.queue_seconds()
         self.slow_read = time.perf_counter(), self.counters()
         self.steps_between = 0  # steps since then
+        self.probe_us = 0.0  # the newest of the device that trains
         gc.callbacks.append(self.on_gc)
         self.before = None
         if threading.current_thread() is threading.main_thread():
@@ -129,6 +130,7 @@ class Machine:
         then, old = self.slow_read
         if time.perf_counter() - then > SECONDS_BETWEEN:
             row |= self.probe.read(self.device)
+            self.probe_us = row.get("machine/gpu_probe_us", row["machine/cpu_probe_us"])
             new = self.counters()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
             self.slow_read, self.steps_between = (time.perf_counter(), new), 0

@@ -83,9 +83,10 @@ def seconds_by_phase(rows: list[dict], logs: list[dict]) -> dict[str, float]:
 def verdict(out: dict) -> list[str]:
     """Whether the run slowed down, and what takes more of the time than it should; as lines."""
     lines = []
-    if all(event["kind"] == "work" for event in out["slowdowns"]):
+    shown = [event for event in out["slowdowns"] if event["percent"] >= 1]  # else it passed
+    if all(event["kind"] == "work" for event in shown):
         lines.append("steady: no slow-down found")
-    for event in out["slowdowns"]:
+    for event in shown:
         ended = f" It ended at step {event['ended']}." if "ended" in event else ""
         lines.append(describe_event(event) + ended)
     for name, (limit, advice) in ADVICE.items():

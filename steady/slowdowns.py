@@ -8,12 +8,11 @@ from collections import deque
 
 import numpy as np
 
-from steady.causes import explain, mean_row
+from steady.causes import COMPUTE, explain, mean_row
 from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
-COMPUTE = ("forward", "backward", "optimizer")
 KEPT = 128  # points that are kept: of each a few hundred bytes
 
 
@@ -253,7 +252,7 @@ class SlowdownDetector:
     def span(self, event: dict, series: str | None = None) -> tuple[float, float]:
         """(where an earlier event begins or ends, where a later one begins), of this series."""
         others = [e for e in self.steps if e is not event and series in (None, e["series"])]
-        earlier = [e.get("ended", e["since"]) for e in others if e["found"] < event["found"]]
+        earlier = [e["since"] for e in others if e["found"] < event["found"] and "ended" not in e]
         later = [e["since"] - 1 for e in others if e["found"] > event["found"]]
         return max(earlier, default=0), min([*later, event.get("ended", math.inf)])
 
@@ -263,14 +262,23 @@ class SlowdownDetector:
         points = [p for p in self.points if p["values"]]
         if key not in self.before:
             before = [p for p in points if p["last"] < event["since"]] or points[:1]
-            self.before[key] = [p for p in before if p["first"] >= begin][-50:] or before[-10:]
+            normal = [p for p in before if p["first"] >= begin and not self.within_ended(p)]
+            self.before[key] = normal[-50:] if len(normal) >= BASELINE else before[-BASELINE:]
         after = [p for p in points if event["since"] <= p["first"] <= end] or points[-1:]
         if event["kind"] == "step":
             event["before"] = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
                                              for p in self.before[key]]))
-        event |= explain(event, self.before[key], after)
+        if event["creeps"]:  # how far it has come, not its mean
+            after = after[-max(8, len(after) // 4) :]
+        growing = {e["series"] for e in self.steps
+                   if e is not event and e["creeps"] and "ended" not in e}
+        event |= explain(event, self.before[key], after, growing)
         if "ended" in event:
             del self.before[key]
+
+    def within_ended(self, point: dict) -> bool:
+        """Whether a point lies in a slow-down that has ended since."""
+        return any(e["since"] <= point["first"] <= e.get("ended", 0) for e in self.steps)
 
     def reconsider(self, point: dict) -> list[dict]:
         """Active slow-downs of steps, each time twice as many points are known of them."""

@@ -190,17 +190,20 @@ def stacked(row: dict) -> dict[str, float]:
 # --- ranks, memory ---------------------------------------------------------------------------
 
 
-def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
+def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
-    own_ms: [ranks, OWN_PHASES].
+    And how much longer its machine takes for a fixed piece of work. own_ms: [ranks, OWN_PHASES];
+    probes: [ranks], 0 if unknown.
     """
     if len(own_ms) == 1:
         return {}
     busy = own_ms.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
-    return {
+    probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
+    known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
+    return known | {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),

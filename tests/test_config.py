@@ -31,6 +31,8 @@ def test_defaults_then_preset_then_yaml_then_flags(tmp_path):
     assert parsed("--preset", "debug").max_steps == config.PRESETS["debug"]["max_steps"]
     cfg = parsed("--preset", "debug", "--config", str(file), "--log_interval", "3")
     assert (cfg.max_steps, cfg.log_interval, cfg.learning_rate) == (77, 3, 1e-4)
+    debug = parsed("--preset", "debug")
+    assert debug.compile is False and debug.warmup_steps < debug.max_steps
     assert cfg.precision == "fp32"  # from the preset alone
 
 
@@ -49,6 +51,25 @@ def test_the_written_configuration_is_read_back(tmp_path):
     assert parsed("--config", str(tmp_path / "c.yaml")) == dataclasses.replace(
         cfg, config=str(tmp_path / "c.yaml")
     )
+
+
+# tokens a step and learning rate: the large sizes' as in table 2.1 of arXiv:2005.14165, where the
+# sizes nearest are 125M, 350M, 1.3B and 6.7B (whose batches are of 0.5M to 2M tokens)
+@pytest.mark.parametrize("model, tokens, learning_rate, head_dim, kv_heads", [
+    ("default", 1536, 1.5e-2, 32, 2), ("gpt2-124m", 2**19, 6e-4, 64, 12),
+    ("350m", 2**19, 3e-4, 64, 16), ("1b", 2**20, 2e-4, 64, 8), ("7b", 2**21, 1.2e-4, 128, 32),
+])
+def test_sizes_train_as_published(model, tokens, learning_rate, head_dim, kv_heads):
+    cfg = parsed("--model", model)
+    assert cfg.batch_size * cfg.seq_len == tokens and cfg.learning_rate == learning_rate
+    assert cfg.head_dim == head_dim and cfg.n_kv_head == kv_heads
+    assert cfg.qk_norm == (model == "default") and cfg.d_ff % 32 == 0
+
+
+def test_a_learning_rate_may_stay_what_it_is():
+    assert parsed("--learning_rate", "1e-3", "--min_learning_rate", "1e-3")
+    assert "at most learning_rate" in refused("--learning_rate", "1e-3", "--min_learning_rate",
+                                              "2e-3")
 
 
 @pytest.mark.parametrize("preset", config.PRESETS)

@@ -293,17 +293,20 @@ def test_ranks_are_averaged_in_one_exchange(tmp_path, clock):
         return torch.stack((values, 2 * values * (values != 1) + (values == 1)))
 
     m = make(tmp_path, gather=gather)
+    m.machine.probe_us = 10.0
     spend(m, clock, data=3, forward=20)
     m.log("b", 2.0)
     m.log("a", torch.tensor(3.0))
     step(m, 1, 5.0, 7.0)
-    # by name, so all ranks agree; their weights; loss, gradient norm; non-finite steps; own ms
-    expected = [3, 2, 1, 1, 5, 7, 0, 3, 20, 0, 0, 0]
+    # by name, so all ranks agree; their weights; loss, gradient norm; non-finite steps; the
+    # machine's probe; own ms
+    expected = [3, 2, 1, 1, 5, 7, 0, 10, 3, 20, 0, 0, 0]
     assert len(sent) == 1 and sent[0].tolist() == pytest.approx(expected)
     row = rows(tmp_path)[0]
     assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)
     assert row["perf/slowest_rank"] == 1 and row["perf/slowest_rank_ratio"] == pytest.approx(2)
     assert telemetry.OWN_PHASES[row["perf/slowest_rank_phase"]] == "forward"
+    assert row["perf/slowest_rank_probe"] == 2
 
 
 def test_off_is_loss_and_throughput_alone(tmp_path, clock):

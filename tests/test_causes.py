@@ -1,0 +1,232 @@
+"""Is it the machine or the program? Rows whose answer is known, on a machine that wobbles."""
+
+import numpy as np
+import pytest
+
+from steady import machine
+from steady.causes import CAUSES
+from steady.report import describe_event
+from steady.slowdowns import SlowdownDetector, change_point
+from steady.telemetry import OUTSIDE_PHASES
+
+SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
+STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
+
+
+def wobble(rng, logs: int, size: float) -> np.ndarray:
+    """How much slower the machine is at each log: a random walk that comes back, in blocks."""
+    walk = np.zeros(logs)
+    for i in range(1, logs):
+        walk[i] = 0.9 * walk[i - 1] + rng.normal(0, size * 0.44)
+    return np.exp(np.clip(walk, -size, size))
+
+
+def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, creeps=False,
+         factor=1.0, probes=True, more=lambda late: {}):
+    """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
+    rng, rows = np.random.default_rng(seed), []
+    machine_is = wobble(rng, logs, wobbles)
+    for i in range(logs):
+        late = i >= PLANTED
+        slower = machine_is[i] * (factor if late else 1.0)
+        ms = {name: STEP_MS * part * slower * rng.lognormal(0, noise)
+              for name, part in SHARES.items()}
+        grown = (i - PLANTED + 1) / (logs - PLANTED) if creeps else 1.0
+        if phase and late:
+            ms[phase] += STEP_MS * share * grown
+        total = sum(ms.values())
+        row = {f"perf/{name}_ms": value for name, value in ms.items()}
+        row |= dict.fromkeys((f"perf/{name}_ms" for name in OUTSIDE_PHASES), 0.0)
+        row |= {"step": (i + 1) * EVERY, "perf/step_ms": total, "perf/step_ms_median": total,
+                "perf/tflops": 1 / total, "perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
+        if probes:
+            row |= {"machine/cpu_probe_us": 10 * slower * rng.lognormal(0, 0.01),
+                    "machine/memory_probe_us": 50 * slower * rng.lognormal(0, 0.02),
+                    "machine/run_ms": total, "machine/process_ms": total}
+        rows.append(row | more(late))
+    return rows
+
+
+def detect(rows) -> tuple[list[dict], list[dict]]:
+    """(events, those that were returned as updated)."""
+    detector, events, updated = SlowdownDetector(), {}, []
+    for row in rows:
+        for event in detector.add(row):
+            updated += [event] * (events.get(id(event)) is event and "ended" not in event)
+            events[id(event)] = event
+    detector.finish()
+    return list(events.values()), updated
+
+
+def of_program(events) -> list[dict]:
+    return [event for event in events if event["blames"] == "program"]
+
+
+@pytest.mark.parametrize("phase", SHARES)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
+    events = of_program(detect(made(seed, phase=phase, share=0.06))[0])
+    assert len(events) == 1, events
+    (event,) = events
+    assert event["phases"][0][0] == phase and not event["creeps"]
+    assert event["phases"][0][1] == pytest.approx(0.06 * STEP_MS, rel=0.25)
+    assert event["intervals"][phase] < 0.03 * STEP_MS
+    assert abs(event["since"] - PLANTED * EVERY) <= 3 * EVERY
+    assert event["since_range"][0] <= PLANTED * EVERY + 1 <= event["since_range"][1] + EVERY
+    assert "Cause, in the program: " in describe_event(event)
+
+
+def test_a_wobbling_machine_is_never_blamed_on_the_program():
+    for seed in range(30):
+        for event in detect(made(seed, wobbles=0.25))[0]:
+            assert event["blames"] != "program", (seed, event)
+
+
+@pytest.mark.parametrize("probes, blames", [(True, "machine"), (False, "unclear")])
+def test_a_slower_machine_is_told_by_its_probe(probes, blames):
+    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=probes))[0]
+    assert event["blames"] == blames and abs(event["since"] - PLANTED * EVERY) <= 3 * EVERY
+    assert event["percent"] == pytest.approx(30, abs=5)
+    if probes:
+        assert "slower, its own probe too" in event["causes"][0], event["causes"]
+    else:
+        assert event["causes"] == ["unexplained (100%)"]
+
+
+def test_a_slower_program_is_not_a_slower_machine():
+    """All phases take longer, and the probe does not."""
+    rows = made(wobbles=0.02, factor=1.3)
+    for row in rows:
+        row["machine/cpu_probe_us"], row["machine/memory_probe_us"] = 10.0, 50.0
+    (event,) = detect(rows)[0]
+    assert event["blames"] == "program" and event["causes"] == ["unexplained (100%)"]
+
+
+def test_a_slower_machine_and_a_slower_program_at_once():
+    events = detect(made(factor=1.25, wobbles=0.03, phase="optimizer", share=0.25))[0]
+    text = " ".join(describe_event(event) for event in events)
+    assert "optimizer" in text and "own probe too" in text and "unexplained" in text
+
+
+def test_a_second_change_on_top_of_the_first_is_found():
+    rows = made(wobbles=0.05, phase="forward", share=0.2)
+    for row in rows[90:]:
+        for name in ("perf/data_ms", "perf/step_ms", "perf/step_ms_median"):
+            row[name] += 0.2 * STEP_MS
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    first, second = of_program(detect(rows)[0])
+    assert (first["phases"][0][0], second["phases"][0][0]) == ("forward", "data")
+    assert abs(second["since"] - 90 * EVERY) <= 3 * EVERY
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("creeps", [True, False])
+def test_a_jump_is_no_creep(share, creeps):
+    for seed in range(5):
+        events = of_program(detect(made(seed, phase="other", share=share, creeps=creeps,
+                                        wobbles=0.1))[0])
+        assert events[-1]["creeps"] == creeps, (seed, events)
+        assert ("something in the loop grows" in events[-1]["causes"][0]) == creeps
+
+
+@pytest.mark.parametrize("column, ms, cause", [
+    ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
+    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"),
+    ("machine/stops", 5, "stopped"), ("perf/clock_mhz", None, "clocks"),
+])
+def test_what_the_kernel_says_is_the_machine(column, ms, cause):
+    def more(late):
+        clock = 1200 if late else 1900
+        return {column: clock if ms is None else ms * late}
+
+    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))[0]
+    assert event["blames"] == "machine" and event["causes"][0].startswith(CAUSES[cause])
+
+
+def test_a_neighbour_that_takes_the_bandwidth():
+    rows = made(wobbles=0.02, phase="optimizer", share=0.08)
+    for row in rows[PLANTED:]:
+        row["machine/memory_probe_us"] *= 1.6
+    events, _ = detect(rows)
+    event = next(event for event in events if event["phases"][0][0] == "optimizer")
+    assert event["blames"] == "machine" and "main memory is 1.6" in event["causes"][0]
+
+
+def test_another_thread_of_the_process():
+    rows = made(wobbles=0.02, factor=1.4)
+    for i, row in enumerate(rows):
+        row["machine/cpu_probe_us"], row["machine/memory_probe_us"] = 10.0, 50.0
+        row["machine/process_ms"] += 15 * (i >= PLANTED)
+    (event,) = detect(rows)[0]
+    assert event["blames"] == "program" and event["causes"][0].startswith(CAUSES["threads"])
+
+
+def test_what_is_said_is_said_again_when_more_is_known():
+    """For ten logs it looks like the machine; then its probe is as fast as ever."""
+    rows = made(wobbles=0.02, factor=1.3, logs=200)
+    for row in rows[PLANTED + 10 :]:
+        row["machine/cpu_probe_us"], row["machine/memory_probe_us"] = 10.0, 50.0
+    (event,), updated = detect(rows)
+    assert event["blames"] == "program" and updated and updated[0]["updated"] < rows[-1]["step"]
+
+
+@pytest.mark.parametrize("slower, says", [(1.8, "its machine is the slower one"),
+                                          (1.0, "so it is its share of the work")])
+def test_a_slow_rank_or_its_machine(slower, says):
+    def more(late):
+        return {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.8 if late else 1.02,
+                "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": slower if late else 1.0,
+                "perf/waiting_ms": 10.0 * late}
+
+    rows = made(wobbles=0.02, more=more)
+    for row in rows:
+        row["perf/step_ms"] += row["perf/waiting_ms"]
+        row["perf/step_ms_median"] = row["perf/step_ms"]
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    (event,) = detect(rows)[0]
+    assert "rank 3 is slow" in event["causes"][0] and says in event["causes"][0]
+    assert event["blames"] == ("machine" if slower > 1 else "program")
+
+
+def test_change_points():
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(40):
+        creeps, k = bool(rng.integers(2)), int(rng.integers(20, 80))
+        i = np.arange(100)
+        rise = np.maximum(0, i - k + 1.0) / 20 if creeps else 1.0 * (i >= k)
+        values = 10 + rise + rng.normal(0, 0.2, 100)
+        values[rng.integers(0, 100, 3)] += 5  # outliers
+        at, (low, high), shape = change_point(values)
+        found += abs(at - k) <= (8 if creeps else 1) and low <= k <= high and shape == creeps
+    assert found >= 38
+
+
+def test_the_machine_is_read(monkeypatch):
+    import torch
+
+    reader = machine.Machine(torch.device("cpu"))
+    try:
+        assert "machine/cpu_probe_us" not in reader.read(1)  # not at every log
+        reader.slow_read = reader.slow_read[0] - 1, reader.slow_read[1]
+        sum(range(10**5))
+        row = reader.read(1)
+        assert row["machine/cpu_probe_us"] > 0 and row["machine/memory_probe_us"] > 0
+        assert 0 < row["machine/run_ms"] <= row["machine/process_ms"] + 1
+        assert reader.probe_us == row["machine/cpu_probe_us"]
+    finally:
+        reader.close()
+
+
+def test_stops_are_counted(tmp_path):
+    import os
+    import signal
+
+    import torch
+
+    reader = machine.Machine(torch.device("cpu"))
+    try:
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert reader.read(1)["machine/stops"] == 1
+    finally:
+        reader.close()
+    assert signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
