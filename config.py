@@ -206,12 +206,13 @@ class Config:
     health_interval: int | None = option(
         None, "steps between what only full measures (default: log_interval)", at_least=0)
     memory_interval: int | None = option(
-        None, "steps between memory rows (default: log_interval)", at_least=0)
+        None, "steps between memory rows (default: each log, at most four times a second)",
+        at_least=0)
     loss_by_dataset: bool = option(True, "log the loss of each dataset of a mixture as well")
     window_size: int = option(
         100, "newest steps, at most, in the median, in the 95th percentile and in what a spike is "
         "compared with", at_least=1)
-    verbose: bool = option(False, "show every phase in the log line")
+    verbose: bool = option(False, "show every phase in the log line, and what Python objects grow")
     peak_tflops: float | None = option(
         None, "peak of the device for MFU, if it is not known", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")

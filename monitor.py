@@ -25,6 +25,7 @@ from steady.anomalies import AnomalyDetector
 from steady.device_times import DeviceTimes
 from steady.goodput import Goodput
 from steady.health import measure_update
+from steady.limits import Resources
 from steady.machine import Machine
 from steady.report import describe_end, describe_event, report, report_text
 from steady.slowdowns import SlowdownDetector
@@ -83,6 +84,7 @@ class Monitor:
         self.slowdowns = SlowdownDetector()
         for row in self.sinks.kept:
             self.slowdowns.add(row)
+        self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         self.anomalies = AnomalyDetector(cfg.window_size, autopsy, report=out_dir is not None)
         self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
         # metrics, on the device
@@ -100,7 +102,7 @@ class Monitor:
         self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
         self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.events = DeviceTimes() if device.type == "cuda" and cfg.monitor != "off" else None
-        self.machine = Machine(device)
+        self.machine, self.read_step = Machine(device), start_step
 
     # --- what the loop calls ---
 
@@ -179,7 +181,7 @@ class Monitor:
             row = self.gather_values(step, nonfinite)  # waits for the device and for other ranks
             row |= self.clocks(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
-            self.write_row(step, row)
+            self.write_row(step, row | self.readings(step))
             self.phase(previous)
         if self.events and step % max(1, self.cfg.log_interval // 8) == 0:
             self.events.begin(self.current)
@@ -271,11 +273,19 @@ class Monitor:
         self.goodput.add(self.seconds)
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.logged_step, self.logged_tokens, self.padded_tokens = step, self.tokens, 0
+        return row if self.cfg.monitor == "off" else row | self.by_phase(ms)
+
+    def readings(self, step: int) -> dict[str, float]:
+        """Of the machine and of memory, since the last log."""
         if self.cfg.monitor == "off":
-            return row
-        if self.due(step, self.cfg.memory_interval):
+            return {}
+        row = self.machine.read(step - self.read_step)
+        self.read_step = step
+        every = self.cfg.memory_interval
+        if self.due(step, every) if every is not None else self.machine.looked:
             row |= memory(self.device)
-        return row | self.by_phase(ms) | self.machine.read(steps) | self.goodput.row()
+            row |= self.resources.read(row)
+        return row | self.goodput.row()
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
         """ms per step in each phase, from the host's clock or from CUDA events."""
@@ -304,6 +314,12 @@ class Monitor:
             text = describe_end(event) if "ended" in event else describe_event(event)
             self.warn(step, text)
             self.sinks.write_text("slow-downs", text, step)
+        for text in self.resources.warnings({"step": step, **row}):
+            self.warn(step, text)
+            self.write(step, {"runs_out": text})  # for the report
+        growing = self.resources.growing()
+        if growing:
+            print(f"step {step}: more objects: {growing}", flush=True)
 
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps

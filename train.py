@@ -11,7 +11,6 @@ monitor are one module each; what a fork rarely opens is in steady/.
 import contextlib
 import gc
 import math
-import os
 import random
 import signal
 import sys
@@ -48,7 +47,6 @@ from steady.backup import Backup
 from steady.checkpoint import Writer, load_checkpoint, reconcile_best, save_checkpoint
 from steady.cli import ConfigError
 from steady.muon import Muon
-from steady.telemetry import si
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -411,7 +409,7 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
 def make_model(cfg: Config, data: Mixture, checkpoint: str | None) -> nn.Module:
     """The model; if no checkpoint will be loaded, with the weights of --init_from."""
     if cfg.model != "transformers":
-        refuse_too_large(cfg)
+        faults.refuse_too_large(cfg)
     if not cfg.init_from:
         return Transformer(cfg)
     from steady import huggingface
@@ -424,20 +422,6 @@ def make_model(cfg: Config, data: Mixture, checkpoint: str | None) -> nn.Module:
     if not checkpoint:
         huggingface.load_initial(model, cfg.init_from)
     return model
-
-
-def refuse_too_large(cfg: Config):
-    """Raise ConfigError if the weights alone, in fp32, exceed this machine's memory."""
-    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
-    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
-    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * weights > memory:
-        raise ConfigError(
-            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
-            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
-            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
-            "smaller sizes")
 
 
 def watch_for_waiting(run: Run):

@@ -57,6 +57,9 @@ class AnomalyDetector:
         recent, out = self.recent[name], []
         if len(recent) >= MIN_VALUES:
             median = quantile(recent, 0.5)
+            if not (values > SPIKE_FACTOR[name] * median).any():  # the usual case: a sort less
+                recent.extend(values[~bad].tolist())
+                return out
             # 1.4826 median absolute deviations are one standard deviation of a normal distribution
             spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
             limit = max(SPIKE_FACTOR[name] * median, median + 10 * spread)

@@ -21,6 +21,7 @@ from steady.checkpoint import (
 )
 from steady.cli import ConfigError
 from steady.device import rank_and_world
+from steady.telemetry import si
 
 # --- signals ---------------------------------------------------------------------------------
 
@@ -184,6 +185,20 @@ def autopsy(run, step: int, rank: int) -> dict:
 def out_of_memory(error: BaseException) -> bool:
     """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def refuse_too_large(cfg):
+    """Raise ConfigError if the weights alone, in fp32, exceed this machine's memory."""
+    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
+    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
+    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * weights > memory:
+        raise ConfigError(
+            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
+            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
+            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
+            "smaller sizes")
 
 
 def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:

@@ -150,6 +150,37 @@ def read(path: Path | str) -> str:
         return ""
 
 
+class Resources:
+    """What the monitor asks at its logs: what there is, what will not last, what grows."""
+
+    def __init__(self, cfg, run_dir: Path | None, device: torch.device, kept: list[dict]):
+        self.cfg, self.run_dir, self.device = cfg, run_dir, device
+        # checkpoints take more and more space until old ones are deleted
+        settled = (cfg.keep_checkpoints + 2) * cfg.save_interval
+        self.trends = ResourceTrends(cfg.max_steps, settled_step=settled)
+        self.limits_known, self.types = False, None
+        for row in kept:
+            self.trends.add(row)  # what it returns was said by the earlier process
+
+    def read(self, row: dict) -> dict[str, float]:
+        """Columns for a row that has the memory of the process already."""
+        found = read_resources(self.run_dir)
+        if not self.limits_known:  # now that the loader's workers run
+            self.limits_known = True
+            found |= limits(row | found, self.device)
+        return found
+
+    def warnings(self, row: dict) -> list[str]:
+        return [describe_trend(event, self.cfg.max_steps) for event in self.trends.add(row)]
+
+    def growing(self) -> str:
+        """With --verbose: which types of objects there are more of than at the last call."""
+        if not self.cfg.verbose:
+            return ""
+        before, self.types = self.types, count_types()
+        return growing_types(before, self.types) if before else ""
+
+
 # --- when it runs out -------------------------------------------------------------------------
 
 
@@ -261,7 +292,7 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
         return None  # a sawtooth: it has been there before
     first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
     slope, least = theil_sen(x, y)
-    if second < 0.5 * first or least <= 0:
+    if least <= 0:
         return None
     rest = y - slope * x
     level = float(np.median(rest)) + slope * x[-1]
@@ -352,6 +383,8 @@ def count_types() -> Counter:
     for thing in gc.get_objects():
         try:  # objects may raise whatever they like when they are looked at
             kind = type(thing)
+            if kind is torch.UntypedStorage:  # made by looking at tensors, below
+                continue
             counts[kind.__name__] += 1
             if issubclass(kind, torch.Tensor):
                 storage = thing.untyped_storage()

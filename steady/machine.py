@@ -7,6 +7,7 @@ metrics.jsonl, from which steady/causes.py tells the two apart.
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
@@ -93,7 +94,8 @@ class Machine:
             "quota": quota_file(),
         }.items() if (file := open_fd(path)) is not None}
         self.queued = self.queue_seconds()
-        self.slow_read = time.perf_counter(), self.counters()
+        self.slow_read = -math.inf, self.counters()
+        self.looked = False  # whether the last call of `read` did what takes longer
         self.steps_between = 0  # steps since then
         self.probe_us = 0.0  # the newest of the device that trains
         gc.callbacks.append(self.on_gc)
@@ -128,7 +130,8 @@ class Machine:
             row["machine/stops"] = self.stops
         self.steps_between += steps
         then, old = self.slow_read
-        if time.perf_counter() - then > SECONDS_BETWEEN:
+        self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
+        if self.looked:
             row |= self.probe.read(self.device)
             self.probe_us = row.get("machine/gpu_probe_us", row["machine/cpu_probe_us"])
             new = self.counters()

@@ -53,6 +53,7 @@ def report(run_dir: Path) -> dict:
         step=rows[-1]["step"] if rows else 0,
         slowdowns=list(events),
         slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
+        runs_out=[row["runs_out"] for row in rows if "runs_out" in row],
         anomalies=[row for row in rows if "anomaly" in row],
         figures=figures,
         seconds=seconds,
@@ -89,6 +90,7 @@ def verdict(out: dict) -> list[str]:
     for event in shown:
         ended = f" It ended at step {event['ended']}." if "ended" in event else ""
         lines.append(describe_event(event) + ended)
+    lines += out["runs_out"]
     for name, (limit, advice) in ADVICE.items():
         share = out["seconds"][name] / (out["wall_s"] or 1.0)
         if share > limit:

@@ -73,7 +73,8 @@ class Cusum:
         values = np.array(self.normal)
         # from differences, which a gradual rise hardly widens; 0.954 = 0.6745 sqrt(2)
         sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
-        self.mean = float(np.minimum(values, np.median(values) + 5 * sigma).mean())
+        middle = np.median(values)
+        self.mean = float(np.clip(values, middle - 5 * sigma, middle + 5 * sigma).mean())
         self.unit = unit or self.mean
         self.allowance = max(0.025, sigma / self.unit)
         self.threshold = max(0.1, 8 * sigma / self.unit)

@@ -19,6 +19,11 @@ OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 
+# TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
+# holds the interpreter's lock: of rows that come faster it gets what training itself is about.
+SECONDS_BETWEEN_TIMES = 1.0
+TIMES = ("perf/", "stacked/", "machine/", "memory/", "goodput/", "disk/")
+
 
 # --- files and TensorBoard -------------------------------------------------------------------
 
@@ -34,6 +39,7 @@ class Sinks:
         self.cfg, self.first_step = cfg, start_step + 1
         self.kept, self.dropped, self.metrics, self.folder = [], [], None, None
         self.writer = None  # opened at the first row: importing TensorBoard costs 0.2 s
+        self.times_written = -math.inf  # when TensorBoard got times and memory
         if out_dir:
             self.metrics, self.kept, self.dropped = open_metrics(
                 out_dir / "metrics.jsonl", start_step
@@ -56,6 +62,10 @@ class Sinks:
 
     def write_scalars(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        if time.monotonic() - self.times_written < SECONDS_BETWEEN_TIMES:
+            numbers = {k: v for k, v in numbers.items() if not k.startswith(TIMES)}
+        elif any(k.startswith(TIMES) for k in numbers):
+            self.times_written = time.monotonic()
         if not numbers:
             return
         self.writer = self.writer or open_tensorboard(self.folder, self.first_step, self.cfg)
@@ -133,7 +143,8 @@ def is_row(row) -> bool:
     """Whether what a line holds has the types that this program writes."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return False
-    nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str}
+    nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str,
+              "runs_out": str}
     if any(name in row and not isinstance(row[name], kind) for name, kind in nested.items()):
         return False
     values = [*row.items(), *row.get("end", {}).items()]

@@ -505,3 +505,16 @@ def test_the_loader_hands_out_documents_from_other_processes(folder):
     for x, y in itertools.zip_longest(here, there):
         assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
     assert isinstance(found.datasets[0], Documents)
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_what_a_run_writes_answers_the_first_prompt(run, tmp_path, prompts):
+    prompt, reply = list(b"2 + 2 ="), list(b" 4.") + [256]
+    documents = [(prompt + reply, [not prompts] * len(prompt) + [1] * len(reply))] * 40
+    for split in ("train", "val"):
+        write_documents(tmp_path, documents, split)
+    printed = run("--data", tmp_path, "--vocab_size", 257, "--max_steps", 4, "--data_mode",
+                  "documents", bare=False, expect=0)
+    written = printed.split("sample  of what it writes:")[1].strip()
+    assert written.startswith("2 + 2 =\n→ ") == prompts
+    assert ("bits_per_byte" in printed) != prompts  # a loss of replies is not one of all bytes

@@ -47,6 +47,9 @@ class Clock:
         self.now += self.tick
         return self.now
 
+    def monotonic(self) -> float:
+        return self.now
+
     def advance(self, seconds: float):
         self.now += seconds
 
@@ -399,7 +402,10 @@ def test_not_a_number_is_still_json(tmp_path, clock):
     assert "NaN" not in text and json.loads(text.splitlines()[-1])["train/loss"] is None
 
 
-def test_tensorboard_has_every_scalar_a_layout_the_configuration_and_the_diagnosis(tmp_path, clock):
+def test_tensorboard_has_every_scalar_a_layout_the_configuration_and_the_diagnosis(
+    tmp_path, clock, monkeypatch
+):
+    monkeypatch.setattr(telemetry, "SECONDS_BETWEEN_TIMES", 0)
     m = make(tmp_path, tensorboard_dir=tmp_path / "tb", tensorboard=True)
     for n in range(1, 9):
         spend(m, clock, data=n, forward=2 * n)
@@ -420,6 +426,19 @@ def test_tensorboard_has_every_scalar_a_layout_the_configuration_and_the_diagnos
     parts = [row[f"perf/{n}_ms"] for n in PHASES if n != "waiting"]
     top = events.Scalars(f"stacked/{len(parts)}_checkpoint")[-1].value
     assert top == pytest.approx(sum(parts), rel=1e-4) and top > 15
+
+
+def test_tensorboard_gets_times_and_memory_at_most_once_a_second(tmp_path, clock):
+    m = make(tmp_path, tensorboard=True, log_interval=1)
+    for n in range(1, 9):
+        spend(m, clock, forward=1)
+        step(m, n)
+        clock.advance(0.3)  # between logs, in which they would be due
+    m.close()
+    events = events_of(tmp_path / "tensorboard")
+    assert [e.step for e in events.Scalars("train/loss")] == [*range(1, 9)]
+    assert [e.step for e in events.Scalars("perf/step_ms")] == [1, 5]
+    assert len([row for row in rows(tmp_path) if "perf/step_ms" in row]) == 8
 
 
 def test_tensorboard_is_in_the_run_directory_unless_it_has_a_place(tmp_path, clock):

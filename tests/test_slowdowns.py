@@ -347,7 +347,8 @@ def drive(tmp_path, driven):
 
     def drive(ms, **options):
         steps = 22 * driven.interval
-        m = make(tmp_path, log_interval=driven.interval, max_steps=steps, **options)
+        m = make(tmp_path, log_interval=driven.interval, max_steps=steps,
+                 memory_interval=driven.interval, **options)
         for driven.step in range(steps):
             spend(m, driven, **ms())
             step(m, driven.step + 1)
