@@ -64,13 +64,12 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
     return out
 
 
-def explain(event: dict, before: list[dict], after: list[dict], growing=frozenset()) -> dict:
+def explain(event: dict, before: list[dict], after: list[dict], others=frozenset()) -> dict:
     """Which phases became longer, the causes with their shares, and who is to blame.
 
-    before, after: points of SlowdownDetector; growing: phases that another event is about, and that
-    go on growing. Returns phases [(name, ms a step more)], intervals
-    {name: half of the 95 % interval of that}, causes, blames ("machine", "program", or "unclear"
-    where nothing measured the machine), before and after (ms a step).
+    before, after: points of SlowdownDetector; others: series that another event is about. Returns
+    phases [(name, ms a step more)], intervals {name: half of the 95 % interval of that}, causes,
+    blames ("machine", "program", or "unclear"), after (ms a step), percent.
     """
     kind = event["kind"]
     if kind != "step":
@@ -82,10 +81,16 @@ def explain(event: dict, before: list[dict], after: list[dict], growing=frozense
     more = {name: grown(before, after, name) for name in before[0]["values"]}
     least, series = 0.025 * event["before"], "mean" if event["series"] == "mean" else "median"
     common_ms, error = more[series]
-    if common_ms < max(error, least):
+    shared = max(0.0, more["median"][0], more["mean"][0])
+    if common_ms < max(error, least) or event["series"] in STEP_PHASES:
         common_ms = 0.0
-    alone = {name: ms for name in STEP_PHASES for ms, error in [more.get(name, (0.0, 0.0))]
-             if ms > max(error, 0.02 * event["before"]) and name not in growing}
+    # a machine that is much slower is not so by exactly the same factor in all phases
+    alone = {}
+    for name in STEP_PHASES:
+        ms, error = more.get(name, (0.0, 0.0))
+        uneven = 0.15 * shared if name != event["series"] else 0.0
+        if ms > max(error, 0.02 * event["before"], uneven) and name not in others:
+            alone[name] = ms
     # where the common part is all there is, the phases are those that it lies in
     shown = dict(alone)
     if not alone or common_ms > 2 * sum(alone.values()):
@@ -95,7 +100,7 @@ def explain(event: dict, before: list[dict], after: list[dict], growing=frozense
     total = sum(alone.values()) + common_ms or 1e-9
     left = Left(alone | {"common": common_ms})
     program(left, old, new, after, event["creeps"])
-    machine(left, old, new, before, after, series, least)
+    machine(left, old, new, before, after, series, least, shared)
     by_size = sorted(left.explained.items(), key=lambda item: -item[1])
     causes = [f"{cause} ({ms / total:.0%})" for cause, ms in by_size if ms > 0.05 * total]
     if sum(left.ms.values()) > 0.05 * total:
@@ -146,7 +151,6 @@ class Left:
 
     def __init__(self, ms: dict[str, float]):
         self.ms, self.total = ms, sum(ms.values()) or 1e-9
-        self.common = ms["common"]
         self.explained, self.of_machine = {}, 0.0  # {cause: ms}
 
     def take(self, cause: str, ms: float, names=None, of_machine=False):
@@ -161,8 +165,12 @@ class Left:
 
 
 def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict], series: str,
-            least: float):
-    """Take what the machine is to blame for. series: of what is common; least: ms that count."""
+            least: float, shared: float):
+    """Take what the machine is to blame for.
+
+    series: of what is common to the phases; least: ms that count; shared: how much longer all
+    phases take alike, sure or not, which a queue explains before what one has alone.
+    """
 
     def added(name: str) -> float:
         return new.get(name, 0.0) - old.get(name, 0.0)
@@ -175,7 +183,9 @@ def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[di
              if added(column) > 0.1 * left.total}
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
         # the other threads of an operation wait for the one that did not run: it counts for more
-        left.take(CAUSES[name], max(ms, left.ms["common"]), of_machine=True)
+        left.take(CAUSES[name], left.ms["common"], ["common"], of_machine=True)
+        if ms - shared > 0.3 * left.total:
+            left.take(CAUSES[name], ms - shared, of_machine=True)
     # of what all phases share, all but what is more than the probe is slower
     best = (0.0, "", 1.0)
     for name, columns in PROBES.items():
@@ -189,7 +199,7 @@ def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[di
         left.take(CAUSES[name].format(ratio=ratio), ms, ["common"], of_machine=True)
     # what a phase has alone, as far as main memory is slower than the rest of the machine
     ratio = probe_ratio(before, after, "machine/memory_probe_us")
-    factor = 1 + left.common / max(1e-9, sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES))
+    factor = 1 + shared / max(1e-9, sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES))
     for phase in COMPUTE:
         if ratio > 1.1 * factor:
             most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)

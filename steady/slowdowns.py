@@ -234,6 +234,8 @@ class SlowdownDetector:
             return True  # they rise for the same reason
         if event["series"] == other["series"]:
             return other["creeps"] and event["creeps"]  # it goes on
+        if not {event["series"], other["series"]} <= set(STEP_PHASES):
+            return False  # the one is what a phase has alone, the other what all share
         margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
         low, high = other["since_range"]
         return low - margin <= event["since"] <= high + margin
@@ -271,9 +273,8 @@ class SlowdownDetector:
                                              for p in self.before[key]]))
         if event["creeps"]:  # how far it has come, not its mean
             after = after[-max(8, len(after) // 4) :]
-        growing = {e["series"] for e in self.steps
-                   if e is not event and e["creeps"] and "ended" not in e}
-        event |= explain(event, self.before[key], after, growing)
+        others = {e["series"] for e in self.active.get("step", ()) if e is not event}
+        event |= explain(event, self.before[key], after, others)
         if "ended" in event:
             del self.before[key]
 

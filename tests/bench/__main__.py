@@ -26,7 +26,7 @@ from tests.bench.common import Figure, picture, table
 
 NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "loading",
          "resume", "preparation", "documents", "million", "slowdowns", "startup", "scaling"]
-ON_REQUEST = ["crash", "gpu"]
+ON_REQUEST = ["crash", "diagnosis", "gpu"]
 
 
 def machine() -> dict:

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,14 +35,15 @@ import torch
 
 import model
 import train
+from steady import limits
 from steady.report import report
 from steady.telemetry import Sinks
 from steady.tokens import write_tokens
 from tests.bench.common import Figure, seconds
 from tests.conftest import TINY, Process
 
-STEPS, LOG, LAYERS = 800, 10, 2
-FLAGS = [*TINY, "--n_layer", LAYERS, "--d_model", 64, "--d_ff", 192, "--seq_len", 48,
+STEPS, LOG, LAYERS = 750, 10, 2
+FLAGS = [*TINY, "--n_layer", LAYERS, "--d_model", 64, "--d_ff", 192, "--seq_len", 32,
          "--num_workers", 0, "--eval_interval", 0, "--save_interval", 0, "--no_tensorboard",
          "--log_interval", LOG, "--max_steps", STEPS, "--out_dir", "r"]
 CGROUP = Path(f"/sys/fs/cgroup/cpu/diagnosis{os.getpid()}")
@@ -55,30 +57,24 @@ def more() -> float:
     return plan.size * plan.step_s if plan.step >= plan.at else 0.0
 
 
-def begin_step(seed: int, step: int, rank: int):
-    plan.step, plan.clock[step] = step, time.perf_counter()
+def begin_step(_, seed: int, step: int, rank: int):
+    plan.step, plan.clock[min(step, STEPS)] = step, time.perf_counter()
+    if step == STEPS:  # of a longer one
+        os.kill(os.getpid(), signal.SIGTERM)
     if step == plan.at:
         plan.step_s = float(np.median(np.diff(plan.clock[step - 100 : step + 1])))
 
 
-def before(owner, name: str, do, after: bool = False):
-    """Call do(*arguments) before each call of a function; after: do(result, *arguments)."""
+def after(owner, name: str, do):
+    """Call do(result, *arguments) after each call of a function."""
     plain = getattr(owner, name)
 
     def call(*args, **kwargs):
-        if not after:
-            do(*args)
         result = plain(*args, **kwargs)
-        if after:
-            do(result, *args)
+        do(result, *args)
         return result
 
     setattr(owner, name, call)
-
-
-def sleep(owner, name, share=1.0, every=1):
-    return lambda: before(owner, name, lambda *_: time.sleep(
-        share * every * more() * (plan.step % every == 0)))
 
 
 def paced(unit, share=1.0):
@@ -97,172 +93,135 @@ def paced(unit, share=1.0):
     return do
 
 
-def work(owner, name, unit, share=1.0, after=False):
-    return lambda: before(owner, name, paced(unit, share), after)
+def work(owner, name, unit, share=1.0):
+    return lambda: after(owner, name, paced(unit, share))
 
 
 def in_backward(unit):
-    def at_gradient(losses, *_):
-        if losses.requires_grad:
-            losses.register_hook(lambda grad: do())
-
     do = paced(unit)
-    return lambda: before(*FORWARD, at_gradient, after=True)
+    return lambda: after(*FORWARD, lambda losses, *_: losses.register_hook(do) and None)
 
 
 def growing(owner, name, entry, traverse):
     """A list that has, at the end of the run, as many entries as take as long as is to be added."""
-    def plant():
-        sample, kept, owed = [entry(i) for i in range(20_000)], [], 0.0
-        cost = min(seconds(traverse, sample) for _ in range(5)) / len(sample)
+    kept, owed = [], 0.0
 
-        def grow(*_):
-            nonlocal owed
-            owed += more() / (STEPS - plan.at) / cost
-            kept.extend(entry(plan.step) for _ in range(int(owed)))
-            owed %= 1
+    def grow(*_):
+        nonlocal owed
+        if plan.step == plan.at:
+            sample = [entry] * 10_000
+            plan.cost = min(seconds(traverse, sample) for _ in range(5)) / len(sample)
+        if more():
+            owed += more() / (STEPS - plan.at) / plan.cost
+            kept.extend([entry] * (int(owed) - len(kept)))
             traverse(kept)
 
-        before(owner, name, grow)
-
-    return plant
+    return lambda: after(owner, name, grow)
 
 
 def busy_thread():
-    def compute():  # in turns of up to 10 ms, in which the loop has to ask for Python's lock
-        while True:
-            until = time.perf_counter() + 0.02 * plan.size / (1 + plan.size) * (more() > 0)
-            while time.perf_counter() < until:
-                python_loop()
-            time.sleep(0.02 / (1 + plan.size))
-
-    threading.Thread(target=compute, daemon=True).start()
+    while True:  # in turns of up to 10 ms, in which the loop has to ask for Python's lock
+        until = time.perf_counter() + 0.02 * plan.size / (1 + plan.size) * (more() > 0)
+        while time.perf_counter() < until:
+            python_loop()
+        time.sleep(0.02 / (1 + plan.size))
 
 
 def kept_each(make, every=1):
     kept = []
-    return lambda: before(*TIDY, lambda *_: plan.step % every or not more() or kept.append(make()))
+    return lambda: after(*TIDY, lambda *_: plan.step % every or not more() or kept.append(make()))
 
 
 def python_loop(*_):
     sum(i * i for i in range(300))
 
 
-def log_norms(run):
-    for i, p in enumerate(run.model.parameters()):
-        run.monitor.log(f"norm/{i}", p.detach().norm().item())
+# --- what the machine does -------------------------------------------------------------------
 
 
-def search_text(batch, mixture, *_):
-    re.findall(r"(\d+) \+ (\d+) = (\d)", mixture.decode(batch.tokens[0].tolist()))
-
-
-def thread_that_waits():
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
-# --- what the machine does: a process of its own, that calls a function of the pid over and over --
-
-
-def spin(pid=0):
-    sum(range(10**5))
-
-
-def copy_arrays(pid):
-    a, b = np.ones(1 << 23), np.ones(1 << 23)  # 64 MB
-    for _ in range(100):
-        np.copyto(b, a)
-
-
-def stop_and_go(pid):
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.005 + 0.02 * plan.size)
-    os.kill(pid, signal.SIGCONT)
-    time.sleep(2 * (0.005 + 0.02 * plan.size))
-
-
-def same_core(pid):
-    for process in (0, pid):
-        os.sched_setaffinity(process, {0})
-    spin()
-
-
-def limit_quota(pid):
-    period = int((CGROUP / "cpu.cfs_period_us").read_text())
-    (CGROUP / "cpu.cfs_quota_us").write_text(str(int(period / (1 + plan.size))))
-    time.sleep(1)
-
-
-def come_and_go(pid):  # its random numbers are those that `fork` seeds
-    until = time.perf_counter() + random.uniform(0.5, 3)
-    while time.perf_counter() < until:
-        spin()
-    time.sleep(random.uniform(0.5, 3))
-
-
-def fork(turn, pid: int) -> int:
+def fork(how: str, pid: int) -> int:
+    """A process that disturbs the machine, or the process `pid`, until it is killed."""
     parent = os.getpid()
     if helper := os.fork():
         return helper
     with contextlib.suppress(BaseException):
         os.setsid()
-        random.seed(plan.seed)
+        rng = random.Random(plan.seed)
         while os.getppid() == parent:
-            turn(pid)
+            if how == "stop":
+                for number, pause in ((signal.SIGSTOP, 1), (signal.SIGCONT, 2)):
+                    os.kill(pid, number)
+                    time.sleep(pause * (0.005 + 0.02 * plan.size))
+            elif how == "quota":
+                period = int((CGROUP / "cpu.cfs_period_us").read_text())
+                (CGROUP / "cpu.cfs_quota_us").write_text(str(int(period / (1 + plan.size))))
+                time.sleep(1)
+            elif how == "copy":
+                np.copyto(*ARRAYS)
+            elif how == "come and go" and rng.random() < 0.001:  # after 2 s on average
+                time.sleep(rng.uniform(0.5, 3))
+            else:
+                for process in (0, pid) if how == "same core" else ():
+                    os.sched_setaffinity(process, {0})
+                for _ in range(100):  # 2 ms
+                    python_loop()
     os._exit(0)
 
 
 # --- all of them: name → (where, phase, what causes may be called, what plants it) ---------------
 
 MATRIX, DENORMAL = torch.randn(64, 64), torch.full((2048,), 1e-40)
-UNSORTED = np.random.default_rng(0).random(1000)
-PLAIN_FORWARD = train.Transformer.forward
+UNSORTED, ARRAYS = np.random.default_rng(0).random(1000), np.ones((2, 1 << 22))
+PLAIN_FORWARD, NAP = train.Transformer.forward, lambda *_: time.sleep(1e-4)
 FORWARD, LAYER = (train.Transformer, "forward"), (model.FeedForward, "forward")
 BATCH, UPDATE, TIDY = (train.Mixture, "batch"), (train, "update"), (train, "tidy_memory")
 DATA, NEIGHBOUR = "waits for data", "contention|probe|hypervisor"
-
-
-def row_again(net, tokens, targets, *_):
-    PLAIN_FORWARD(net, tokens[:1], targets[:1])
-
-
-P, M, R = "program", "machine", "resource"
+P, M, R, THREAD = "program", "machine", "resource", partial(threading.Thread, daemon=True)
 PLANTS = {
-    "forward: sleep": (P, "forward", "", sleep(*LAYER, 1 / LAYERS)),
+    "forward: sleep": (P, "forward", "", work(*LAYER, NAP, 1 / LAYERS)),
     "forward: Python loop": (P, "forward", "", work(*LAYER, python_loop, 1 / LAYERS)),
     "forward: matrix product": (P, "forward", "", work(*FORWARD, lambda *_: MATRIX @ MATRIX)),
-    "forward: done again": (P, "forward", "", work(*FORWARD, row_again)),
+    "forward: done again": (P, "forward", "", work(
+        *FORWARD, lambda _, net, x, y, *__: PLAIN_FORWARD(net, x[:1], y[:1]))),
     "forward: new buffers": (P, "forward", "", work(*FORWARD, lambda *_: torch.ones(1 << 17))),
-    "forward: list grows": (P, "forward", "grows", growing(*FORWARD, lambda i: i, sum)),
+    "forward: list grows": (P, "forward", "grows", growing(*FORWARD, 1, sum)),
     "backward: Python loop": (P, "backward", "", in_backward(python_loop)),
-    "backward: denormals": (P, "backward", "", in_backward(lambda: DENORMAL * 0.5)),
-    "optimizer: product": (P, "optimizer", "", work(*UPDATE, lambda run: MATRIX @ MATRIX)),
+    "backward: denormals": (P, "backward", "", in_backward(lambda _: DENORMAL * 0.5)),
+    "optimizer: product": (P, "optimizer", "", work(*UPDATE, lambda *_: MATRIX @ MATRIX)),
     "optimizer: clones": (P, "optimizer", "", work(
-        *UPDATE, lambda run: [p.detach().clone() for p in run.model.parameters()])),
-    "optimizer: item() of each": (P, "optimizer", "", work(*UPDATE, log_norms)),
-    "optimizer: gc.collect": (P, "optimizer", "garbage", work(*UPDATE, lambda run: gc.collect())),
+        *UPDATE, lambda _, run: [p.detach().clone() for p in run.model.parameters()])),
+    "optimizer: item() of each": (P, "optimizer", "", work(
+        *UPDATE, lambda _, run: [run.monitor.log(f"norm/{name}", p.detach().norm().item())
+                                 for name, p in run.model.named_parameters()])),
+    "optimizer: gc.collect": (P, "optimizer", "garbage", work(*UPDATE, lambda *_: gc.collect())),
     "data: sort": (P, "data", DATA, work(*BATCH, lambda *_: np.sort(UNSORTED))),
-    "data: stall every 5th": (P, "data", DATA, sleep(*BATCH, every=5)),
-    "data: regular expression": (P, "data", DATA, work(*BATCH, search_text, after=True)),
+    "data: stall every 5th": (P, "data", DATA, lambda: after(
+        *BATCH, lambda *_: plan.step % 5 or time.sleep(5 * more()))),
+    "data: regular expression": (P, "data", DATA, work(
+        *BATCH, lambda batch, mixture, *_: re.findall(
+            r"(\d+) \+ (\d+) = (\d)", mixture.decode(batch.tokens[0].tolist())))),
     "data: reads a file": (P, "data", f"{DATA}|disk", work(
         *BATCH, lambda *_: Path(__file__).read_bytes())),
-    "other: sleep": (P, "other", "", sleep(train, "check_finite")),
-    "other: list grows": (P, "other", "grows", growing(*TIDY, lambda i: i, sum)),
-    "other: json grows": (P, "other", "grows", growing(*TIDY, lambda i: {"loss": i}, json.dumps)),
-    "logging: sink blocks": (P, "logging", "sink that blocks", sleep(Sinks, "write", LOG)),
-    "any: thread that computes": (P, "", "another thread", busy_thread),
-    "2 busy processes": (M, "", NEIGHBOUR, [spin] * 2),
-    "4 busy processes": (M, "", NEIGHBOUR, [spin] * 4),
-    "memory bandwidth": (M, "", NEIGHBOUR, [copy_arrays]),
-    "SIGSTOP": (M, "", "by signals", [stop_and_go]),
-    "same core": (M, "", NEIGHBOUR, [same_core]),
-    "CPU quota": (M, "", "quota", [limit_quota]),
+    "other: sleep": (P, "other", "", work(train, "check_finite", NAP)),
+    "other: list grows": (P, "other", "grows", growing(*TIDY, 1, sum)),
+    "other: json grows": (P, "other", "grows", growing(*TIDY, {"loss": 1 / 7}, json.dumps)),
+    "logging: sink blocks": (P, "logging", "sink that blocks", work(Sinks, "write", NAP, LOG)),
+    "any: thread that computes": (
+        P, "", "another thread", lambda: THREAD(target=busy_thread).start()),
+    "2 busy processes": (M, "", NEIGHBOUR, ["spin"] * 2),
+    "4 busy processes": (M, "", NEIGHBOUR, ["spin"] * 4),
+    "memory bandwidth": (M, "", NEIGHBOUR, ["copy"]),
+    "SIGSTOP": (M, "", "by signals", ["stop"]),
+    "same core": (M, "", NEIGHBOUR, ["same core"]),
+    "CPU quota": (M, "", "quota", ["quota"]),
     "host memory": (R, "", "", kept_each(lambda: b"x" * (1 << 20))),
     "open files": (R, "", "", kept_each(lambda: open("/dev/null"))),
-    "threads": (R, "", "", kept_each(thread_that_waits, 5)),
+    "threads": (R, "", "", kept_each(lambda: THREAD(target=threading.Event().wait).start(), 5)),
     "nothing": ("", "", "", []),
 }
 QUICK = ("forward: sleep", "data: sort", "other: list grows", "4 busy processes", "nothing")
+
+# --- runs ------------------------------------------------------------------------------------
 
 
 def busy_seconds() -> np.ndarray:
@@ -280,31 +239,36 @@ def carry_out(cause: str, run: int, folder: Path) -> dict:
     plan.__dict__.update(
         at=at if where else STEPS, size=least ** rng.random(), seed=rng.random(), step=0,
         step_s=0.0, clock=np.frombuffer(mmap.mmap(-1, 8 * (STEPS + 1))))
-    turns, setting = [], "wobbling" if run % 2 else "quiet"
+    helpers, setting = [], "wobbling" if run % 2 else "quiet"
 
     def hook():
-        before(train, "seed_everything", begin_step)
+        after(train, "seed_everything", begin_step)
         if cause == "CPU quota":
             (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
             (CGROUP / "cpu.cfs_quota_us").write_text("-1")
+        if where == R:  # a machine that is full after a thousand steps more, in a long run
+            limits.limits = lambda row, _: {
+                "limit/host_gb": row["memory/host_anonymous_gb"] + 1.5, "limit/threads": 300,
+                "limit/open_files": row["memory/open_files"] + 1500}
         if callable(plant):
             plant()
 
     began, busy = time.perf_counter(), busy_seconds()
-    process = Process(folder, [*FLAGS, "--data", folder.parent], hook)
+    long = ["--max_steps", 10**6] if where == R else []
+    process = Process(folder, [*FLAGS, *long, "--data", folder.parent], hook)
     try:
         if setting == "wobbling":
-            turns.append(fork(come_and_go, process.pid))
+            helpers.append(fork("come and go", process.pid))
         while where == M and not plan.clock[plan.at] and not os.waitid(
                 os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.005)
-        turns += [fork(turn, process.pid) for turn in plant] if where == M else []
+        helpers += [fork(how, process.pid) for how in plant] if where == M else []
         code = process.code(300)
     finally:
-        for helper in turns:
+        for helper in helpers:
             os.kill(helper, signal.SIGKILL)
             os.waitpid(helper, 0)
-    assert code == 0, process.text()
+    assert code == (128 + signal.SIGTERM if long else 0), process.text()
     took, (total, ours) = time.perf_counter() - began, busy_seconds() - busy
     if setting == "quiet" and total - ours > 0.1 * took:
         setting = "disturbed"
@@ -312,7 +276,8 @@ def carry_out(cause: str, run: int, folder: Path) -> dict:
     old, new = ms[max(50, plan.at - 200) : plan.at], ms[plan.at :]
     return dict(cause=cause, run=run, at=plan.at, size=round(plan.size, 4), setting=setting,
                 effect=float(new.mean() / old.mean()) - 1 if where else 0.0,
-                step_ms=float(np.median(old)), took_s=took, others=(total - ours) / took)
+                step_ms=float(np.median(old)), took_s=took, others=(total - ours) / took,
+                metrics=folder / "r/metrics.jsonl")
 
 
 def score(o: dict) -> dict:
@@ -332,7 +297,7 @@ def score(o: dict) -> dict:
         return not (fits or cause.startswith("unexplained")
                     or noisy and little and re.search(NEIGHBOUR, cause))
 
-    slow = where == P or where == M and o["effect"] >= 0.05
+    slow = phase or where in (P, M) and o["effect"] >= 0.05  # no phase: what it costs is not sure
     event = max(filter(near, o["events"]), key=lambda e: e["percent"], default=None)
     early = [e for e in o["events"] if e is not event and e["since"] < began - 5 * LOG]
     out = {"found": event is not None} if slow else {}
@@ -343,7 +308,7 @@ def score(o: dict) -> dict:
         if phase:
             out["phase"] = [name for name, _ in event["phases"][:1]] == [phase]
     if where == R:
-        out["trend"] = any(t["resource"] == o["cause"] for t in o["trends"])
+        out["trend"] = any(text.startswith(o["cause"]) for text in o["trends"])
     elif not creeps:
         out["false trends"] = len(o["trends"])
     out["wrong causes"] = sum(wrong(e, c) for e in o["events"] for c in e["causes"])
@@ -361,16 +326,15 @@ def outcomes(causes: list[str], repeat: int, log: Path | None, folder: Path):
     else:
         runs = (dict(cause=cause, run=run) for run in range(repeat) for cause in causes)
     for o in runs:
-        name = f"{o['cause']} {o['run']}"
-        kept = (log.with_suffix("") if log else folder) / name
-        if "at" not in o:
-            (folder / name).mkdir()
-            o = carry_out(o["cause"], o["run"], folder / name)
+        name, new = f"{o['cause']} {o['run']}", "at" not in o
+        kept = (log.with_suffix("") if log else folder / "kept") / name
+        if new:
+            o = carry_out(o["cause"], o["run"], Path(tempfile.mkdtemp(dir=folder)))
             kept.mkdir(parents=True, exist_ok=True)
-            shutil.move(folder / name / "r/metrics.jsonl", kept / "metrics.jsonl")
+            shutil.move(o.pop("metrics"), kept / "metrics.jsonl")
         told = report(kept)
-        o |= {"events": told["slowdowns"], "trends": told.get("trends", [])}
-        if log and not os.environ.get("DIAGNOSIS_AGAIN"):
+        o |= {"events": told["slowdowns"], "trends": told["runs_out"]}
+        if log and new:
             with open(log, "a") as file:
                 file.write(json.dumps(o, default=float) + "\n")
         yield o
