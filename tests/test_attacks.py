@@ -49,11 +49,11 @@ def test_a_checkpoint_of_one_run_does_not_overwrite_another(run, tmp_path):
 def test_a_second_set_aside_keeps_the_first(run, tmp_path):
     run("--out_dir", "r", "--save_interval", 4)
     folder = tmp_path / "r/checkpoints"
-    for _ in range(2):
+    for _ in range(3):
         run("--resume", "r/checkpoints/step_00000004.pt", "--save_interval", 4, bare=True)
     names = {p.name for p in folder.glob("step_00000012*")}
     assert names == {"step_00000012.pt", "step_00000012.pt.set-aside",
-                     "step_00000012.pt.set-aside-2"}
+                     "step_00000012.pt.set-aside-2", "step_00000012.pt.set-aside-3"}
 
 
 def test_overwrite_deletes_only_the_files_of_a_run(run, tmp_path):

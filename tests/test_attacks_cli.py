@@ -177,6 +177,7 @@ DAMAGE = {
     "no format": lambda state: state.pop("format"),
     "loss is text": lambda state: state.update(best_loss="low"),
     "data is text": lambda state: state.update(data="x"),
+    "data has no checksum": lambda state: state.update(data=[["train.bin", 5]]),
     "configuration lacks an option": lambda state: state["config"].pop("data"),
     "configuration has other types": lambda state: state["config"].update(data=[1]),
     "optimizer state is empty": lambda state: state.update(optimizers=[{}, {}]),

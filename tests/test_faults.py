@@ -251,12 +251,13 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
 
     record(torch, "save", lambda *args: "write")
     record(os, "fsync", synced)
+    record(os, "posix_fadvise", lambda *args: "forget what is cached")
     record(checkpoint, "find_corruption", lambda draft: f"verify {draft.stat().st_size} bytes")
     record(os, "replace", lambda draft, to: f"rename to {to.name}")
     checkpoint.write_checkpoint(path, {"weight": torch.arange(10_000)})
     size = f"{path.stat().st_size} bytes"
-    assert calls == ["write", f"sync {size}", f"verify {size}", f"rename to {path.name}",
-                     "sync the directory"]
+    assert calls == ["write", f"sync {size}", "forget what is cached", "forget what is cached",
+                     f"verify {size}", f"rename to {path.name}", "sync the directory"]
 
 
 # --- damaged files ---

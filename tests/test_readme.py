@@ -20,8 +20,8 @@ from conftest import ROOT, TINY, Process, column
 from packaging.requirements import Requirement
 
 import config
+from steady.causes import CAUSES
 from steady.report import describe_event
-from steady.slowdowns import CAUSES
 from tools import generate, prepare
 
 README = (ROOT / "README.md").read_text()
@@ -270,8 +270,8 @@ def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
     causes = [f"{CAUSES['data']} (85%)", "unexplained (15%)"]
     phases = [("data", 20.4), ("forward", 1.65), ("backward", 1.51)]
-    event = dict(kind="step", since=401, before=30.1, after=53.7, percent=78, creeps=False,
-                 phases=phases, causes=causes)
+    event = dict(kind="step", since=401, since_range=(401, 411), before=30.1, after=53.7,
+                 percent=78, creeps=False, phases=phases, causes=causes, blames="program")
     assert f"warning: step 520: {describe_event(event)}\n" in blocks(README)
 
 

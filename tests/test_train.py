@@ -675,3 +675,23 @@ def test_wandb_mirrors_the_event_files(run, tmp_path, monkeypatch):
     run("--out_dir", "r", "--wandb", script=script)
     (kept,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in kept.read_bytes()
+
+
+def test_samples_are_printed_when_they_are_due(run, monkeypatch):
+    monkeypatch.setattr(train, "sample", lambda run: f"written at {run.step}")
+    printed = run("--sample_interval", 5)
+    due = [step for step in range(1, 12) if f"written at {step}\n" in printed]
+    assert due == [5, 10]
+
+
+def test_the_size_of_what_is_refused_as_too_large_is_right(run):
+    flags = ["--n_layer", 4, "--d_model", 2**15, "--d_ff", 2**16, "--n_head", 16, "--n_kv_head", 4,
+             "--no_tie_embeddings"]
+    told = run(*flags, expect=2)
+    if "in fp32; expected less than" not in told:
+        pytest.skip("a machine of 150 GB")
+    with torch.device("meta"):
+        model = train.Transformer(config.resolve(config.parse([*map(str, flags),
+                                                               "--vocab_size", "257"])))
+    count = sum(p.numel() for p in model.parameters())
+    assert f"{4e-9 * count:,.0f} GB" in told
