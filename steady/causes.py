@@ -88,8 +88,9 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     alone = {}
     for name in STEP_PHASES:
         ms, error = more.get(name, (0.0, 0.0))
-        uneven = 0.15 * shared if name != event["series"] else 0.0
-        if ms > max(error, 0.02 * event["before"], uneven) and name not in others:
+        own = name == event["series"]
+        enough = max(error, 0.02 * event["before"], 0.0 if own else 0.15 * shared)
+        if ms > enough and (own or name not in others):
             alone[name] = ms
     # where the common part is all there is, the phases are those that it lies in
     shown = dict(alone)
@@ -109,6 +110,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     blames = "program" if measured or left.explained else "unclear"
     if left.of_machine > 0.5 * total:
         blames = "machine"
+    elif not left.explained and not alone and total < 0.1 * event["before"]:
+        blames = "unclear"  # the probe does not know so little of everything so well
     if total < least:
         blames, causes = "unclear", ["it has passed, or too little is left of it to tell why"]
     ranked = sorted(shown.items(), key=lambda item: -item[1])
@@ -195,7 +198,7 @@ def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[di
             ratio = probe_ratio(before, after, column)
             best = max(best, (left.ms["common"] - beside, name, ratio))
     ms, name, ratio = best
-    if ms > 0 and ratio > 1.01:
+    if ms > 0 and ratio > 1.04:
         left.take(CAUSES[name].format(ratio=ratio), ms, ["common"], of_machine=True)
     # what a phase has alone, as far as main memory is slower than the rest of the machine
     ratio = probe_ratio(before, after, "machine/memory_probe_us")

@@ -84,7 +84,7 @@ class Machine:
     """Reads what may explain a slow-down from outside the training loop. Main thread only."""
 
     def __init__(self, device: torch.device):
-        self.device, self.probe = device, Probe()
+        self.device, self.probe = device, None  # made at the first log, for it takes 33 MB
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         self.files = {name: file for name, path in {
             "schedstat": f"/proc/self/task/{threading.get_native_id()}/schedstat",
@@ -132,6 +132,7 @@ class Machine:
         then, old = self.slow_read
         self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
         if self.looked:
+            self.probe = self.probe or Probe()
             row |= self.probe.read(self.device)
             self.probe_us = row.get("machine/gpu_probe_us", row["machine/cpu_probe_us"])
             new = self.counters()

@@ -218,7 +218,8 @@ class SlowdownDetector:
             active.remove(event)
             self.describe(event)
             return event
-        event |= dict(kind=kind, series=name, creeps=False)
+        event |= dict(kind=kind, series=name, creeps=False,
+                      since_range=(event["since"], event["since"]))
         self.locate(event)
         if any(self.same(event, other) for other in active):
             return None
@@ -226,6 +227,8 @@ class SlowdownDetector:
         if kind == "step":
             self.steps.append(event)
         self.describe(event)
+        known = {id(e) for events in self.active.values() for e in events}
+        self.before = {key: points for key, points in self.before.items() if key in known}
         return event
 
     def same(self, event: dict, other: dict) -> bool:
@@ -233,19 +236,23 @@ class SlowdownDetector:
         if {event["series"], other["series"]} == {"median", "mean"}:
             return True  # they rise for the same reason
         if event["series"] == other["series"]:
-            return other["creeps"] and event["creeps"]  # it goes on
-        if not {event["series"], other["series"]} <= set(STEP_PHASES):
-            return False  # the one is what a phase has alone, the other what all share
+            goes_on = other["creeps"] and event["creeps"]
+            return goes_on or event["since"] <= other["found"]
+        rise, others = (e["levels"][1] - e["levels"][0] for e in (event, other))
+        if other["series"] not in STEP_PHASES or (
+                event["series"] not in STEP_PHASES and rise > 0.5 * others):
+            return False  # what a phase has alone is not what all phases share
         margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
         low, high = other["since_range"]
         return low - margin <= event["since"] <= high + margin
 
     def locate(self, event: dict):
         """Since when, between which steps that is sure, and whether it is a jump."""
+        if self.points[0]["first"] > event["since"]:
+            return  # so long ago that no point before it is left
         name, end = event["series"], self.span(event, event["series"])[1]
         found = [p for p in self.points
                  if name in p["values"] and event["searched_from"] < p["first"] <= end]
-        event["since_range"] = event["since"], event["since"]
         if len(found) < 8:
             return
         k, (low, high), event["creeps"] = change_point(np.array([p["values"][name] for p in found]))
@@ -287,7 +294,7 @@ class SlowdownDetector:
         changed = []
         for event in self.active.get("step", ()):
             n = sum(p["first"] >= event["since"] for p in self.points)
-            if n < 8 or n & (n - 1) or point["last"] == event["found"]:
+            if n < 8 or n & (n - 1) or n == KEPT or point["last"] == event["found"]:
                 continue
             main = event["blames"], event["phases"][:1] and event["phases"][0][0]
             self.locate(event)

@@ -123,6 +123,12 @@ def test_a_second_change_on_top_of_the_first_is_found():
     assert abs(second["since"] - 90 * EVERY) <= 3 * EVERY
 
 
+def test_what_began_long_ago_keeps_its_beginning():
+    (event,), updated = detect(made(phase="data", share=0.3, wobbles=0.05, logs=600))
+    assert abs(event["since"] - PLANTED * EVERY) <= EVERY and event["blames"] == "program"
+    assert event["phases"][0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1)) and not updated
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("creeps", [True, False])
 def test_a_jump_is_no_creep(share, creeps):
