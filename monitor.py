@@ -27,7 +27,7 @@ from steady.goodput import Goodput
 from steady.health import measure_update
 from steady.limits import Resources
 from steady.machine import Machine
-from steady.report import describe_end, describe_event, report, report_text
+from steady.report import describe_end, describe_event, report, report_text, worth_saying
 from steady.slowdowns import SlowdownDetector
 from steady.telemetry import (
     OUTSIDE_PHASES,
@@ -310,7 +310,7 @@ class Monitor:
         if not self.out_dir:
             return
         print(self.line(step, row), flush=True)
-        for event in self.slowdowns.add({"step": step, **row}):
+        for event in filter(worth_saying, self.slowdowns.add({"step": step, **row})):
             text = describe_end(event) if "ended" in event else describe_event(event)
             self.warn(step, text)
             self.sinks.write_text("slow-downs", text, step)

@@ -84,7 +84,7 @@ def seconds_by_phase(rows: list[dict], logs: list[dict]) -> dict[str, float]:
 def verdict(out: dict) -> list[str]:
     """Whether the run slowed down, and what takes more of the time than it should; as lines."""
     lines = []
-    shown = [event for event in out["slowdowns"] if event["percent"] >= 1]  # else it passed
+    shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if all(event["kind"] == "work" for event in shown):
         lines.append("steady: no slow-down found")
     for event in shown:
@@ -100,6 +100,12 @@ def verdict(out: dict) -> list[str]:
         lines.append(f"padding is {padding:.0%} of the tokens computed: --packing, or a larger "
                      "--group_window")
     return lines
+
+
+def worth_saying(event: dict) -> bool:
+    """Not what came to nothing, nor the little ups and downs of a machine that others use."""
+    least = 10 if event["blames"] == "machine" else 1
+    return event["kind"] != "step" or event["percent"] >= least
 
 
 def describe_event(event: dict) -> str:
