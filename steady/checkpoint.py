@@ -345,6 +345,8 @@ class Writer:
 
 def disk_error(error: BaseException, folder: Path) -> str:
     """Describe an error in writing to `folder`: torch hides a full disk behind its own."""
+    if not folder.is_dir():
+        return f"{folder} is gone: was it moved or deleted while this run writes there?"
     cause = error
     while cause and getattr(cause, "errno", None) not in FULL:
         cause = cause.__cause__ or cause.__context__

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -312,3 +313,23 @@ def test_a_full_disk_is_called_so(tmp_path):
     except RuntimeError as e:
         text = checkpoint.disk_error(e, tmp_path)
     assert text.startswith(f"no space left on {tmp_path}") and "GB are free" in text
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_a_run_directory_that_goes_away_is_said_to_be_gone(run, tmp_path, monkeypatch, how):
+    plain = train.check_finite
+
+    def take_away(run):
+        plain(run)
+        if run.step == 4:
+            run.writer.wait()
+            shutil.rmtree("r") if how == "deleted" else Path("r").rename("elsewhere")
+
+    monkeypatch.setattr(train, "check_finite", take_away)
+    flags = ["--out_dir", "r", "--save_interval", 2, "--eval_interval", 0, "--no_tensorboard"]
+    printed = run(*flags, expect=1)
+    assert "r/checkpoints is gone: was it moved or deleted" in printed
+    if how == "moved":
+        monkeypatch.setattr(train, "check_finite", plain)
+        run("--auto_resume", "--out_dir", "elsewhere", bare=True)
+        assert list_checkpoints(tmp_path / "elsewhere/checkpoints")[-1].name == "step_00000012.pt"
