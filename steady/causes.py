@@ -88,9 +88,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     alone = {}
     for name in STEP_PHASES:
         ms, error = more.get(name, (0.0, 0.0))
-        own = name == event["series"]
-        enough = max(error, 0.02 * event["before"], 0.0 if own else 0.15 * shared)
-        if ms > enough and (own or name not in others):
+        enough = max(error, 0.02 * event["before"], 0.1 * shared)
+        if ms > enough and name not in others - {event["series"]}:
             alone[name] = ms
     # where the common part is all there is, the phases are those that it lies in
     shown = dict(alone)
@@ -110,8 +109,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     blames = "program" if measured or left.explained else "unclear"
     if left.of_machine > 0.5 * total:
         blames = "machine"
-    elif not left.explained and not alone and total < 0.1 * event["before"]:
-        blames = "unclear"  # the probe does not know so little of everything so well
+    elif not left.explained and not alone and total < 0.25 * event["before"]:
+        blames = "unclear"  # a neighbour can take that much without the probe's knowing
     if total < least:
         blames, causes = "unclear", ["it has passed, or too little is left of it to tell why"]
     ranked = sorted(shown.items(), key=lambda item: -item[1])

@@ -104,7 +104,7 @@ def verdict(out: dict) -> list[str]:
 
 def worth_saying(event: dict) -> bool:
     """Not what came to nothing, nor the little ups and downs of a machine that others use."""
-    least = 10 if event["blames"] == "machine" else 1
+    least = 1 if event["blames"] == "program" else 10
     return event["kind"] != "step" or event["percent"] >= least
 
 

@@ -174,7 +174,7 @@ class SlowdownDetector:
         if not any(0.9 < work < 1.1 for work in newest):  # other work, with other shares of phases
             self.learn()
         step_ms = self.levels["mean"].mean or row["perf/step_ms"]
-        point["values"] = self.split(row)
+        point["factor"], point["values"] = self.split(row)
         series = [("work", row["work"], None)]
         for name, value in point["values"].items():
             series.append((name, value, step_ms if name in STEP_PHASES else None))
@@ -182,18 +182,20 @@ class SlowdownDetector:
             total = row[f"perf/{name}_ms"] * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
-                series.append((name, total / (point["last"] - since), step_ms))
-                point["values"][name] = series[-1][1]
+                # on a machine that is slower, what is computed there takes longer, too
+                slower = max(1.0, point["factor"]) if name != "checkpoint" else 1.0
+                value = total / (point["last"] - since) / slower
+                series.append((name, value, step_ms))
+                point["values"][name] = value
                 self.seen[name] = point["last"]
         found = [event for values in series if (event := self.update(point, *values))]
         return found + self.reconsider(point)
 
-    def split(self, row: dict) -> dict[str, float]:
-        """ms a step of equal work that each phase has beside what all phases share, and the rest.
+    def split(self, row: dict) -> tuple[float, dict[str, float]]:
+        """(factor, {series: ms a step of equal work}): what each phase has beside it, and the rest.
 
-        What they share is the factor by which the middle one of forward, backward and optimizer is
-        longer than normal: what is planted in one of them does not move it, and a slower machine
-        moves all three.
+        The factor is that by which the middle one of forward, backward and optimizer is longer
+        than normal: what is planted in one of them does not move it, a slower machine moves all.
         """
         ms = {name: row.get(f"perf/{name}_ms", 0.0) / row["work"] for name in STEP_PHASES}
         least = 0.02 * sum(self.normal[name] for name in STEP_PHASES)
@@ -204,7 +206,7 @@ class SlowdownDetector:
                  if 0.9 < row["work"] / self.normal["work"] < 1.1}
         rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
                 for name, column in (("median", "ms_median"), ("mean", "ms"))}
-        return alone | rest
+        return factor, alone | rest
 
     def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
         event = self.levels[name].add(point["last"], value, unit)

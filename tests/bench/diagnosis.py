@@ -36,7 +36,7 @@ import torch
 import model
 import train
 from steady import limits
-from steady.report import report
+from steady.report import report, worth_saying
 from steady.telemetry import Sinks
 from steady.tokens import write_tokens
 from tests.bench.common import Figure, seconds
@@ -254,7 +254,7 @@ def carry_out(cause: str, run: int, folder: Path) -> dict:
             plant()
 
     began, busy = time.perf_counter(), busy_seconds()
-    long = ["--max_steps", 10**6] if where == R else []
+    long = ["--max_steps", 10**6, "--memory_interval", LOG] if where == R else []
     process = Process(folder, [*FLAGS, *long, "--data", folder.parent], hook)
     try:
         if setting == "wobbling":
@@ -335,7 +335,7 @@ def outcomes(causes: list[str], repeat: int, log: Path | None, folder: Path):
             kept.mkdir(parents=True, exist_ok=True)
             shutil.move(o.pop("metrics"), kept / "metrics.jsonl")
         told = report(kept)
-        o |= {"events": told["slowdowns"], "trends": told["runs_out"]}
+        o |= {"events": list(filter(worth_saying, told["slowdowns"])), "trends": told["runs_out"]}
         if log and new:
             with open(log, "a") as file:
                 file.write(json.dumps(o, default=float) + "\n")
