@@ -83,7 +83,8 @@ class Monitor:
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns = SlowdownDetector()
         for row in self.sinks.kept:
-            self.slowdowns.add(row)
+            for event in self.slowdowns.add(row):
+                event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         self.anomalies = AnomalyDetector(cfg.window_size, autopsy, report=out_dir is not None)
         self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
@@ -310,8 +311,12 @@ class Monitor:
         if not self.out_dir:
             return
         print(self.line(step, row), flush=True)
-        for event in filter(worth_saying, self.slowdowns.add({"step": step, **row})):
-            text = describe_end(event) if "ended" in event else describe_event(event)
+        for event in self.slowdowns.add({"step": step, **row}):
+            ended = "ended" in event
+            if not (event.get("said") if ended else worth_saying(event)):
+                continue
+            event["said"] = True
+            text = describe_end(event) if ended else describe_event(event)
             self.warn(step, text)
             self.sinks.write_text("slow-downs", text, step)
         for text in self.resources.warnings({"step": step, **row}):

@@ -1,9 +1,9 @@
 """Why a slow-down: what the rows of metrics.jsonl before and since it say of phases and causes.
 
-A slower machine and a slower program are told apart in three steps. What all phases share is set
-apart from what one phase alone has more (SlowdownDetector.split). Time that the kernel says
-the main thread did not run for reasons outside it, and the probe's own slow-down, explain the first
-part, and of the second as much as they can. What is left is the program's.
+To tell a slower machine from a slower program, what all phases share is separated from what one
+phase has in addition (SlowdownDetector.split). The known causes of the program explain what they
+can. Then time that the kernel says the main thread could not run, and the slow-down of the probes,
+explain what is shared, and of the rest what they exceed that by. What is left is unexplained.
 """
 
 import math
@@ -32,7 +32,7 @@ CAUSES = {
     "loop": "something in the loop grows, such as a list that is traversed each time",
     # of the machine
     "clocks": "lower GPU clocks: its temperature or its power limit",
-    "stopped": "the process is stopped and continued by signals: look who sends SIGSTOP",
+    "stopped": "the process is stopped and continued by signals: find out what sends SIGSTOP",
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
     "contention": "CPU contention: other processes run on these cores",
@@ -78,10 +78,14 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
                     causes=[CAUSES["checkpoint grows" if grows else kind]], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
-    more = {name: grown(before, after, name) for name in before[0]["values"]}
+    more = {name: grown(before, after, name) for p in before for name in p["values"]}
     least, series = 0.025 * event["before"], "mean" if event["series"] == "mean" else "median"
     common_ms, error = more[series]
     shared = max(0.0, more["median"][0], more["mean"][0])
+    # no more than steps have become longer: a phase with fewer rare slow steps raises the rest
+    longer = max(new[f"perf/step_{name}"] / new["work"] - old[f"perf/step_{name}"] / old["work"]
+                 for name in ("ms", "ms_median"))
+    common_ms = min(common_ms, longer)
     if common_ms < max(error, least) or event["series"] in STEP_PHASES:
         common_ms = 0.0
     # a machine that is much slower is not so by exactly the same factor in all phases
@@ -99,8 +103,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
         shown = {name: max(ms, alone.get(name, 0.0)) for name, ms in shown.items()}
     total = sum(alone.values()) + common_ms or 1e-9
     left = Left(alone | {"common": common_ms})
-    program(left, old, new, after, event["creeps"])
-    machine(left, old, new, before, after, series, least, shared)
+    take_program(left, old, new, after, event["creeps"])
+    take_machine(left, old, new, before, after, series, least, shared)
     by_size = sorted(left.explained.items(), key=lambda item: -item[1])
     causes = [f"{cause} ({ms / total:.0%})" for cause, ms in by_size if ms > 0.05 * total]
     if sum(left.ms.values()) > 0.05 * total:
@@ -136,7 +140,7 @@ def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> 
             values /= np.array([p["row"][probe] for p in points])
         pairs.append(values)
     old, new = pairs
-    if min(len(old), len(new)) < (3 if probe else 1):
+    if len(old) < 3 or len(new) < (3 if probe else 1):
         return (math.inf if probe else 0.0), 0.0
     if probe:
         old, new = (x * np.median([p["row"][probe] for p in before if p["row"].get(probe)])
@@ -166,23 +170,30 @@ class Left:
                 self.of_machine += part * of_machine
 
 
-def machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict], series: str,
-            least: float, shared: float):
+def added(old: dict, new: dict, name: str) -> float:
+    """How much larger a column is; 0 if it is new, as after an update of this program."""
+    return new.get(name, 0.0) - old[name] if name in old else 0.0
+
+
+def goes_on(points: list[dict], name: str) -> bool:
+    """Whether a count rises again and again, not once: that would not make all steps slower."""
+    counts = [p["row"].get(name, 0) for p in points]
+    return len(counts) > 1 and float(np.mean(np.diff(counts) > 0)) > 0.25
+
+
+def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
+                 series: str, least: float, shared: float):
     """Take what the machine is to blame for.
 
     series: of what is common to the phases; least: ms that count; shared: how much longer all
     phases take alike, sure or not, which a queue explains before what one has alone.
     """
-
-    def added(name: str) -> float:
-        return new.get(name, 0.0) - old.get(name, 0.0)
-
-    if added("machine/stops") > 0.5:
+    if goes_on(after, "machine/stops"):
         left.take(CAUSES["stopped"], left.total, of_machine=True)
     if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
         left.take(CAUSES["clocks"], left.total, of_machine=True)
-    waits = {name: added(column) for name, column in WAITS.items()
-             if added(column) > 0.1 * left.total}
+    waits = {name: added(old, new, column) for name, column in WAITS.items()}
+    waits = {name: ms for name, ms in waits.items() if ms > 0.1 * left.total}
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
         # the other threads of an operation wait for the one that did not run: it counts for more
         left.take(CAUSES[name], left.ms["common"], ["common"], of_machine=True)
@@ -218,14 +229,11 @@ def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
     return float(np.median(new) / np.median(old))
 
 
-def program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
+def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
     """Take what the program is to blame for, as far as known."""
-
-    def added(name: str) -> float:
-        return new.get(name, 0.0) - old.get(name, 0.0)
-
-    if added("perf/gc_ms") > 0.05 * left.total:
-        left.take(CAUSES["gc"], added("perf/gc_ms"))
+    gc_ms = added(old, new, "perf/gc_ms")
+    if gc_ms > 0.05 * left.total:
+        left.take(CAUSES["gc"], gc_ms)
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
     if ratio > 1.1 and ratio > 1.05 * old_ratio:
         rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
@@ -238,15 +246,16 @@ def program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
             text += (f"; its machine is the slower one, its probe takes {probe:.2f} times as long"
                      if probe > 1 + 0.3 * (ratio - 1) else
                      "; its machine is as fast as theirs, so it is its share of the work")
-        left.take(text, left.total, of_machine=bool(probe) and "slower one" in text)
+        most = (ratio / old_ratio - 1) * sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES)
+        left.take(text, 1.2 * most, of_machine=bool(probe) and "slower one" in text)
     rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
-    grows = added(rss) > 0.03 + 0.05 * old.get(rss, 0.0)
+    grows = added(old, new, rss) > 0.03 + 0.05 * old.get(rss, 0.0)
     left.take(CAUSES["loader memory" if grows else "data"], left.total, ["data"])
     compute = [name for name in left.ms if name not in ("data", "waiting")]
-    others = added("machine/process_ms") - added("machine/run_ms")
-    if added("perf/compilations") > 0:
+    others = added(old, new, "machine/process_ms") - added(old, new, "machine/run_ms")
+    if goes_on(after, "perf/compilations"):
         left.take(CAUSES["compilations"], left.total, compute)
-    elif added("memory/alloc_retries") > 0:
+    elif goes_on(after, "memory/alloc_retries"):
         left.take(CAUSES["allocator"], left.total, compute)
     elif creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
         left.take(CAUSES["loop"], left.total, ["other"])

@@ -134,7 +134,8 @@ class Machine:
         if self.looked:
             self.probe = self.probe or Probe()
             row |= self.probe.read(self.device)
-            self.probe_us = row.get("machine/gpu_probe_us", row["machine/cpu_probe_us"])
+            of_device = "gpu" if self.device.type == "cuda" else "cpu"
+            self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
             new = self.counters()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
             self.slow_read, self.steps_between = (time.perf_counter(), new), 0
@@ -148,8 +149,9 @@ class Machine:
     def counters(self) -> dict[str, float]:
         """Since the process or the machine began. In ms: the time the main thread ran; that of all
         threads; that a core was stolen by the hypervisor (mean of all cores); that the container
-        had used up its quota; that some thread of the machine waited for a core; that the process
-        waited for a disk. And page faults that had to read from it."""
+        had used up its quota; that some thread of the machine waited for a core; that the main
+        thread waited for a disk (0 where the kernel does not account for delays). And page faults
+        that had to read from it."""
         out = {"run_ms": time.thread_time() * 1e3, "process_ms": time.process_time() * 1e3}
         with contextlib.suppress(IndexError, ValueError):
             out["steal_ms"] = int(self.text("cpus").split()[8]) * 1e3 / TICKS / os.cpu_count()

@@ -52,6 +52,7 @@ def report(run_dir: Path) -> dict:
         run=str(run_dir),
         step=rows[-1]["step"] if rows else 0,
         slowdowns=list(events),
+        searched=bool(detector.normal),
         slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
         runs_out=[row["runs_out"] for row in rows if "runs_out" in row],
         anomalies=[row for row in rows if "anomaly" in row],
@@ -86,7 +87,8 @@ def verdict(out: dict) -> list[str]:
     lines = []
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if all(event["kind"] == "work" for event in shown):
-        lines.append("steady: no slow-down found")
+        lines.append("steady: no slow-down found" if out["searched"] else
+                     "too few logs with times of phases to look for slow-downs")
     for event in shown:
         ended = f" It ended at step {event['ended']}." if "ended" in event else ""
         lines.append(describe_event(event) + ended)
@@ -119,7 +121,7 @@ def describe_event(event: dict) -> str:
         return f"work per step {event['percent']:+.0f}% {since}: {causes}"
     how = "gradually slower" if event["creeps"] else "slower"
     of_a_step = "" if kind == "step" else " of a step"
-    phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in event["phases"])
+    phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event["phases"]] or ["all phases"])
     return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms a step "
             f"({event['percent']:+.0f}%{of_a_step}), {phases}. {BLAMES[event['blames']]}: {causes}")
 
@@ -127,7 +129,7 @@ def describe_event(event: dict) -> str:
 def describe_end(event: dict) -> str:
     if event["kind"] == "work":
         return f"work per step is back to what it was before step {event['since']}"
-    return f"{event['kind']} time is back to normal; it was slower from step {event['since']} on"
+    return f"{event['kind']} time is back to normal; it was longer since step {event['since']}"
 
 
 def report_text(out: dict) -> str:

@@ -1,6 +1,6 @@
 """Slow-downs: since when steps take longer, by how much, and why, from the rows of metrics.jsonl.
 
-The same rows give the same events while training (monitor.py) and afterwards (steady/report.py).
+While training (monitor.py) and afterwards (steady/report.py), from the same rows.
 """
 
 import math
@@ -13,7 +13,8 @@ from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
-KEPT = 128  # points that are kept: of each a few hundred bytes
+NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
+KEPT = 128  # points that are kept: of each some kilobytes
 
 
 class Cusum:
@@ -114,13 +115,19 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
 
+def headline(event: dict) -> tuple:
+    """What of an event is worth saying again if it changes."""
+    return event["blames"], [name for name, _ in event["phases"][:1]], event["percent"] >= 10
+
+
 class SlowdownDetector:
     """Watches the time of a step, its work, and what is done between steps.
 
     An event is a dict: kind ("step", "work" or an outside phase), since and found (steps),
-    since_range, before and after (ms a step), percent (of a step), creeps (a gradual rise, not a
-    jump), phases [(name, ms a step added)], causes, blames (see steady/causes.py), and ended (a
-    step) once it is over. While it lasts its causes are computed anew from all points since.
+    since_range, before and after (ms a step of equal work), percent (of a step), creeps (a gradual
+    rise, not a jump), phases [(name, ms a step added)], causes, blames (see steady/causes.py), and
+    ended (a step) once it is over. Each time that it has lasted twice as long, its causes are
+    computed anew.
     """
 
     def __init__(self):
@@ -142,7 +149,7 @@ class SlowdownDetector:
         if "perf/startup_s" in row:  # the first step of a process
             self.block, self.step = [], row["step"]
             return []
-        if row.get("perf/step_ms_median") is None:
+        if not all(row.get(name) for name in NEEDED):  # null: it was not finite
             return []
         tflop = row["perf/tflops"] * row["perf/step_ms"]
         self.tflop = self.tflop or tflop
@@ -159,27 +166,33 @@ class SlowdownDetector:
         self.learn()
         return [event for point in list(self.points) for event in self.watch(point)]
 
-    def learn(self):
-        """What is normal for a phase, from the newest points."""
+    def learn(self) -> list[dict]:
+        """What is normal for a phase, from the newest points. Returns the events that this ends."""
+        ended = [e for e in self.active.get("step", ()) if e["series"] in STEP_PHASES]
+        for event in ended:  # nothing would see it return to normal
+            self.active["step"].remove(event)
+            event["ended"] = self.points[-1]["last"]
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
         for name in STEP_PHASES:
             ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
             self.normal[name] = float(np.median(ms))
             self.levels[name] = Cusum()
+        return ended
 
     def watch(self, point: dict) -> list[dict]:
         row, steps = point["row"], point["last"] - point["first"] + 1
         newest = [p["row"]["work"] / self.normal["work"] for p in list(self.points)[-BASELINE:]]
+        ended = []
         if not any(0.9 < work < 1.1 for work in newest):  # other work, with other shares of phases
-            self.learn()
+            ended = self.learn()
         step_ms = self.levels["mean"].mean or row["perf/step_ms"]
         point["factor"], point["values"] = self.split(row)
         series = [("work", row["work"], None)]
         for name, value in point["values"].items():
             series.append((name, value, step_ms if name in STEP_PHASES else None))
         for name in OUTSIDE_PHASES:
-            total = row[f"perf/{name}_ms"] * steps
+            total = row.get(f"perf/{name}_ms", 0.0) * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
                 # on a machine that is slower, what is computed there takes longer, too
@@ -189,7 +202,7 @@ class SlowdownDetector:
                 point["values"][name] = value
                 self.seen[name] = point["last"]
         found = [event for values in series if (event := self.update(point, *values))]
-        return found + self.reconsider(point)
+        return ended + found + self.reconsider(point)
 
     def split(self, row: dict) -> tuple[float, dict[str, float]]:
         """(factor, {series: ms a step of equal work}): what each phase has beside it, and the rest.
@@ -298,10 +311,10 @@ class SlowdownDetector:
             n = sum(p["first"] >= event["since"] for p in self.points)
             if n < 8 or n & (n - 1) or n == KEPT or point["last"] == event["found"]:
                 continue
-            main = event["blames"], event["phases"][:1] and event["phases"][0][0]
+            before = headline(event)
             self.locate(event)
             self.describe(event)
-            if main != (event["blames"], event["phases"][:1] and event["phases"][0][0]):
+            if before != headline(event):
                 event["updated"] = point["last"]
                 changed.append(event)
         return changed

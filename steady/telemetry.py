@@ -39,7 +39,7 @@ class Sinks:
         self.cfg, self.first_step = cfg, start_step + 1
         self.kept, self.dropped, self.metrics, self.folder = [], [], None, None
         self.writer = None  # opened at the first row: importing TensorBoard costs 0.2 s
-        self.times_written = -math.inf  # when TensorBoard got times and memory
+        self.times, self.times_written = {}, -math.inf  # for TensorBoard, and when it got some
         if out_dir:
             self.metrics, self.kept, self.dropped = open_metrics(
                 out_dir / "metrics.jsonl", start_step
@@ -62,10 +62,10 @@ class Sinks:
 
     def write_scalars(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
-        if time.monotonic() - self.times_written < SECONDS_BETWEEN_TIMES:
-            numbers = {k: v for k, v in numbers.items() if not k.startswith(TIMES)}
-        elif any(k.startswith(TIMES) for k in numbers):
-            self.times_written = time.monotonic()
+        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
+        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
+            numbers |= self.times
+            self.times, self.times_written = {}, time.monotonic()
         if not numbers:
             return
         self.writer = self.writer or open_tensorboard(self.folder, self.first_step, self.cfg)

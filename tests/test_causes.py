@@ -151,7 +151,10 @@ def test_what_the_kernel_says_is_the_machine(column, ms, cause):
         clock = 1200 if late else 1900
         return {column: clock if ms is None else ms * late}
 
-    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))[0]
+    rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
+    for i, row in enumerate(rows) if column == "machine/stops" else ():
+        row[column] = 3 * max(0, i - PLANTED)  # so far
+    (event,) = detect(rows)[0]
     assert event["blames"] == "machine" and event["causes"][0].startswith(CAUSES[cause])
 
 
@@ -237,3 +240,76 @@ def test_stops_are_counted():
     finally:
         reader.close()
     assert signal.getsignal(signal.SIGCONT) == before
+
+
+# --- what once was taken for something else ---
+
+
+def test_rare_slow_steps_that_stop_are_no_slow_down():
+    """Stalls are in the mean, not in the median: with their end, the rest seemed to be longer."""
+    rows = made(wobbles=0.01)
+    for row in rows[:PLANTED]:
+        row["perf/data_ms"] += 7.5
+        row["perf/step_ms"] += 7.5
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    assert [event for event in detect(rows)[0] if worth_saying(event)] == []
+
+
+@pytest.mark.parametrize("column", ["perf/compilations", "memory/alloc_retries", "machine/stops"])
+def test_what_happened_once_does_not_make_all_steps_slower(column):
+    (event,) = detect(made(wobbles=0.02, factor=1.3, more=lambda late: {column: 1 + late}))[0]
+    assert event["blames"] == "machine" and "its own probe too" in event["causes"][0]
+
+
+@pytest.mark.parametrize("column, value", [
+    ("machine/steal_ms", 3.0), ("perf/compilations", 1), ("memory/workers_rss_gb", 1.0)])
+def test_columns_that_are_new_explain_nothing(column, value):
+    """As in a run that an older version began."""
+    rows = made(wobbles=0.02, phase="forward", share=0.2)
+    for row in rows[PLANTED:]:
+        row[column] = value
+    (event,) = of_program(detect(rows)[0])
+    assert event["causes"] == ["unexplained (100%)"]
+
+
+def test_a_slow_down_that_creeps_to_be_worth_a_word_is_said():
+    rows = made(wobbles=0.01, logs=200)
+    for i, row in enumerate(rows):
+        factor = 1 + 0.9 * max(0, i - PLANTED) / 140
+        for name in row:
+            if name.endswith(("_ms", "_us", "_median")):
+                row[name] *= factor
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    detector, said = SlowdownDetector(), []
+    for row in rows:
+        said += [(event["series"], row["step"]) for event in detector.add(row)
+                 if worth_saying(event)]
+    assert said, "never warned of"
+
+
+def test_a_phase_that_is_over_when_the_work_changes_has_ended():
+    rows = made(wobbles=0.01, phase="data", share=0.3, logs=200)
+    for i, row in enumerate(rows):
+        if i >= 100:  # twice the work
+            for name in row:
+                if name.endswith(("_ms", "_median")):
+                    row[name] *= 2
+        if i >= 150:
+            for name in ("perf/data_ms", "perf/step_ms", "perf/step_ms_median"):
+                row[name] -= 2 * 0.3 * STEP_MS
+        row["perf/tflops"] = (2 if i >= 100 else 1) / row["perf/step_ms"]
+    events, _ = detect(rows)
+    assert all("ended" in event for event in events if event["series"] == "data")
+
+
+@pytest.mark.parametrize("name", ["perf/tflops", "perf/step_ms", "perf/logging_ms",
+                                  "perf/step_ms_median", "perf/forward_ms"])
+@pytest.mark.parametrize("value", [None, 0.0, "gone"])
+def test_rows_with_holes_are_passed_over(name, value):
+    rows = made(phase="forward", share=0.3)
+    for row in rows[::7]:
+        if value == "gone":
+            del row[name]
+        else:
+            row[name] = value
+    detect(rows)

@@ -188,7 +188,7 @@ def test_summary_says_where_the_time_went(tmp_path, clock):
     assert "steps   5 ms (median), first tenth 5 ms, last tenth 5 ms" in text
     assert "slowest step 5 (50 ms), step " in text
     assert "goodput 43.2% of the time was training, 0.0% was lost" in text
-    assert "verdict steady: no slow-down found\n" in text
+    assert "verdict too few logs with times of phases to look for slow-downs\n" in text
     assert "checkpoint takes 54% of the time: a larger --save_interval" in text
     window = rows(tmp_path)[-2]
     assert window["perf/step_ms_median"] == pytest.approx(5)
@@ -437,7 +437,7 @@ def test_tensorboard_gets_times_and_memory_at_most_once_a_second(tmp_path, clock
     m.close()
     events = events_of(tmp_path / "tensorboard")
     assert [e.step for e in events.Scalars("train/loss")] == [*range(1, 9)]
-    assert [e.step for e in events.Scalars("perf/step_ms")] == [1, 5]
+    assert [e.step for e in events.Scalars("perf/step_ms")] == [1, 5, 8]  # and at the end
     assert len([row for row in rows(tmp_path) if "perf/step_ms" in row]) == 8
 
 

@@ -227,7 +227,7 @@ def test_the_end_of_a_slow_down_is_reported(provoke, monkeypatch, clock):
     events, told = provoke(clock, intervals=36)
     event = the_event(events, clock)
     assert end < event["ended"] <= end + 10 * clock.interval
-    assert "step time is back to normal; it was slower from step" in told
+    assert "step time is back to normal; it was longer since step" in told
     assert f"It ended at step {event['ended']}." in told
 
 
