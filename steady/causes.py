@@ -85,7 +85,7 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     # no more than steps have become longer: a phase with fewer rare slow steps raises the rest
     longer = max(new[f"perf/step_{name}"] / new["work"] - old[f"perf/step_{name}"] / old["work"]
                  for name in ("ms", "ms_median"))
-    common_ms = min(common_ms, longer)
+    common_ms = min(common_ms, float(longer))
     if common_ms < max(error, least) or event["series"] in STEP_PHASES:
         common_ms = 0.0
     # a machine that is much slower is not so by exactly the same factor in all phases
@@ -249,7 +249,8 @@ def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bo
         most = (ratio / old_ratio - 1) * sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES)
         left.take(text, 1.2 * most, of_machine=bool(probe) and "slower one" in text)
     rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
-    grows = added(old, new, rss) > 0.03 + 0.05 * old.get(rss, 0.0)
+    most = max(p["row"].get(rss, 0.0) for p in after)  # at the end of a run they are gone
+    grows = rss in old and most > 0.03 + 1.05 * old[rss]
     left.take(CAUSES["loader memory" if grows else "data"], left.total, ["data"])
     compute = [name for name in left.ms if name not in ("data", "waiting")]
     others = added(old, new, "machine/process_ms") - added(old, new, "machine/run_ms")

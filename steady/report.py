@@ -51,7 +51,7 @@ def report(run_dir: Path) -> dict:
     out = dict(
         run=str(run_dir),
         step=rows[-1]["step"] if rows else 0,
-        slowdowns=list(events),
+        slowdowns=[event for event in events if "superseded" not in event],
         searched=bool(detector.normal),
         slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
         runs_out=[row["runs_out"] for row in rows if "runs_out" in row],

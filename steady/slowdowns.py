@@ -238,6 +238,10 @@ class SlowdownDetector:
         self.locate(event)
         if any(self.same(event, other) for other in active):
             return None
+        for other in [e for e in active if self.caused_by(e, event)]:
+            other["superseded"] = True
+            active.remove(other)
+            self.steps.remove(other)
         active.append(event)
         if kind == "step":
             self.steps.append(event)
@@ -257,6 +261,17 @@ class SlowdownDetector:
         if other["series"] not in STEP_PHASES or (
                 event["series"] not in STEP_PHASES and rise > 0.5 * others):
             return False  # what a phase has alone is not what all phases share
+        return self.together(event, other)
+
+    def caused_by(self, event: dict, other: dict) -> bool:
+        """Whether all phases are a little slower because one is much slower: caches go cold."""
+        if event["series"] in STEP_PHASES or other["series"] not in STEP_PHASES:
+            return False
+        little, much = (e["levels"][1] - e["levels"][0] for e in (event, other))
+        return much > 2 * little and self.together(other, event)
+
+    def together(self, event: dict, other: dict) -> bool:
+        """Whether they may have begun at the same step."""
         margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
         low, high = other["since_range"]
         return low - margin <= event["since"] <= high + margin

@@ -561,3 +561,10 @@ def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):
             sizes.append(size(m))
     m.close()
     assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_the_time_that_is_left(tmp_path, clock, capsys):
+    m = make(tmp_path, max_steps=10**6, log_interval=1)
+    spend(m, clock, forward=36.0)
+    step(m, 1)
+    assert "| left 10h00m\n" in capsys.readouterr().out  # 36 ms times a million, less one

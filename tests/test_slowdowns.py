@@ -406,7 +406,7 @@ def test_simulated_runs():
     """The benchmark has more of them; python -m tests.bench slowdowns."""
     from tests.bench import slowdowns
 
-    found = slowdowns.simulate(60, seed=5)
+    found = slowdowns.simulate(30, seed=5)
     assert found["recall"] >= 0.95 and found["precision"] >= 0.95 and found["phase"] >= 0.9
     assert slowdowns.false_alarms(1_000_000, seed=6) == 0
 
