@@ -90,7 +90,6 @@ class Machine:
             "schedstat": f"/proc/self/task/{threading.get_native_id()}/schedstat",
             "stat": "/proc/self/stat",
             "cpus": "/proc/stat",
-            "pressure": "/proc/pressure/cpu",
             "quota": quota_file(),
         }.items() if (file := open_fd(path)) is not None}
         self.queued = self.queue_seconds()
@@ -149,18 +148,14 @@ class Machine:
     def counters(self) -> dict[str, float]:
         """Since the process or the machine began. In ms: the time the main thread ran; that of all
         threads; that a core was stolen by the hypervisor (mean of all cores); that the container
-        had used up its quota; that some thread of the machine waited for a core; that the main
-        thread waited for a disk (0 where the kernel does not account for delays). And page faults
-        that had to read from it."""
+        had used up its quota; that the main thread waited for a disk (0 where the kernel does not
+        account for delays)."""
         out = {"run_ms": time.thread_time() * 1e3, "process_ms": time.process_time() * 1e3}
         with contextlib.suppress(IndexError, ValueError):
             out["steal_ms"] = int(self.text("cpus").split()[8]) * 1e3 / TICKS / os.cpu_count()
         with contextlib.suppress(IndexError, ValueError):
             fields = self.text("stat").rpartition(")")[2].split()  # its name may hold spaces
-            out["major_faults"] = int(fields[9])
             out["disk_ms"] = int(fields[39]) * 1e3 / TICKS
-        with contextlib.suppress(IndexError, ValueError):
-            out["pressure_ms"] = int(self.text("pressure").split()[4].partition("=")[2]) / 1e3
         for line in self.text("quota").splitlines():
             name, _, value = line.partition(" ")
             if name in ("throttled_usec", "throttled_time"):  # cgroup v2: us, v1: ns

@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ TRAIN = ROOT / "train.py"
 sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
+import data  # noqa: E402
 import steady.device  # noqa: E402
 import train  # noqa: E402
 from steady import faults  # noqa: E402
@@ -104,6 +106,21 @@ def run(corpus, tmp_path, monkeypatch):
         return done.stdout + done.stderr
 
     return run
+
+
+def poison(first: int, stop: int):
+    """From now on the losses of samples `first` to `stop` - 1 are not finite; for a hook."""
+    plain_batch, plain_forward = data.Mixture.batch, train.Transformer.forward
+
+    def batch(self, start, end):
+        found = plain_batch(self, start, end)
+        return found._replace(tokens=found.tokens * 0) if first <= start < stop else found
+
+    def forward(self, tokens, targets, documents=None):
+        losses = plain_forward(self, tokens, targets, documents)
+        return losses if tokens.any() else losses * math.nan
+
+    data.Mixture.batch, train.Transformer.forward = batch, forward
 
 
 runs_made = itertools.count(1)

@@ -1,6 +1,5 @@
 """Promises that hostile or unlucky use once broke: each test was seen to fail before."""
 
-import math
 import os
 import shutil
 import signal
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, TRAIN, Process, column, environment
+from conftest import TINY, TRAIN, Process, column, environment, poison
 
-import data
 import train
 from steady import backup, checkpoint
 from steady.checkpoint import checkpoint_path, list_checkpoints
@@ -200,16 +198,7 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(corpus, tmp_path
              "--keep_checkpoints", 20, "--data", corpus]
 
     def hook(kill: bool):
-        plain_forward, plain_save = train.Transformer.forward, train.save_checkpoint
-        plain_batch = data.Mixture.batch
-
-        def batch(self, start, stop):
-            found = plain_batch(self, start, stop)
-            return found._replace(tokens=found.tokens * 0) if 64 <= start < 160 else found
-
-        def forward(self, tokens, targets, documents=None):
-            losses = plain_forward(self, tokens, targets, documents)
-            return losses if tokens.any() else losses * math.nan
+        plain_save = train.save_checkpoint
 
         def save(run, **how):
             plain_save(run, **how)
@@ -217,7 +206,7 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(corpus, tmp_path
                 run.writer.wait()
                 os._exit(9)
 
-        data.Mixture.batch, train.Transformer.forward = batch, forward
+        poison(64, 160)
         train.save_checkpoint = save
 
     ends = {}

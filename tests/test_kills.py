@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, column, processes
+from conftest import TINY, column, poison, processes
 
-import data
 import train
 from steady.checkpoint import compare, list_checkpoints
 
@@ -28,7 +27,6 @@ KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step"
 
 def count_and_die(rank: int, count, die_at: int):
     """In each process: samples 64 to 95 are poison; count what happens, die at number `die_at`."""
-    plain_batch, plain_forward = data.Mixture.batch, train.Transformer.forward
     plain_rate, plain_add = train.learning_rate, train.add_by_dataset
 
     def event():
@@ -40,14 +38,6 @@ def count_and_die(rank: int, count, die_at: int):
         if name in FILE_EVENTS and "runs/" in str(args[0]) and rank == 0:
             event()
 
-    def batch(self, start, stop):
-        found = plain_batch(self, start, stop)
-        return found._replace(tokens=found.tokens * 0) if 64 <= start < 96 else found
-
-    def forward(self, tokens, targets, documents=None):
-        losses = plain_forward(self, tokens, targets, documents)
-        return losses if tokens.any() else losses * torch.nan
-
     def learning_rate(step, cfg):
         event()
         return plain_rate(step, cfg)
@@ -57,7 +47,7 @@ def count_and_die(rank: int, count, die_at: int):
         plain_add(totals, losses, batch)
 
     sys.addaudithook(audit)
-    data.Mixture.batch, train.Transformer.forward = batch, forward
+    poison(64, 96)
     train.learning_rate, train.add_by_dataset = learning_rate, add_by_dataset
 
 
