@@ -239,6 +239,9 @@ class Config:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast type of the forward pass; auto is bf16 where the hardware multiplies it")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
+    parallel: Literal["ddp", "zero2", "zero3"] = option(
+        "ddp", "devices divide nothing; gradients and optimizer; or weights as well (less memory)")
+    shard_size: int = option(0, "devices that divide one copy of it; 0 is all", at_least=0)
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
     world_size: int = option(

@@ -128,26 +128,32 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, padded_vocab, bias=False)
-        cos, sin = rope_table(cfg)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, values in zip(("cos", "sin"), rope_table(cfg), strict=True):
+            self.register_buffer(name, values, persistent=False)
         self.init_weights()
-        if cfg.tie_embeddings:
-            self.head.weight = self.embedding.weight
 
+    @torch.no_grad()
     def init_weights(self):
         """Normal with GPT-2's 0.02; zero where a block writes to the residual stream.
 
-        With zeros every block starts as the identity, as in modded-nanogpt.
+        With zeros every block starts as the identity, as in modded-nanogpt. Sets every parameter
+        and buffer, so a model made on the meta device can be allocated first.
         """
+        for buffer, values in zip((self.cos, self.sin), rope_table(self.cfg), strict=True):
+            buffer.copy_(values)
+        second = self.head if self.cfg.tie_embeddings else None  # with the embedding's weight
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding)) and module is not second:
                 nn.init.normal_(module.weight, std=0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
         for block in self.blocks:
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.mlp.down.weight)
+        if second:
+            second.weight = self.embedding.weight
 
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
@@ -185,21 +191,15 @@ class Transformer(nn.Module):
         """
         hidden = self.hidden(tokens, documents=documents)
         if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
-            logits = self.logits(hidden).flatten(0, 1)
-            losses = F.cross_entropy(
-                logits, targets.flatten(), ignore_index=IGNORE, reduction="none"
-            )
-        else:
-            losses = LinearCrossEntropy.apply(
-                hidden.flatten(0, 1), self.head.weight, targets.flatten(), self.cfg.vocab_size
-            )
-        return losses.view_as(targets)
+            logits = self.logits(hidden).transpose(1, 2)
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+        return LinearCrossEntropy.apply(hidden, self.head.weight, targets, self.cfg.vocab_size)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of hidden [N, C] @ weight.T [V_padded, C] with targets [N] → losses [N], fp32.
+    """Cross-entropy of hidden [..., C] @ weight.T [V_padded, C] with targets [...] → fp32 [...].
 
-    Equals F.cross_entropy of the logits up to rounding, but keeps only one matrix of size [N, V],
+    Equals F.cross_entropy of the logits up to rounding, but keeps only one tensor of size [..., V],
     in the dtype of the product: the logits, overwritten by their gradient a few rows at a time.
     The plain way keeps three or four in fp32. The incoming gradient may differ from loss to loss.
     """
@@ -209,6 +209,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        shape, hidden, targets = targets.shape, hidden.flatten(0, -2), targets.flatten()
         logits = F.linear(hidden, weight.detach())  # detached: autocast must not cache its copy
         hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
         logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
@@ -225,14 +226,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             some.copy_(p)
         logits.scatter_add_(1, right, torch.full_like(right, -1.0, dtype=logits.dtype))
         ctx.save_for_backward(hidden, weight, logits, counted)
-        return losses.where(counted, 0.0)
+        return losses.view(shape).where(counted.view(shape), 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
-        grad = grad.where(counted, 0.0)[:, None].to(hidden.dtype)
-        return (grad_logits @ weight) * grad, grad_logits.t() @ (hidden * grad), None, None
+        shape, grad = grad.shape, grad.flatten().where(counted, 0.0)[:, None].to(hidden.dtype)
+        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)
+        return grad_hidden, grad_logits.t() @ (hidden * grad), None, None
 
 
 def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:

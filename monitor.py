@@ -66,13 +66,14 @@ class Monitor:
     flops_per_token, peak: FLOPs of training on one token; FLOP/s of all devices together, or None.
     out_dir: where rows are written; None on ranks that write nothing.
     gather: [n] tensor → [ranks, n], the same on every rank; called on all of them at each log.
-    autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer.
+    autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer;
+    called on rank 0, or on all ranks where it is `together`.
     datasets: their names. epochs: () → {metric: epochs of each dataset so far}.
     """
 
     def __init__(self, cfg: Config, device: torch.device, *, start_step: int, start_tokens: int = 0,
                  flops_per_token: int, peak: float | None, out_dir: Path | None,
-                 gather=lambda values: values[None], autopsy=lambda step, rank: {},
+                 gather=lambda values: values[None], autopsy=lambda step, rank: {}, together=False,
                  datasets=(), epochs=dict):
         self.cfg, self.device, self.gather, self.out_dir = cfg, device, gather, out_dir
         self.flops_per_token, self.peak = flops_per_token, peak
@@ -86,7 +87,7 @@ class Monitor:
             for event in self.slowdowns.add(row):
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
-        self.anomalies = AnomalyDetector(cfg.window_size, autopsy, report=out_dir is not None)
+        self.anomalies = AnomalyDetector(cfg.window_size, autopsy, bool(out_dir) or together)
         self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
@@ -152,11 +153,11 @@ class Monitor:
         if self.dataset_totals is not None:
             add_by_dataset(self.dataset_totals, losses, batch)
 
-    def health(self, step: int, named_parameters: list[tuple[str, Tensor]]):
+    def health(self, step: int, parameters: dict[str, Tensor], norms):
         """Around an optimizer step: norms and the size of the update, if they are due."""
         if self.cfg.monitor != "full" or not self.due(step, self.cfg.health_interval):
             return contextlib.nullcontext()
-        return measure_update(named_parameters, self.log)
+        return measure_update(parameters, self.log, norms)
 
     def step(self, step: int, learning_rate: float, grad_norm, size, nonfinite=0.0):
         """Step number `step` is done: log if it is due.
@@ -224,7 +225,7 @@ class Monitor:
             for at, anomaly, text in self.anomalies.add(step, losses, norms[0], bad):
                 if anomaly:
                     self.write(at, anomaly)
-                if text:
+                if text and self.out_dir:
                     hint = f"; see python data.py show {self.out_dir} {at}" if anomaly else ""
                     self.warn(at, text + hint)
         if self.dataset_totals is not None:

@@ -42,10 +42,11 @@ from data import (
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
-from steady import faults, rundir
+from steady import faults, parallel, rundir
 from steady.backup import Backup
-from steady.checkpoint import Writer, load_checkpoint, reconcile_best, save_checkpoint
+from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
 from steady.cli import ConfigError
+from steady.faults import check_finite
 from steady.muon import Muon
 
 # --- the loop --------------------------------------------------------------------------------
@@ -65,7 +66,8 @@ def train(run: "Run"):
             monitor.phase("data")
             batch = next(batches)  # on the device, or on its way there
             monitor.phase("forward")
-            with gradient_sync(run.ddp, last=i == run.accumulation - 1), run.autocast:
+            last = i == run.accumulation - 1
+            with run.shards.micro_batch(run.ddp, last), run.autocast:
                 losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
@@ -82,8 +84,8 @@ def train(run: "Run"):
             keep_best(run, evaluate(run))
         if due(run.step, cfg.save_interval, last=cfg.max_steps) or run.stop.save:
             save_checkpoint(run)
-        if due(run.step, cfg.sample_interval) and run.rank == 0:
-            print(sample(run), flush=True)
+        if due(run.step, cfg.sample_interval):
+            show_sample(run)
         tidy_memory(run)
     if run.stop.signal:
         save_checkpoint(run)
@@ -127,11 +129,6 @@ def seed_everything(seed: int, step: int, rank: int):
     random.seed(number)
 
 
-def gradient_sync(model: nn.Module, last: bool):
-    """Under DDP, reduce gradients over ranks only in the last micro-batch of a step."""
-    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
-
-
 @torch.no_grad()
 def update(run: "Run") -> Tensor:
     """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the unclipped norm.
@@ -140,16 +137,17 @@ def update(run: "Run") -> Tensor:
     the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer that does
     not read them costs one sync a step.
     """
+    run.shards.move_gradients()
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # a no-op except in fp16
-    parameters = list(run.model.named_parameters())
-    grad_norm = torch.nn.utils.get_total_norm([p.grad for _, p in parameters if p.grad is not None])
+    grads = [p.grad for p in run.parameters.values() if p.grad is not None]
+    grad_norm = run.shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = torch.ones_like(grad_norm)
     if run.cfg.grad_clip:
         divisor = (grad_norm / run.cfg.grad_clip).clamp(min=1.0)
     run.nonfinite = (run.nonfinite + 1) * found_inf
-    with run.monitor.health(run.step + 1, parameters):
+    with run.monitor.health(run.step + 1, run.parameters, run.shards.norms):
         run.clean = False
         for optimizer in run.optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -162,19 +160,6 @@ def update(run: "Run") -> Tensor:
             optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
     return grad_norm
-
-
-def check_finite(run: "Run"):
-    """Raise NotFinite after too many non-finite steps in a row, counted up to the last log.
-
-    Only at multiples of log_interval, not at the log of a process's first step, so that a resumed
-    run acts at the same step as an uninterrupted one.
-    """
-    count = run.monitor.nonfinite_in_a_row
-    at_log = due(run.step, run.cfg.log_interval, last=run.cfg.max_steps)
-    if at_log and count >= run.cfg.max_nonfinite and run.cfg.on_nonfinite != "skip":
-        raise faults.NotFinite(f"{count} steps in a row, up to step {run.step}, had a loss or "
-                               "gradient that was not finite")
 
 
 GC_INTERVAL = 1000  # steps between garbage collections
@@ -192,18 +177,25 @@ def tidy_memory(run: "Run"):
         gc.collect()
 
 
-def make_optimizers(model: nn.Module, cfg: Config, device: torch.device) -> list:
-    """The optimizers of a run; together they hold every parameter exactly once."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
+                    parameters: dict[str, nn.Parameter] | None = None, shards=None) -> list:
+    """The optimizers of a run; together they hold every parameter exactly once.
+
+    parameters: what this rank holds of those of the model, in their order.
+    """
     in_blocks = {id(p) for p in model.blocks.parameters()}
-    matrices = [p for p in trained if p.ndim == 2 and id(p) in in_blocks]
-    others = [p for p in trained if p.ndim != 2 or id(p) not in in_blocks]
+    names = {name for name, p in model.named_parameters() if p.ndim == 2 and id(p) in in_blocks}
+    parameters = parameters or dict(model.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    matrices = [p for name, p in trained.items() if name in names]
+    others = [p for name, p in trained.items() if name not in names]
     groups = [dict(params=others, weight_decay=0.0)]
     optimizers = []
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         ns_dtype = torch.bfloat16 if fast else torch.float32
-        optimizers.append(Muon(matrices, cfg.learning_rate, cfg.weight_decay, ns_dtype=ns_dtype))
+        optimizers.append(Muon(matrices, cfg.learning_rate, cfg.weight_decay, ns_dtype=ns_dtype,
+                               shards=shards))
     else:
         groups.append(dict(params=matrices, weight_decay=cfg.weight_decay))
     betas = cfg.beta1, cfg.beta2
@@ -257,8 +249,8 @@ def evaluate(run: "Run") -> float:
 
 
 def keep_best(run: "Run", val_loss: float):
-    if run.writer:  # what best.pt really holds: the save of a better one may have failed
-        run.best_loss, run.best_step = run.writer.best()
+    best = run.writer.best() if run.rank == 0 else None  # a save of a better one may have failed
+    run.best_loss, run.best_step = run.stop.broadcast_from_rank0(best)
     if val_loss < run.best_loss:
         run.best_loss, run.best_step = val_loss, run.step
         save_checkpoint(run, is_best=True)
@@ -267,8 +259,16 @@ def keep_best(run: "Run", val_loss: float):
 def measure_output(run: "Run", batch: Batch):
     """With --monitor full, when due: log the output's entropy on this rank's last micro-batch."""
     if run.cfg.monitor == "full" and run.monitor.due(run.step, run.cfg.health_interval):
-        with run.autocast:
+        with run.autocast, parallel.gathered(run.model):
             run.monitor.log_all(output_health(run.model, *batch[:3]))
+
+
+def show_sample(run: "Run", title: str = ""):
+    """Print a sample of what the model writes; called on every rank."""
+    if run.rank == 0 or run.shards.size > 1:  # then it takes all of them
+        text = sample(run)
+        if run.rank == 0:
+            print(f"{title}{text}", flush=True)
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
@@ -276,7 +276,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
 
     From the beginning of a document or, where the data has prompts, in answer to the first one.
     """
-    if not all(p.isfinite().all() for p in run.model.parameters()):
+    if not run.shards.norms([p.detach() for p in run.parameters.values()]).isfinite().all():
         return "(none: the weights are not finite)"
     data = run.val_data or run.train_data
     batch, end = data.batch(0, 1), run.train_data.end_of_text
@@ -285,7 +285,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
         counted = (batch.targets[0] != IGNORE).nonzero()
         prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
     torch.manual_seed(0)
-    with run.autocast:
+    with run.autocast, parallel.gathered(run.model):
         tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
     if not data.has_prompts:
         return data.decode(tokens[0, 1:].tolist())
@@ -312,6 +312,9 @@ class Run:
     train_data: Mixture
     val_data: Mixture | None
     model: Transformer
+    shards: parallel.Shards  # which part of it this rank holds
+    parameters: dict[str, nn.Parameter]  # that part of each, by name
+    tensors: dict[str, Tensor]  # the same and buffers, as checkpoints name them
     ddp: nn.Module  # the model, wrapped where there are several ranks
     optimizers: list
     scaler: torch.amp.GradScaler
@@ -319,7 +322,7 @@ class Run:
     stop: faults.Stop
     batches: object = None  # the loader's micro-batches from `position` on
     monitor: Monitor | None = None
-    writer: Writer | None = None  # of checkpoints; on rank 0
+    writer: object = None  # of checkpoints; on rank 0, or on all that hold a part
     lock: object = None  # the file that keeps other processes out of out_dir until it is closed
     step: int = 0  # updates made
     position: int = 0  # the next update begins with this sample
@@ -354,36 +357,40 @@ class Run:
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     cfg, out_dir = choose_run(argv)
-    rank, local_rank, world_size, local_world_size = devices.rank_and_world()
+    rank, local_rank, world_size, local_world_size = parallel.rank_and_world()
     micro_batch = config.micro_batch_size(cfg, world_size)
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     devices.configure(cfg, device)
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
-    devices.join_ranks(rank, world_size, device)
+    parallel.join_ranks(rank, world_size, device)
+    shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
     checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
-    torch.manual_seed(cfg.seed)
-    model = make_model(cfg, train_data, checkpoint).to(device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
-        fits = faults.largest_micro_batch(model, cfg, world_size, autocast, device)
+        trial = make_model(cfg, train_data, checkpoint, device, dtype, shards.alone())
+        fits = faults.largest_micro_batch(trial, cfg, world_size, autocast, device)
         micro_batch = config.micro_batch_size(cfg, world_size, most=stop.minimum(fits))
+        del trial
+    model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
+    parameters = shards.parameters_of(model)
     run = Run(
         cfg=cfg, out_dir=start.out_dir if start else out_dir, lock=start and start.lock,
         rank=rank, world_size=world_size, device=device, dtype=dtype, micro_batch=micro_batch,
         workers=pick_workers(cfg.num_workers, device, local_world_size),
         train_data=train_data, val_data=val_data,
-        model=model, ddp=devices.distribute(model, device, world_size),
-        optimizers=make_optimizers(model, cfg, device),
+        model=model, shards=shards, parameters=parameters, tensors=shards.tensors_of(model),
+        ddp=parallel.distribute(model, device, world_size),
+        optimizers=make_optimizers(model, cfg, device, parameters, shards),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=autocast, stop=stop,
     )
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
-        model.compile(dynamic=True if train_data.row_lengths_vary else None)
-    watch_for_waiting(run)
+        parallel.compile_model(model, dynamic=True if train_data.row_lengths_vary else None)
+    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.phase("waiting"))
     if checkpoint:
         restore(run, Path(checkpoint))
     elif cfg.eval_only and not cfg.init_from:
@@ -406,34 +413,29 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     return config.resolve(cfg), out_dir
 
 
-def make_model(cfg: Config, data: Mixture, checkpoint: str | None) -> nn.Module:
-    """The model; if no checkpoint will be loaded, with the weights of --init_from."""
-    if cfg.model != "transformers":
-        faults.refuse_too_large(cfg)
-    if not cfg.init_from:
-        return Transformer(cfg)
-    from steady import huggingface
+def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch.device,
+               dtype: torch.dtype, shards: parallel.Shards) -> nn.Module:
+    """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
+    if cfg.init_from:
+        from steady import huggingface
 
-    if not checkpoint and "tokenizer" not in cfg.allow_change:
-        huggingface.check_tokenizer(cfg.init_from, data)
+        if not checkpoint and "tokenizer" not in cfg.allow_change:
+            huggingface.check_tokenizer(cfg.init_from, data)
     if cfg.model == "transformers":
-        return huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
-    model = Transformer(cfg)
-    if not checkpoint:
-        huggingface.load_initial(model, cfg.init_from)
+        model = huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
+        shards.divide(model, dtype)
+        return model.to(device)
+    faults.refuse_too_large(cfg, shards.size)
+    with torch.device("meta"):
+        model = Transformer(cfg)
+    shards.divide(model, dtype)
+    model.to_empty(device=device)
+    torch.manual_seed(cfg.seed)
+    with parallel.WholeDraws(shards):
+        model.init_weights()
+    if cfg.init_from and not checkpoint:
+        huggingface.load_initial(model, cfg.init_from, shards)
     return model
-
-
-def watch_for_waiting(run: Run):
-    """Once this rank's gradients are ready, count its time as waiting for the other ranks'."""
-
-    def wait(parameter: nn.Parameter):
-        run.monitor.phase("waiting")
-
-    if run.world_size > 1:
-        # the gradient of the first parameter is the last to be ready
-        first = next(p for p in run.model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(wait)
 
 
 def restore(run: Run, checkpoint: Path):
@@ -454,32 +456,23 @@ def restore(run: Run, checkpoint: Path):
 
 @faults.setting_up()
 def open_run_dir(run: Run):
-    """On rank 0: make and lock the run directory, and say what is about to run."""
-    if run.rank:
-        return
-    cfg = run.cfg
-    backup = None
-    if cfg.backup_to:
-        backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
-    if not run.lock:
-        run.out_dir, run.lock = rundir.claim(run.out_dir)
-    rundir.prepare(run)
-    run.best_loss, run.best_step = best = reconcile_best(run)
-    run.writer = Writer(run.out_dir / "checkpoints", cfg.keep_checkpoints, cfg.keep_every, backup,
-                        best)
-    print(rundir.describe(run), flush=True)
+    """Rank 0 makes and locks the run directory, and says what is about to run."""
+    cfg, backup, best = run.cfg, None, None
+    if run.rank == 0:
+        if cfg.backup_to:
+            backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
+        if not run.lock:
+            run.out_dir, run.lock = rundir.claim(run.out_dir)
+        rundir.prepare(run)
+        best = reconcile_best(run)
+        print(rundir.describe(run), flush=True)
+    run.out_dir, (run.best_loss, run.best_step) = run.stop.broadcast_from_rank0((run.out_dir, best))
+    run.writer = make_writer(run, backup)
 
 
 def make_monitor(run: Run) -> Monitor:
     """The monitor of the steps from here on; only rank 0 writes."""
     cfg, data = run.cfg, run.train_data
-
-    def gather(values: Tensor) -> Tensor:
-        if run.world_size == 1:
-            return values[None]
-        table = values.new_empty(run.world_size, len(values))
-        dist.all_gather(list(table), values)
-        return table
 
     def epochs() -> dict[str, float]:
         done = zip(data.datasets, data.epochs(run.position), strict=True)
@@ -490,9 +483,9 @@ def make_monitor(run: Run) -> Monitor:
         cfg, run.device, start_step=run.step, start_tokens=run.tokens,
         out_dir=run.out_dir if run.rank == 0 and not cfg.eval_only else None,
         flops_per_token=flops_per_token(run.model, cfg, data.typical_length()),
-        peak=peak * run.world_size if peak else None, gather=gather,
+        peak=peak * run.world_size if peak else None, gather=parallel.gather,
         datasets=[d.name for d in data.datasets], epochs=epochs,
-        autopsy=lambda step, rank: faults.autopsy(run, step, rank),
+        autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
     )
 
 
@@ -524,8 +517,8 @@ def main(argv: list[str]) -> int:
         if run.stop.signal:
             print(f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
                   "--auto-resume continues from there")
-        else:
-            print(f"sample  of what it writes:\n\n{sample(run)}")
+    if not run.stop.signal:
+        show_sample(run, "sample  of what it writes:\n\n")
     return 128 + run.stop.signal if run.stop.signal else 0
 
 
@@ -551,10 +544,10 @@ def train_with_recovery(run: Run) -> str:
                 raise MemoryError(faults.memory_advice(run, e)) from e
             raise
         finally:
-            if run.rank == 0:
+            if run.writer:
                 run.writer.wait()
             report = run.monitor.close()
-    if run.rank == 0:
+    if run.writer:
         run.writer.close(copy=not run.stop.signal)  # after a signal, time is short
     return report
 

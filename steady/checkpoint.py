@@ -1,110 +1,54 @@
-"""Checkpoints: a file is valid or it is not there. Writing, verifying, finding, loading.
+"""Checkpoints: valid or not there. Writing, verifying, finding, loading.
 
-A checkpoint is what `torch.save` writes, with a checksum of all of it in the comment that a zip
-file may end with, so that `torch.load` and `unzip` read it like any other.
+A checkpoint is a file, step_N.pt, or where each rank holds a part of the state, a folder, step_N/.
 """
 
-import contextlib
 import dataclasses
 import errno
 import math
 import os
 import re
 import shutil
-import struct
 import threading
-import zlib
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from steady.cli import ConfigError, fixed_options
+from steady.parallel import release, shared_notes
+from steady.parts import (
+    MANIFEST,
+    PartWriter,
+    delete_folder,
+    find_damage_of_parts,
+    is_checkpoint_folder,
+    join,
+    link_folder,
+    load_parts,
+    remove_strays,
+)
 from steady.retry import retry
+from steady.sealed import atomic_write, find_corruption, link_or_copy, write_checkpoint
 from steady.tokens import split_weight
 
-CHECKPOINT = re.compile(r"step_(\d{8,})\.pt")
+CHECKPOINT = re.compile(r"step_(\d{8,})(\.pt)?")
 DRAFT = re.compile(r"(step_\d{8,}|best)\.pt\.(tmp|backup)-\d+")
-SEAL = struct.Struct("<16sI")  # SEAL_NAME, CRC-32 of everything before the seal
-SEAL_NAME = b"steady checksum:"
-ZIP_END = struct.Struct("<4s16sH")  # signature, fields not used here, length of the comment
-CHUNK_BYTES = 1 << 24
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
+NOT_FINITE = "the weights are not finite"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 
-# --- one file --------------------------------------------------------------------------------
-
-
-class ChecksummedFile:
-    """A file for torch.save to write to, sequentially; keeps a checksum of its bytes."""
-
-    def __init__(self, file):
-        self.file, self.crc, self.last = file, 0, b""
-
-    def write(self, data) -> int:
-        data = memoryview(data).cast("B")
-        if self.last:  # held back, since `seal` changes the last bytes of the file
-            self.write_through(self.last)
-        self.last = bytes(data[-ZIP_END.size :])
-        self.write_through(data[: -ZIP_END.size])
-        return len(data)
-
-    def write_through(self, data):
-        self.crc = zlib.crc32(data, self.crc)
-        self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
-
-    def seal(self):
-        """Append the checksum as the comment of the zip file."""
-        signature, rest, length = ZIP_END.unpack(self.last)
-        assert signature == b"PK\5\6" and length == 0, "torch.save has changed its format"
-        self.write_through(ZIP_END.pack(signature, rest, SEAL.size))
-        self.file.write(SEAL.pack(SEAL_NAME, self.crc))
-        self.file.flush()
-
-
-def write_checkpoint(path: Path, state: dict):
-    """Write `state`, verify every byte on the disk, and only then give the file its name."""
-    with atomic_write(path) as draft:
-        with open(draft, "wb") as file:
-            sealed = ChecksummedFile(file)
-            torch.save(state, sealed)
-            sealed.seal()
-            os.fsync(file.fileno())
-            forget_cached(file.fileno())
-        wrong = find_corruption(draft)
-        if wrong:
-            raise OSError(f"{draft}: {wrong}: what was read back is not what was written")
-
-
-def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns what is wrong with it, or None."""
-    size = path.stat().st_size
-    if size < SEAL.size + ZIP_END.size:
-        return f"only {size} bytes"
-    with open(path, "rb") as file:
-        crc, left = 0, size - SEAL.size
-        while left:
-            data = file.read(min(CHUNK_BYTES, left))
-            if not data:
-                return "it became shorter while it was being read"
-            crc, left = zlib.crc32(data, crc), left - len(data)
-        seal = file.read()
-        forget_cached(file.fileno())
-    if seal[: len(SEAL_NAME)] == SEAL_NAME:
-        return None if SEAL.unpack(seal) == (SEAL_NAME, crc) else "its checksum is wrong"
-    return "its checksum is missing: cut short, or not written by this program"
+# --- one checkpoint --------------------------------------------------------------------------
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with the bytes of a checkpoint file or with what it holds, or None."""
-    wrong = find_corruption(path)
+    """What is wrong with the bytes of a checkpoint or with what it holds, or None."""
+    wrong = find_damage_of_parts(path) if path.is_dir() else find_corruption(path)
     if wrong:
         return wrong
     try:
-        return find_odd_contents(torch.load(path, map_location="meta", weights_only=True))
+        states = load_parts(path, "meta")
+        odd = (find_odd_contents(state) for state in states)
+        return next(filter(None, odd), None) or (join(states) and None)
     except OSError:
         raise
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
@@ -118,7 +62,7 @@ def find_odd_contents(state) -> str | None:
     """
     if not isinstance(state, dict) or type(state.get("format")) is not int:
         return "it holds no state of a run"
-    if state["format"] != FORMAT:
+    if state["format"] not in READABLE:
         return None
     for name, kinds in CONTENTS.items():
         if not isinstance(state.get(name), kinds):
@@ -141,42 +85,64 @@ def find_odd_contents(state) -> str | None:
     return None
 
 
-def forget_cached(descriptor: int):
-    """Drop a file from the page cache: verify the disk, and leave memory to the training data."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path):
-    """Yields a draft beside `path` to write to, which replaces it if nothing was raised."""
-    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        yield draft
-        os.replace(draft, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)  # the new name itself must be on the disk
-        os.close(directory)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-
-
 # --- the files of a run ----------------------------------------------------------------------
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The step_N.pt files of a run, oldest first, without links and other names."""
-    found = [p for p in folder.glob("step_*.pt") if CHECKPOINT.fullmatch(p.name)]
-    return sorted((p for p in found if p.is_file() and not p.is_symlink()), key=checkpoint_step)
+    """The checkpoints of a run, oldest first, without links and other names."""
+    found = [p for p in folder.glob("step_*") if CHECKPOINT.fullmatch(p.name)]
+    found = [p for p in found if is_checkpoint(p) and not p.is_symlink()]
+    return sorted(found, key=lambda p: (checkpoint_step(p), changed_at(p)))
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}.pt"
+def is_checkpoint(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".pt" or is_checkpoint_folder(path)
+
+
+def changed_at(path: Path) -> int:
+    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
+
+
+def checkpoint_path(folder: Path, step: int, in_parts: bool = False) -> Path:
+    return folder / f"step_{step:08d}{'' if in_parts else '.pt'}"
+
+
+def checkpoint_at(folder: Path, step: int) -> Path | None:
+    """The checkpoint of this step, if there is one."""
+    return next((p for p in list_checkpoints(folder)[::-1] if checkpoint_step(p) == step), None)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """best.pt, or the folder best; the newer one, if there is one."""
+    found = [p for p in (folder / "best.pt", folder / "best") if is_checkpoint(p)]
+    return max(found, key=changed_at, default=None)
 
 
 def checkpoint_step(path: Path) -> int:
     return int(CHECKPOINT.fullmatch(path.name)[1])
+
+
+def delete_checkpoint(path: Path):
+    if path.is_dir():
+        delete_folder(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def other_form(path: Path) -> Path:
+    """The folder with the name of a file, or the file with the name of a folder."""
+    return path.with_suffix("") if path.suffix else path.with_suffix(".pt")
+
+
+def link_as_best(path: Path):
+    """Make a checkpoint the best one, which replaces the one that is there."""
+    best = path.with_name("best" if path.is_dir() else "best.pt")
+    if path.is_dir():
+        link_folder(path, best)
+    else:
+        with atomic_write(best) as draft:
+            link_or_copy(path, draft)
+    delete_checkpoint(other_form(best))
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
@@ -216,12 +182,15 @@ def rotate(folder: Path, keep: int, keep_every: int):
     """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`."""
     for old in list_checkpoints(folder)[:-keep]:
         if not keep_every or checkpoint_step(old) % keep_every:
-            old.unlink()
+            delete_checkpoint(old)
 
 
 def remove_drafts(folder: Path):
     """Delete what a killed process left unfinished; only for the process that holds the lock."""
     for path in folder.iterdir():
+        in_parts = CHECKPOINT.fullmatch(path.name) or path.name == "best"
+        if in_parts and path.is_dir() and not path.is_symlink():
+            remove_strays(path)
         if DRAFT.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             path.unlink()
 
@@ -247,12 +216,14 @@ class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
     The host memory is allocated once. At most one write is in flight; the next save waits for it.
-    backup: a Backup, which is offered each file that was written and verified.
+    backup: a Backup, which is offered each checkpoint that was written and verified.
+    parts: a PartWriter, where this rank holds only a part of the state.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
-                 best=(math.inf, 0)):
+                 best=(math.inf, 0), parts=None):
         self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
+        self.parts = parts
         self.in_best = best  # (loss, step) of best.pt
         self.buffers, self.thread, self.step = {}, None, 0
         self.failures = 0  # in a row
@@ -299,21 +270,29 @@ class Writer:
         return buffer
 
     def write(self, step: int, state: dict, event, is_best: bool):
-        path = checkpoint_path(self.folder, step)
+        path = checkpoint_path(self.folder, step, in_parts=bool(self.parts))
         try:
             if event:
                 event.synchronize()
-            if not state.pop("weights_norm").isfinite():
-                print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
-                return
-            retry(lambda: write_checkpoint(path, state))
+            finite = bool(state.pop("weights_norm").isfinite())
+            if self.parts:
+                self.parts.write(path, state, None if finite else NOT_FINITE)
+                if self.parts.rank:
+                    return
+            elif finite:
+                retry(lambda: write_checkpoint(path, state))
+            else:
+                raise ValueError(NOT_FINITE)
+            delete_checkpoint(other_form(path))
             if is_best:
-                with atomic_write(self.folder / "best.pt") as draft:
-                    link_or_copy(path, draft)
+                link_as_best(path)
                 self.in_best = state["best_loss"], step
             rotate(self.folder, self.keep, self.keep_every)
             self.failures = 0
         except Exception as e:
+            if NOT_FINITE in str(e):
+                print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
+                return
             self.failures += 1
             print(f"warning: step {step}: the checkpoint could not be written, training goes on "
                   f"({self.failures} of {MAX_FAILURES}): {disk_error(e, self.folder)}", flush=True)
@@ -357,18 +336,10 @@ def disk_error(error: BaseException, folder: Path) -> str:
             f"free ({cause.strerror})")
 
 
-def link_or_copy(path: Path, draft: Path):
-    try:
-        os.link(path, draft)
-    except OSError:  # no hard links on this file system
-        shutil.copyfile(path, draft)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-
-
 # --- the state of a run ----------------------------------------------------------------------
 
-FORMAT = 3  # of the dict in a checkpoint file; 1 had no position, 2 no evaluated_step
+FORMAT = 4  # of the dict in a file; 1 had no position, 2 no evaluated_step, 3 stacked momenta
+READABLE = (3, 4)
 CONTENTS = dict(  # what the dict must have, and its type
     step=int, position=int, tokens=int, best_loss=(int, float), best_step=int, evaluated_step=int,
     nonfinite=(int, float, torch.Tensor), rollbacks=list, model=dict, optimizers=list,
@@ -377,17 +348,33 @@ CONTENTS = dict(  # what the dict must have, and its type
 PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "rollbacks")
 
 
-def save_checkpoint(run, is_best: bool = False):
-    """Start writing step_N.pt, and best.pt if it is the best, unless this state is saved already.
+def make_writer(run, backup) -> Writer | None:
+    """Rank 0's writer of whole checkpoints, or that of this rank's part; None where it has none."""
+    parts = None
+    attempt = run.stop.broadcast_from_rank0(os.urandom(4).hex())
+    if run.shards.size > 1 and run.shards.first:
+        parts = PartWriter(run.rank, run.shards.size, shared_notes("checkpoints"), attempt)
+    if run.rank and not parts:
+        return None
+    return Writer(run.out_dir / "checkpoints", run.cfg.keep_checkpoints, run.cfg.keep_every,
+                  backup, (run.best_loss, run.best_step), parts)
 
-    Only rank 0 writes: weights and optimizers are the same on all ranks. There is no generator
-    state: random numbers are a function of (seed, step, rank).
+
+def save_checkpoint(run, is_best: bool = False, alone: bool = False):
+    """Start writing the checkpoint of this step, unless this state is saved already.
+
+    As the best one, too, if it is. Rank 0 writes a file, since weights and optimizers are the same
+    on all ranks; where they are divided, each rank of the first copy writes its part. There is no
+    generator state: random numbers are a function of (seed, step, rank). alone: some ranks may be
+    gone, so nothing is agreed with them.
     """
     failed = run.writer is not None and run.writer.failures > 0
+    if run.shards.size > 1 and not alone:
+        failed = run.stop.broadcast_from_rank0(failed)
     if run.saved == saved_at(run) and not failed:
         return
     run.saved = saved_at(run)
-    if run.rank:
+    if not run.writer:
         return
     previous = run.monitor.phase("checkpoint")
     data = run.train_data
@@ -395,9 +382,10 @@ def save_checkpoint(run, is_best: bool = False):
         format=FORMAT,
         **{name: getattr(run, name) for name in PROGRESS},
         nonfinite=run.nonfinite,
-        model=run.model.state_dict(),
+        model=run.tensors,
+        whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
-        optimizer_names=[parameter_names(run.model, optimizer) for optimizer in run.optimizers],
+        optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
         scaler=run.scaler.state_dict(),
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint,
@@ -414,39 +402,42 @@ def saved_at(run) -> tuple:
     return run.step, run.position, run.evaluated_step, run.best_step
 
 
-def parameter_names(model: nn.Module, optimizer) -> list[str]:
+def parameter_names(run, optimizer) -> list[str]:
     """Names of the parameters that an optimizer holds, in its order."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in run.parameters.items()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
+@torch.no_grad()
 def load_checkpoint(run, path: Path) -> dict:
-    """Restore `run` from a file that has been verified; returns the options it was saved with.
+    """Restore `run` from a checkpoint that has been verified; returns the options of its save.
 
-    Raises ConfigError if it does not belong to this run.
+    Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
+    not belong to this run.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        version = state["format"]
+        states = load_parts(path, "cpu", mmap=run.shards.size > 1 or path.is_dir())
+        version = states[0]["format"]
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
         raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
-    if version != FORMAT:
+    if version not in READABLE:
         raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
-    wrong = find_odd_contents(state)
+    wrong = find_odd_contents(states[0])
     if wrong:
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
-    refuse_changes(run, path, state)
-    try:
-        run.model.load_state_dict(state["model"])
-    except RuntimeError as e:
-        raise ConfigError(f"{path}: not a checkpoint of this model: {e}") from None
+    refuse_changes(run, path, states[0])
+    if version == 3:
+        unstack_momenta(states[0]["optimizers"])
+    state = join(states, run.shards.rows)
+    copy_weights(path, state["model"], run.tensors)
+    release(run.model)
     counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
     if len(set(counts)) > 1:
         raise ConfigError(f"{path}: it holds {counts[1]} optimizers; expected {counts[0]}")
     for optimizer, saved, names in zip(
         run.optimizers, state["optimizers"], state["optimizer_names"], strict=True
     ):
-        if parameter_names(run.model, optimizer) != names:
+        if parameter_names(run, optimizer) != names:
             raise ConfigError(f"{path}: its optimizer holds other parameters, or in another order")
         # Learning rate, decay and betas are those of this run's flags, not the saved ones.
         groups = optimizer.state_dict()["param_groups"]
@@ -460,6 +451,33 @@ def load_checkpoint(run, path: Path) -> dict:
     return state["config"]
 
 
+def copy_weights(path: Path, saved: dict, tensors: dict):
+    """Copy a state dict into the tensors of a model. Raises ConfigError where they differ."""
+    odd = sorted(saved.keys() ^ tensors.keys())
+    odd += [name for name in saved.keys() & tensors.keys()
+            if saved[name].shape != tensors[name].shape]
+    if odd:
+        raise ConfigError(f"{path}: not a checkpoint of this model: {len(odd)} tensors are "
+                          f"missing, not expected or of another shape, as {odd[0]}")
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+
+
+def unstack_momenta(optimizers: list[dict]):
+    """Give each matrix its momentum: in format 3 the first of a group held that of all."""
+    for saved in optimizers:
+        for group in saved["param_groups"]:
+            stack = saved["state"].get(group["params"][0], {}).get("momentum")
+            if stack is not None:
+                momenta = zip(group["params"], stack.unbind(), strict=True)
+                saved["state"] |= {i: dict(momentum=each) for i, each in momenta}
+
+
+def read_state(path: Path, device: str = "cpu") -> dict:
+    """The whole state in a checkpoint that has been verified, from all its parts."""
+    return join(load_parts(path, device, mmap=device == "cpu"))
+
+
 def reconcile_best(run) -> tuple[float, int]:
     """Make best.pt agree with the restored run; returns (loss, step) of what it then holds.
 
@@ -467,28 +485,27 @@ def reconcile_best(run) -> tuple[float, int]:
     the run continues from an earlier checkpoint.
     """
     folder = run.out_dir / "checkpoints"
-    best, wanted = folder / "best.pt", checkpoint_path(folder, run.best_step)
+    best, wanted = best_checkpoint(folder), checkpoint_at(folder, run.best_step)
     found = read_best(best)
     if found == (run.best_loss, run.best_step):
         return found
     if run.best_step and read_best(wanted) == (run.best_loss, run.best_step):
-        with atomic_write(best) as draft:
-            link_or_copy(wanted, draft)
+        link_as_best(wanted)
         return run.best_loss, run.best_step
     if found and 0 < found[1] <= run.step:
         print(f"warning: the weights of the best validation loss, {run.best_loss:.4f} at step "
               f"{run.best_step}, were lost; {best} is of step {found[1]}", flush=True)
         return found
-    if best.exists():
+    if best:
         set_aside(best)
     return math.inf, 0
 
 
-def read_best(path: Path) -> tuple[float, int] | None:
+def read_best(path: Path | None) -> tuple[float, int] | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
-    if not path.is_file() or find_damage(path):
+    if path is None or find_damage(path):
         return None
-    state = torch.load(path, map_location="meta", weights_only=True)
+    state = load_parts(path, "meta")[0]
     is_best = state.get("best_step") == state.get("step")
     return (state["best_loss"], state["step"]) if is_best else None
 

@@ -1,16 +1,13 @@
-"""What a run computes on: device, number format, attention backend, ranks."""
+"""What a run computes on: device, number format, attention backend."""
 
 import contextlib
 import ctypes
-import inspect
 import os
 import platform
 import re
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.attention import SDPBackend
 
 from steady.cli import ConfigError
@@ -164,44 +161,3 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
         raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "
                           f"{dtype} heads of width {D}{packed}; expected one that is, or auto")
     return used
-
-
-# --- ranks -----------------------------------------------------------------------------------
-
-
-def rank_and_world() -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, local world size), from torchrun's environment variables."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
-
-
-def restart_count() -> int:
-    """How many times torchrun has restarted its processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def join_ranks(rank: int, world_size: int, device: torch.device):
-    """Join the process group, if there are several ranks."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
-    if world_size > 1 and not dist.is_initialized():
-        store = next(dist.rendezvous("env://", rank, world_size))[0]
-        # torchrun keeps the store over a restart; the addresses in it are those of dead processes
-        store = dist.PrefixStore(f"attempt {restart_count()}", store)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-            device_id=device if cuda else None,
-        )
-
-
-def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
-    """Wrap the finished model for training on several ranks."""
-    if world_size == 1:
-        return model
-    ddp = nn.parallel.DistributedDataParallel
-    # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
-    parameters = inspect.signature(ddp).parameters
-    sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
-    devices = [device.index] if device.type == "cuda" else None
-    return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})

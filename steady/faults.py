@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady.checkpoint import (
-    checkpoint_path,
+    checkpoint_at,
     checkpoint_step,
     latest_valid,
     load_checkpoint,
     save_checkpoint,
 )
 from steady.cli import ConfigError
-from steady.device import rank_and_world
+from steady.parallel import gathered, rank_and_world
 from steady.telemetry import si
 
 # --- signals ---------------------------------------------------------------------------------
@@ -102,6 +102,20 @@ class NotFinite(Exception):
     """Too many steps in a row were not finite."""
 
 
+def check_finite(run):
+    """Raise NotFinite after too many non-finite steps in a row, counted up to the last log.
+
+    Only at multiples of log_interval, not at the log of a process's first step, so that a resumed
+    run acts at the same step as an uninterrupted one.
+    """
+    cfg, count = run.cfg, run.monitor.nonfinite_in_a_row
+    if cfg.on_nonfinite == "skip" or count < cfg.max_nonfinite:
+        return
+    if run.step % cfg.log_interval == 0 or run.step == cfg.max_steps:
+        raise NotFinite(f"{count} steps in a row, up to step {run.step}, had a loss or gradient "
+                        "that was not finite")
+
+
 MAX_ROLLBACKS = 3  # to the same checkpoint
 
 
@@ -113,8 +127,9 @@ def roll_back(run, error: NotFinite):
     if run.cfg.on_nonfinite == "abort":
         raise error
     path, position = None, run.position
-    if run.rank == 0:
+    if run.writer:
         run.writer.wait()
+    if run.rank == 0:
         path = latest_valid(run.out_dir / "checkpoints")
     path = run.stop.broadcast_from_rank0(path)
     rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
@@ -131,14 +146,15 @@ def roll_back(run, error: NotFinite):
 def rescue(run):
     """After an error, save the last completed step, unless an update has begun since.
 
-    Uses no collective: the other ranks may be gone.
+    Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
+    saved if all of them come to this.
     """
-    if not run.clean or run.step == 0 or run.rank:
+    if not run.clean or run.step == 0 or not run.writer:
         return
     try:
-        save_checkpoint(run)
+        save_checkpoint(run, alone=True)
         run.writer.wait()
-        if checkpoint_path(run.writer.folder, run.step).exists():
+        if run.rank == 0 and checkpoint_at(run.writer.folder, run.step):
             print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
     except Exception as e:
         print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
@@ -164,7 +180,7 @@ def autopsy(run, step: int, rank: int) -> dict:
     try:
         for start in range(first, first + per_rank, run.micro_batch):
             batch = run.train_data.batch(start, start + run.micro_batch).to(run.device)
-            with run.autocast:
+            with run.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
             if not bad and not losses.isfinite().all():
                 bad.append("head")  # whose weight the loss uses without calling the module
@@ -187,13 +203,13 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def refuse_too_large(cfg):
-    """Raise ConfigError if the weights alone, in fp32, exceed this machine's memory."""
+def refuse_too_large(cfg, ranks: int = 1):
+    """Raise ConfigError if one of `ranks` parts of the weights exceeds this machine's memory."""
     attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
     embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
     weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * weights > memory:
+    if 4 * weights / ranks > memory:
         raise ConfigError(
             f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
             f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
@@ -214,7 +230,7 @@ def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
             with autocast:
-                losses = model.forward(tokens, tokens, tokens if cfg.packing else None)
+                losses = model(tokens, tokens, tokens if cfg.packing else None)
             losses.sum().backward()
             if 2 * size > most:
                 break

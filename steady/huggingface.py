@@ -14,8 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.checkpoint import find_corruption, list_checkpoints, require_valid, run_dir_of
+from steady.checkpoint import (
+    copy_weights,
+    find_damage,
+    is_checkpoint,
+    list_checkpoints,
+    require_valid,
+    run_dir_of,
+)
 from steady.cli import ConfigError, fixed_options
+from steady.parallel import Shards
+from steady.parts import join, load_parts
 from steady.tokens import byte_tokenizer
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
@@ -140,25 +149,25 @@ def native_shape(found) -> dict | None:
 
 
 def own_checkpoint(name: str) -> Path | None:
-    """The checkpoint that --init_from names: a file, or the newest valid one of a run directory.
+    """The checkpoint that --init_from names: itself, or the newest valid one of a run directory.
 
     None for a Hugging Face folder or name. Raises ConfigError where none is valid.
     """
     path = Path(name)
-    if path.is_file():
+    if path.is_file() or is_checkpoint(path):
         require_valid(path)
         return path
     if (path / "config.json").exists() or not (path / "checkpoints").is_dir():
         return None
     for checkpoint in reversed(list_checkpoints(path / "checkpoints")):
-        if not find_corruption(checkpoint):
+        if not find_damage(checkpoint):
             return checkpoint
     raise ConfigError(f"--init_from {name}: the run has no valid checkpoint")
 
 
 def shape_of_checkpoint(path: Path, kind) -> dict:
     """The options that fix the model of a checkpoint of ours; kind: the class of options."""
-    saved = torch.load(path, map_location="meta", weights_only=True)["config"]
+    saved = load_parts(path, "meta")[0]["config"]
     if saved["model"] == "transformers":
         raise ConfigError(f"--init_from {path}: not one of our own architecture; expected a "
                           "folder that python model.py export has made of it")
@@ -167,13 +176,17 @@ def shape_of_checkpoint(path: Path, kind) -> dict:
     return shape | dict(max_position=saved.get("max_position") or saved["seq_len"])
 
 
-def load_initial(model: nn.Module, name: str):
-    """Load the weights of --init_from into our Transformer. Raises ConfigError."""
+@torch.no_grad()
+def load_initial(model: nn.Module, name: str, shards: Shards):
+    """Load the weights of --init_from into our Transformer. Raises ConfigError.
+
+    Each rank reads the rows that it holds.
+    """
     checkpoint = own_checkpoint(name)
     if not checkpoint:
-        return load_weights(model, fetch(name))
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    model.load_state_dict(state["model"])
+        return load_weights(model, fetch(name), shards)
+    state = join(load_parts(checkpoint, "cpu", mmap=True), shards.rows)
+    copy_weights(checkpoint, state["model"], shards.tensors_of(model))
 
 
 def check_tokenizer(name: str, data):
@@ -188,7 +201,7 @@ def check_tokenizer(name: str, data):
 
     checkpoint = own_checkpoint(name)
     if checkpoint:
-        state = torch.load(checkpoint, map_location="meta", weights_only=True)
+        state = load_parts(checkpoint, "meta")[0]
         run_dir = run_dir_of(checkpoint)
         theirs = vocabulary(state["tokenizer"], run_dir and run_dir / "tokenizer")
     else:
@@ -249,25 +262,31 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path):
+def load_weights(model: nn.Module, folder: Path, shards: Shards | None = None):
     """Copy the weights in a folder into our Transformer, one tensor at a time.
 
-    Raises ConfigError for a shape that is not as expected, for missing tensors, and for tensors
-    that our model has no place for.
+    shards: which rows of each this rank holds (default: all), and reads. Raises ConfigError for a
+    shape that is not as expected, for missing tensors, and for tensors that our model has no place
+    for.
     """
     missing, unused = hf_key_map(model.cfg), []
-    ours = model.state_dict()
+    shards = shards or Shards()
+    shapes, ours = model.state_dict(), shards.tensors_of(model)
     for file in weight_files(folder):
-        for name, read in tensors_of(file):
+        for name, shape, read in tensors_of(file):
             if name not in missing:
                 unused.append(name)
                 continue
-            mine, rows = missing.pop(name)
-            target, tensor = ours[mine][rows], read()
-            if target.shape != tensor.shape:
-                raise ConfigError(f"{file}: {name} is {list(tensor.shape)}; expected "
-                                  f"{list(target.shape)}")
-            target.copy_(tensor)
+            mine, place = missing.pop(name)
+            start, stop, _ = place.indices(len(shapes[mine]))
+            expected = [stop - start, *shapes[mine].shape[1:]]
+            if shape != expected:
+                raise ConfigError(f"{file}: {name} is {shape}; expected {expected}")
+            held = shards.rows(len(shapes[mine]))
+            first, last = max(start, held.start), min(stop, held.stop)
+            if first < last:
+                tensor = read(slice(first - start, last - start))
+                ours[mine][first - held.start : last - held.start].copy_(tensor)
     if missing:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
     tied = model.cfg.tie_embeddings
@@ -307,14 +326,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensors_of(file: Path) -> Iterator[tuple]:
-    """(name, function that reads it) of each tensor in a safetensors or torch file."""
+    """(name, shape, function that reads rows) of each tensor in a safetensors or torch file."""
     if file.suffix == ".bin":
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as e:  # of pickle, zipfile and torch
             raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
         for name in list(state):
-            yield name, lambda name=name: state.pop(name)
+            yield name, list(state[name].shape), lambda rows, name=name: state.pop(name)[rows]
         return
     import safetensors
 
@@ -324,7 +343,8 @@ def tensors_of(file: Path) -> Iterator[tuple]:
         raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
     with opened as tensors:
         for name in tensors.keys():
-            yield name, lambda name=name: tensors.get_tensor(name)
+            tensor = tensors.get_slice(name)
+            yield name, tensor.get_shape(), lambda rows, tensor=tensor: tensor[rows]
 
 
 def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int]):
@@ -443,6 +463,7 @@ class HFModel(nn.Module):
         # set past nn.Module, or each weight would have two names
         self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
         self.__dict__["head"] = self.module.get_output_embeddings()
+        self.__dict__["embedding"] = self.module.get_input_embeddings()
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""

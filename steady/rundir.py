@@ -23,6 +23,7 @@ from steady.backup import download
 from steady.checkpoint import (
     atomic_write,
     checkpoint_step,
+    is_checkpoint,
     latest_valid,
     list_checkpoints,
     remove_drafts,
@@ -31,8 +32,9 @@ from steady.checkpoint import (
     set_aside,
 )
 from steady.cli import ConfigError, write_yaml
-from steady.device import DTYPE_NAMES, attention_backend, device_name, restart_count
+from steady.device import DTYPE_NAMES, attention_backend, device_name
 from steady.huggingface import KEPT, keep_config
+from steady.parallel import restart_count
 from steady.telemetry import si
 from steady.tokens import copy_tokenizer, delete_tokenizer
 
@@ -65,10 +67,10 @@ def find_run(cfg) -> Path | None:
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         path = Path(cfg.resume)
-        if path.is_dir():
+        if path.is_dir() and not is_checkpoint(path):
             raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint file. To "
                               f"continue a run: --auto-resume --out_dir {path}")
-        if not path.is_file():
+        if not path.exists():
             raise ConfigError(f"--resume {path}: no such file")
         own = run_dir_of(path)
         out_dir = out_dir or own
@@ -100,7 +102,7 @@ def find_run(cfg) -> Path | None:
 
 
 def holds_a_run(out_dir: Path) -> bool:
-    names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt"
+    names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/best"
     return any((out_dir / name).exists() for name in names) or bool(
         list_checkpoints(out_dir / "checkpoints")
     )

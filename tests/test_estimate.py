@@ -70,8 +70,8 @@ def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, ch
         "--n_layer", "3", "--vocab_size", "1000", "--seq_len", "128", "--batch_size", "8",
         "--optimizer", optimizer, "--activation_checkpointing", checkpointing,
     ]))
-    need = estimate.simulate(cfg, torch.float32, 8 // accumulation, accumulation,
-                             train.make_optimizers)
+    need, _ = estimate.simulate(cfg, torch.float32, 8 // accumulation, accumulation,
+                                train.make_optimizers)
     assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, accumulation), rel=0.001)
 
 
@@ -91,7 +91,7 @@ def test_memory_is_what_a_run_takes(flags, tmp_path):
     measured = int(done.stdout.split("bytes ")[-1])
     cfg = config.resolve(config.parse([*SHAPE, *flags]))
     micro_batch = config.micro_batch_size(cfg, 1)
-    need = estimate.simulate(
+    need, _ = estimate.simulate(
         cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch, train.make_optimizers
     )
     assert sum(need.values()) == pytest.approx(measured, rel=0.1)
@@ -106,7 +106,7 @@ def test_parts_are_exact(run):
     assert one["gradients"] == 4 * parameters
     assert one["weights"] == pytest.approx(4 * parameters, rel=0.01)  # and the rotary table
     assert one["optimizer"] == pytest.approx(8 * parameters, rel=0.001)
-    assert found["none"]["zero3"]["optimizer"] == one["optimizer"] / 2
+    assert found["none"]["zero3"]["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.001)
     assert found["sent"]["ddp"] == pytest.approx(4 * parameters, rel=0.01)  # 2 (n - 1) / n, n = 2
     assert found["full"]["ddp"]["activations"] < 0.7 * one["activations"]
 
@@ -119,16 +119,17 @@ def test_what_is_shared_by_two_gpus(accumulation):
         "--optimizer", "adamw", "--peak_tflops", "100", "--mfu", "0.5",
     ]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
-    model = Transformer(cfg)
-    n = sum(p.numel() for p in model.parameters())
-    block = sum(p.numel() for p in model.blocks[0].parameters())
+    n = sum(p.numel() for p in Transformer(cfg).parameters())
     ddp, zero2, zero3 = (found["none"][way] for way in ("ddp", "zero2", "zero3"))
-    # the most is needed where there are gradients only if those of a micro-batch before are kept
-    saved = ddp["optimizer"] / 2 + (ddp["gradients"] / 2 if accumulation > 1 else 0)
-    assert sum(ddp.values()) - sum(zero2.values()) == pytest.approx(saved)
-    gathered = 4 * (2 * block + n - 4 * block)  # two blocks, and what is in none
-    assert zero3["weights"] == pytest.approx(ddp["weights"] / 2 + gathered, rel=0.01)
-    sent = dict(ddp=2 * n, zero2=(accumulation + 1) * n, zero3=3 * accumulation * n)
+    for name in ("weights", "gradients", "optimizer"):
+        assert zero2[name] == zero3[name] == pytest.approx(ddp[name] / 2, rel=0.02)
+    whole = {way: sum(found["none"][way].values()) for way in estimate.WAYS}
+    assert whole["zero3"] < whole["zero2"] < whole["ddp"]
+    # zero2 gathers each weight once a step; zero3 twice, but what is in no block once
+    outside = n - sum(p.numel() for p in Transformer(cfg).blocks.parameters())
+    embedding = outside // 2  # untied: a unit of its own
+    sent = dict(ddp=2 * n, zero2=(accumulation + 1) * n,
+                zero3=accumulation * (3 * n - (outside - embedding)))
     assert found["sent"] == pytest.approx({way: 4 * k / 2 for way, k in sent.items()}, rel=0.01)
     seconds = found["flops_per_token"] * 4 * accumulation * 256 / (100e12 * 0.5 * 2)
     assert found["step_seconds"] == pytest.approx(seconds)

@@ -41,7 +41,7 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady import checkpoint, faults, retry, telemetry
+from steady import checkpoint, faults, retry, sealed, telemetry
 from steady.checkpoint import checkpoint_step, compare, find_corruption, list_checkpoints
 from steady.tokens import write_tokens
 from tools import prepare
@@ -207,10 +207,10 @@ def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
             return wrapped
 
         if moment == "write":
-            file = checkpoint.ChecksummedFile
+            file = sealed.ChecksummedFile
             file.write = die_at(30, file.write)
         elif moment == "verify":
-            checkpoint.find_corruption = die_at(2, checkpoint.find_corruption)
+            sealed.find_corruption = die_at(2, sealed.find_corruption)
         elif moment == "rotate":
             checkpoint.rotate = die_at(2, checkpoint.rotate)
         elif moment == "sync":
@@ -252,7 +252,7 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
     record(torch, "save", lambda *args: "write")
     record(os, "fsync", synced)
     record(os, "posix_fadvise", lambda *args: "forget what is cached")
-    record(checkpoint, "find_corruption", lambda draft: f"verify {draft.stat().st_size} bytes")
+    record(sealed, "find_corruption", lambda draft: f"verify {draft.stat().st_size} bytes")
     record(os, "replace", lambda draft, to: f"rename to {to.name}")
     checkpoint.write_checkpoint(path, {"weight": torch.arange(10_000)})
     size = f"{path.stat().st_size} bytes"

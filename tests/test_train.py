@@ -36,6 +36,7 @@ import config
 import data
 import train
 from steady import device as devices
+from steady import parallel
 from steady.checkpoint import compare, list_checkpoints
 from steady.muon import Muon
 from tools import prepare
@@ -194,7 +195,7 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch, flags, rel)
 
 def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
     def hook(rank):
-        plain, calls = devices.distribute, []
+        plain, calls = parallel.distribute, []
 
         def reduce(state, bucket):
             calls.append(running.step)
@@ -211,7 +212,7 @@ def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
             return make(run)
 
         running, make, main = None, train.make_monitor, train.train
-        train.make_monitor, devices.distribute = keep, distribute
+        train.make_monitor, parallel.distribute = keep, distribute
         train.train = lambda run: main(run) or print("reductions:", sorted(calls))
 
     flags = [*TINY, "--data", corpus, "--out_dir", "r", "--micro_batch_size", 1, "--max_steps", 3,
@@ -344,13 +345,13 @@ def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(monkeypatch, tmp_
 def update(optimizers, parameters, scaler, clip):
     """`train.update` of a run that consists of these."""
     class Quiet:
-        def health(self, step, parameters):
+        def health(self, step, parameters, norms):
             return contextlib.nullcontext()
 
-    named = [(str(i), p) for i, p in enumerate(parameters)]
-    model = SimpleNamespace(named_parameters=lambda: named)
+    named = {str(i): p for i, p in enumerate(parameters)}
     run = SimpleNamespace(cfg=tiny_config(grad_clip=clip), optimizers=optimizers, scaler=scaler,
-                          monitor=Quiet(), model=model, step=0, nonfinite=torch.zeros(()))
+                          monitor=Quiet(), parameters=named, shards=parallel.Shards(), step=0,
+                          nonfinite=torch.zeros(()))
     return train.update(run)
 
 

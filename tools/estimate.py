@@ -5,117 +5,164 @@ the bytes alive at each moment are added up. So the figures come from the operat
 step really runs, with this model, loss and optimizer, also after you have changed them.
 """
 
+import contextlib
 import dataclasses
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import Config, micro_batch_size
 from model import LinearCrossEntropy, Transformer, flops_per_token
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS
+from steady.parallel import Shards
 from steady.telemetry import duration
+
+WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
 
 class Live(TorchDispatchMode):
-    """Adds up the bytes of all tensors that are alive, and the most there were at one time."""
+    """Adds up the bytes of all tensors that are alive, and the most there were at one time.
+
+    Counts what this rank tells the others: name of the operation → (calls, bytes sent by rings).
+    """
 
     def __init__(self):
         super().__init__()
-        self.known, self.bytes, self.peak = set(), 0, 0
+        self.sizes, self.bytes, self.peak, self.exchanged = {}, 0, 0, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.count(func.__name__.partition(".")[0], args)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.add(tensor.untyped_storage())
+                self.see(tensor.untyped_storage())
         return result
 
-    def add(self, storage):
-        if storage._cdata not in self.known:  # else a view, or written in place
-            self.known.add(storage._cdata)
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+    def see(self, storage, size: int | None = None):
+        """A storage is new, or has a new size; otherwise a view, or written in place."""
+        key, size = storage._cdata, storage.nbytes() if size is None else size
+        if key not in self.sizes:
+            weakref.finalize(storage, self.forget, key)
+        self.bytes += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self.peak = max(self.peak, self.bytes)
 
-    def remove(self, key: int, n: int):
-        self.known.remove(key)
-        self.bytes -= n
+    def forget(self, key: int):
+        self.bytes -= self.sizes.pop(key)
+
+    def count(self, name: str, args):
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
+        n = dist.ProcessGroup.unbox(group).size()
+        most = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        calls, sent = self.exchanged.get(name, (0, 0.0))
+        rounds = 2 if name == "allreduce_" else 1  # a reduction that is scattered, then gathered
+        self.exchanged[name] = calls + 1, sent + rounds * most * (n - 1) / n
+
+
+@contextlib.contextmanager
+def imagined(world_size: int, live: Live):
+    """Tensors without memory, and a group of so many ranks that exchanges nothing."""
+    resize = torch.UntypedStorage.resize_
+
+    def seen(storage, size: int):  # how fully_shard frees whole weights
+        live.see(storage, size)
+        return resize(storage, size)
+
+    if world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    torch.UntypedStorage.resize_ = seen
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+        if world_size > 1:
+            dist.destroy_process_group()
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
-             make_optimizers) -> dict[str, int]:
-    """Bytes of weights, gradients, the optimizer's state, and activations and temporaries."""
+             make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, dict]:
+    """(bytes of weights, gradients, the optimizer's state, activations and temporaries on a rank;
+    what the rank exchanges in a step).
+
+    What is gathered from other ranks counts as temporary.
+    """
     chunk = LinearCrossEntropy.cpu_chunk
     if dtype != torch.float32:  # the run is meant for a GPU
         LinearCrossEntropy.cpu_chunk = LinearCrossEntropy.gpu_chunk
+    live = Live()
+    divided = world_size if way != "ddp" else 1
     try:
-        with FakeTensorMode(), Live() as live:
-            transformer = Transformer(cfg)
-            weights = live.bytes
-            optimizers = make_optimizers(transformer, cfg, torch.device("cpu"))
-            autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-            tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-            documents = torch.zeros_like(tokens) if cfg.packing else None
-            before = live.bytes
-            for p in transformer.parameters():
-                p.grad = torch.empty_like(p)
-            gradients = live.bytes - before
-            for optimizer in optimizers:
-                optimizer.step()  # makes its state
-            state = live.bytes - before - gradients
-            if accumulation == 1:
-                transformer.zero_grad(set_to_none=True)
-            live.peak = live.bytes
-            with autocast:
-                loss = transformer(tokens, tokens, documents).sum()
-            loss.backward()
-            del loss
-            for optimizer in optimizers:
-                optimizer.step()
-            others = live.peak - weights - gradients - state
-        return dict(weights=weights, gradients=gradients, optimizer=state, activations=others)
+        with imagined(divided, live):
+            shards = Shards(way, divided, cfg.shard_size)
+            with FakeTensorMode():
+                with torch.device("meta" if divided > 1 else "cpu"):
+                    transformer = Transformer(cfg)
+                shards.divide(transformer, dtype)
+                if divided > 1:
+                    transformer.to_empty(device="cpu")
+                parameters = shards.parameters_of(transformer)
+                with live:
+                    return steps(cfg, transformer, parameters, shards, live, dtype, micro_batch,
+                                 accumulation, make_optimizers)
     finally:
         LinearCrossEntropy.cpu_chunk = chunk
 
 
-def shares(need: dict, world_size: int, accumulation: int, way: str, blocks: nn.ModuleList,
-           in_compute: int) -> dict[str, float]:
-    """Bytes on one of world_size GPUs: `need` under one way of sharding.
+def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumulation,
+          make_optimizers) -> tuple[dict, dict]:
+    """Two steps of `simulate`, the second with a second micro-batch if there is one."""
+    held = list(parameters.values())
+    for tensor in [*held, *transformer.buffers()]:
+        live.see(tensor.untyped_storage())
+    weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
+    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
+    tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
+    documents = torch.zeros_like(tokens) if cfg.packing else None
+    exchanged = []
+    for micro_batches in (1, min(2, accumulation)):
+        live.exchanged, live.peak = {}, live.bytes
+        for i in range(micro_batches):
+            with (
+                shards.micro_batch(transformer, last=i == micro_batches - 1),
+                torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
+            ):
+                loss = transformer(tokens, tokens, documents).sum()
+            loss.backward()
+            del loss
+        shards.move_gradients()
+        shards.norms([p.grad for p in held])
+        for optimizer in optimizers:
+            optimizer.step()
+        exchanged.append(live.exchanged)
+        state = sum(t.numel() * t.element_size() for o in optimizers for s in o.state.values()
+                    for t in s.values() if isinstance(t, torch.Tensor))
+        for p in held:
+            p.grad = None
+    first, second = exchanged
+    total = {}
+    for name, (calls, sent) in first.items():
+        more = accumulation - 1  # micro-batches, each of which adds what the second one did
+        total[name] = (calls + more * (second[name][0] - calls),
+                       sent + more * (second[name][1] - sent))
+    need = dict(weights=weights, gradients=gradients, optimizer=state)
+    return need | dict(activations=live.peak - sum(need.values())), total
 
-    zero2 divides gradients and optimizer (arXiv:1910.02054), zero3 weights as well; those of two
-    blocks, and of what is not in a block, are then gathered at a time, in `in_compute` bytes each.
-    """
-    part = dict(need)
-    if way != "ddp":
-        part["gradients"] /= world_size
-        if accumulation == 1:  # the most was needed before there were gradients
-            part["activations"] += need["gradients"] - part["gradients"]
-        part["optimizer"] /= world_size
-    if way == "zero3" and world_size > 1:
-        block = sum(p.numel() for p in blocks[0].parameters())
-        outside = need["weights"] // 4 - block * len(blocks)
-        part["weights"] = need["weights"] / world_size + (2 * block + outside) * in_compute
-    return part
 
-
-def sent(weights: int, in_compute: int, world_size: int, accumulation: int, way: str) -> float:
-    """Bytes that one GPU sends in a step, by rings: (n - 1) / n of what is gathered or reduced.
-
-    ddp all-reduces the gradients once, which is a reduce-scatter and a gather. zero2 and zero3
-    scatter them in each micro-batch, so that no GPU holds all; zero2 then gathers the weights once
-    a step, zero3 in each forward and each backward pass.
-    """
-    gathered = weights // 4 * in_compute
-    moved = {
-        "ddp": 2 * weights,
-        "zero2": accumulation * weights + weights,
-        "zero3": accumulation * (weights + 2 * gathered),
-    }
-    return (world_size - 1) / world_size * moved[way]
+def exchanged_by_ddp(transformer: nn.Module, world_size: int) -> dict:
+    """As `simulate` says it: gradients are all-reduced in buckets, once a step."""
+    parameters = [p for p in transformer.parameters() if p.requires_grad][::-1]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
+    buckets, _ = dist._compute_bucket_assignment_by_size(parameters, limits)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return {"allreduce_": (len(buckets), 2 * size * (world_size - 1) / world_size)}
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
@@ -125,7 +172,6 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     with torch.device("meta"):
         shape = Transformer(cfg)
     flops = flops_per_token(shape, cfg)
-    in_compute = torch.empty((), dtype=dtype).element_size()
     found = dict(
         parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
         accumulation=accumulation, flops_per_token=flops,
@@ -133,13 +179,16 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     )
     for checkpointing in ("none", "full"):
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
-        need = simulate(each, dtype, micro_batch, accumulation, make_optimizers)
-        found[checkpointing] = {
-            way: shares(need, world_size, accumulation, way, shape.blocks, in_compute)
-            for way in ("ddp", "zero2", "zero3")
-        }
-    found["sent"] = {way: sent(need["weights"], in_compute, world_size, accumulation, way)
-                     for way in found["none"]}
+        found[checkpointing], found["exchanged"] = {}, {}
+        for way in WAYS:
+            alike = world_size == 1 and way != "ddp"
+            found[checkpointing][way], found["exchanged"][way] = (
+                found[checkpointing]["ddp"], {}) if alike else simulate(
+                each, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
+    if world_size > 1:
+        found["exchanged"]["ddp"] = exchanged_by_ddp(shape, world_size)
+    found["sent"] = {way: sum(sent for _, sent in found["exchanged"][way].values())
+                     for way in WAYS}
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     found["peak_tflops"] = peak
@@ -150,7 +199,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
 def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> str:
     """The estimate as text."""
     found = estimate(cfg, world_size, dtype, make_optimizers)
-    ways = list(found["sent"])
+    ways = WAYS
 
     def line(name: str, values) -> str:
         cells = (f"{value:10.3g}" if value < 1000 else f"{value:10.0f}" for value in values)
@@ -181,11 +230,14 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         total("", "none"),
         total(" recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in ways)),
+        line("exchanges a step", (sum(calls for calls, _ in found["exchanged"][way].values())
+                                  for way in ways)),
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "
         f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'})",
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
         "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "
-        "--compile takes less.\nTraining itself is ddp; zero2 and zero3 are computed only.",
+        "--compile takes less.\nThe columns are --parallel; weights that are gathered from other "
+        "devices count as temporaries.",
     ))

@@ -11,7 +11,8 @@ import torch
 from config import Config
 from model import Transformer, generate, rope_table
 from steady import huggingface
-from steady.checkpoint import latest_valid, require_valid, run_dir_of
+from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
+from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
 from steady.tokens import byte_tokenizer, load_tokenizer
@@ -121,7 +122,7 @@ def stop_ids(source: Path, tokenizer) -> tuple[int, ...]:
     """The ids that end an answer: the tokenizer's end-of-text, and those of the model's files."""
     folder = source
     if is_run(source):
-        run_dir = source if source.is_dir() else run_dir_of(source)
+        run_dir = run_dir_of(source) if is_checkpoint(source) else source
         folder = run_dir and run_dir / huggingface.KEPT
     elif not source.exists():
         folder = huggingface.fetch(str(source))
@@ -214,16 +215,15 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     Raises ConfigError if there is no valid one.
     """
     path = source
-    if source.is_dir():
+    if is_checkpoint(source) or source.is_file():
+        require_valid(source)
+    elif source.is_dir():
         path = latest_valid(source / "checkpoints")
         if path is None:
             raise ConfigError(f"{source}: expected a checkpoint or a config.json in it")
-    elif source.exists():
-        require_valid(source)
     else:
         raise ConfigError(f"{source}: no such file or folder")
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return state, run_dir_of(path), path
+    return read_checkpoint(path), run_dir_of(path), path
 
 
 def config_of(state: dict, trust_remote_code: bool) -> Config:

@@ -5,13 +5,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
-
 import train
 from config import Config
-from steady.checkpoint import checkpoint_path, compare, find_damage, list_checkpoints
+from steady.checkpoint import (
+    best_checkpoint,
+    checkpoint_path,
+    compare,
+    find_damage,
+    list_checkpoints,
+    read_state,
+)
 from steady.cli import ConfigError
-from steady.device import rank_and_world
+from steady.parallel import rank_and_world
 
 
 def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
@@ -20,14 +25,15 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     if not folder.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
-    best = [p for p in [folder / "best.pt"] if p.is_file()]
+    best = filter(None, [best_checkpoint(folder)])
     for path in [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt"))]:
         wrong, step, loss = find_damage(path), "", ""
         if not wrong:
-            state = torch.load(path, map_location="meta", weights_only=True)
+            state = read_state(path, "meta")
             step, loss = state["step"], f"{state['best_loss']:.4f}"
         all_valid = all_valid and not wrong
-        lines.append(f"{path.name:22s} {step:>9} {path.stat().st_size / 1e6:9.1f} {loss:>9s}  "
+        size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file())
+        lines.append(f"{path.name:22s} {step:>9} {size / 1e6:9.1f} {loss:>9s}  "
                      f"{'INVALID: ' + wrong if wrong else 'valid'}")
     return "\n".join(lines), all_valid
 
@@ -40,7 +46,7 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
-    k, rank = cfg.verify_resume, rank_and_world()[0]
+    k, (rank, _, world_size, _) = cfg.verify_resume, rank_and_world()
     # the parent's id: under torchrun the same on all ranks of a machine
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
@@ -50,15 +56,17 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        middle = checkpoint_path(straight / "checkpoints", k)
+        in_parts = cfg.parallel != "ddp" and world_size > 1
+        middle = checkpoint_path(straight / "checkpoints", k, in_parts)
         for start in ([f"--out_dir={straight}"], [f"--out_dir={resumed}", f"--resume={middle}"]):
             code = train.main([*argv, *flags, *start])
             if code:
                 return code
         if rank:
             return 0
-        ends = (checkpoint_path(run / "checkpoints", 2 * k) for run in (straight, resumed))
-        one, two = (torch.load(p, map_location="cpu", weights_only=True) for p in ends)
+        ends = (checkpoint_path(run / "checkpoints", 2 * k, in_parts)
+                for run in (straight, resumed))
+        one, two = map(read_state, ends)
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -96,18 +96,18 @@ def block(run: train.Run, steps: int) -> float:
 
 def empty_steps(run: train.Run, steps: int):
     """What the loop tells its monitor in so many steps, with no training between."""
-    monitor, parameters = run.monitor, list(run.model.named_parameters())
+    monitor, parameters = run.monitor, run.parameters
     batch = run.train_data.batch(0, run.micro_batch).to(run.device)
     losses, grad_norm = torch.ones(1, 1, device=run.device), torch.ones((), device=run.device)
     size = Size(1000, 1000, 1000)
-    for _, p in parameters:
+    for p in parameters.values():
         p.grad = torch.zeros_like(p)
     for _ in range(steps):
         for name in ("data", "forward", "backward"):
             monitor.phase(name)
         monitor.add_loss(losses[0, 0], losses, batch)
         monitor.phase("optimizer")
-        with monitor.health(run.step + 1, parameters):
+        with monitor.health(run.step + 1, parameters, run.shards.norms):
             run.step += 1
         monitor.phase("other")
         train.measure_output(run, batch)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import config
 import train
-from steady import device
+from steady import parallel
 from tests.bench.common import Figure, apart, compare, in_turns, logged_step_ms, random_tokens
 from tools.estimate import estimate
 
@@ -41,12 +41,12 @@ def pretend(world_size: int):
         done.set_result(bucket.buffer())
         return done
 
-    def distribute(*args, wrap=device.distribute):
+    def distribute(*args, wrap=parallel.distribute):
         ddp = wrap(*args)
         ddp.register_comm_hook(None, reduce)
         return ddp
 
-    device.distribute = distribute
+    parallel.distribute = distribute
     dist.all_gather = all_gather
     dist.new_group = lambda backend=None: dist.group.WORLD
     dist.broadcast_object_list = lambda box, src=0, group=None: None

@@ -1,0 +1,285 @@
+"""Several ranks: joining them, and which part of the model each of them holds.
+
+With --parallel ddp every rank holds all of it. zero2 and zero3 (arXiv:1910.02054) divide it by
+PyTorch's `fully_shard`: of every weight, its gradient and its optimizer state, each rank holds some
+rows. Whole weights exist for a block at a time, gathered from all ranks: with zero3 for each
+forward and each backward pass, with zero2 once a step.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from steady.cli import ConfigError
+
+# --- the ranks -------------------------------------------------------------------------------
+
+
+def rank_and_world() -> tuple[int, int, int, int]:
+    """(rank, local rank, world size, local world size), from torchrun's environment variables."""
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+
+
+def restart_count() -> int:
+    """How many times torchrun has restarted its processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def join_ranks(rank: int, world_size: int, device: torch.device):
+    """Join the process group, if there are several ranks."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        store = next(dist.rendezvous("env://", rank, world_size))[0]
+        # torchrun keeps the store over a restart; the addresses in it are those of dead processes
+        store = dist.PrefixStore(f"attempt {restart_count()}", store)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+            device_id=device if cuda else None,
+        )
+
+
+def shared_notes(name: str):
+    """A key-value store of all ranks, which a rank can read while others are stuck or gone."""
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def gather(values: Tensor) -> Tensor:
+    """[n] of each rank → [ranks, n], the same on every rank."""
+    if not dist.is_initialized():
+        return values[None]
+    table = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather(list(table), values)
+    return table
+
+
+# --- what each rank holds --------------------------------------------------------------------
+
+
+class Shards:
+    """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
+
+    size 1: it holds all of them. replicas: how many ranks hold the same rows; first: whether this
+    is the first of those.
+    """
+
+    def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
+                 device_type: str = "cpu"):
+        """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
+        self.way, self.mesh, self.group = way, None, None
+        self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
+        self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
+        if way == "ddp" or world_size == 1:
+            return
+        size = shard_size or world_size
+        if world_size % size:
+            raise ConfigError(f"--shard_size {size}: expected a divisor of the {world_size} "
+                              "processes")
+        shape, names = ((world_size,), ("shards",))
+        if size < world_size:
+            shape, names = ((world_size // size, size), ("replicas", "shards"))
+        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        self.group = self.mesh.get_group("shards")
+        self.rank, self.size = self.mesh.get_local_rank("shards"), size
+        self.replicas = world_size // size
+        self.first = dist.get_rank() < size
+
+    def alone(self) -> "Shards":
+        """The same shards in a group that exchanges nothing, to try what fits into memory.
+
+        So a rank that runs out of memory leaves no other one waiting. Made on all ranks together.
+        """
+        if self.size == 1:
+            return self
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+        copy = Shards()
+        for first in range(0, dist.get_world_size(), self.size):
+            group = dist.new_group(range(first, first + self.size), backend="fake")
+            if first <= dist.get_rank() < first + self.size:
+                copy.group = group
+        copy.way, copy.rank, copy.size = self.way, self.rank, self.size
+        copy.mesh = DeviceMesh.from_group(copy.group, self.mesh.device_type,
+                                          mesh_dim_names=("shards",))
+        return copy
+
+    def rows(self, n: int) -> slice:
+        """This rank's rows of n: as many as each of the others, but for the last ones."""
+        each = -(-n // self.size)
+        return slice(min(n, self.rank * each), min(n, (self.rank + 1) * each))
+
+    def divide(self, model: nn.Module, dtype: torch.dtype):
+        """Shard a model in place, which may be on the meta device; its `forward` then gathers.
+
+        Each block is a unit of its own, gathered in dtype, the one of autocast. Embedding, last
+        norm and head are gathered in fp32, so that the residual stream is that of ddp. The head
+        stays in the outermost unit: the loss reads its weight without calling it.
+        """
+        if self.size == 1:
+            return
+        half = None if dtype == torch.float32 else dtype
+        # cast_forward_inputs would round the rotary tables
+        outside = MixedPrecisionPolicy(cast_forward_inputs=False)
+        inside = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+        again = self.way == "zero3"
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=again, mp_policy=inside)
+        if model.embedding.weight is not model.head.weight:
+            fully_shard(model.embedding, mesh=self.mesh, reshard_after_forward=again,
+                        mp_policy=outside)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
+
+    @torch.no_grad()
+    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """name → this rank's part of each parameter, in the memory of the model itself.
+
+        What optimizers and checkpoints work on. `whole_rows` is the number of rows of the whole.
+        """
+        if self.size == 1:
+            return dict(model.named_parameters())
+        for unit in units(model):  # the first gathering moves the rows to where they stay
+            unit.unshard()
+            unit.reshard()
+        parts = {}
+        for name, whole in model.named_parameters():
+            parts[name] = nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)
+            parts[name].whole_rows = len(whole)
+            self.pairs.append((whole, parts[name]))
+        return parts
+
+    def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """What this rank holds of model.state_dict(), to be read and written in place."""
+        with torch.no_grad():
+            return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    for name, tensor in model.state_dict().items()}
+
+    def move_gradients(self):
+        """Hand the gradients, which are at the model's parameters, to the parts."""
+        for whole, part in self.pairs:
+            if whole.grad is not None:
+                part.grad, whole.grad = whole.grad.to_local(), None
+
+    def micro_batch(self, model: nn.Module, last: bool):
+        """Around a forward and backward pass, the last one of a step or an earlier one.
+
+        ddp reduces the gradients over the ranks in the last one alone. zero2 and zero3 reduce them
+        in each, or every rank would hold all of them; zero2 keeps the whole weights in between.
+        """
+        if self.way == "zero2" and self.size > 1:
+            model.set_reshard_after_backward(last)
+        if self.replicas > 1:
+            model.set_requires_all_reduce(last)
+        if last or not hasattr(model, "no_sync"):
+            return contextlib.nullcontext()
+        return model.no_sync()
+
+    def norms(self, parts: list[Tensor]) -> Tensor:
+        """The norms of the whole tensors, [n], on every rank: one exchange."""
+        norms = torch.stack(torch._foreach_norm(parts))
+        if self.size == 1:
+            return norms
+        squares = norms.float().square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
+def units(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a sharded model whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """For calling methods of a model other than `forward`, on all ranks together.
+
+    Gathers what is outside of its blocks, which gather themselves.
+    """
+    outside = [unit for unit in units(model) if unit is model]
+    for unit in outside:
+        unit.unshard()
+    yield
+    release(model)
+
+
+def watch_for_waiting(model: nn.Module, waits):
+    """Call waits() once this rank's gradients are ready, and those of the others are awaited.
+
+    Only under ddp: a divided model exchanges something before and after each block.
+    """
+    def hook(parameter: nn.Parameter):
+        waits()
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # the gradient of the first parameter is the last to be ready
+        first = next(p for p in model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(hook)
+
+
+def compile_model(model: nn.Module, dynamic: bool | None):
+    """Compile in place, so that names in checkpoints stay those of the module.
+
+    Of a divided model each block by itself: gathering, in between, cannot be compiled.
+    """
+    if not isinstance(model, FSDPModule):
+        model.compile(dynamic=dynamic)
+        return
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=dynamic)
+
+
+def release(model: nn.Module):
+    """Free the whole weights that are left from a pass without a backward pass."""
+    for unit in units(model):
+        unit.reshard()
+
+
+# Methods of tensors that overwrite all of one, besides the functions of torch.nn.init.
+FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
+
+
+class WholeDraws(TorchFunctionMode):
+    """While active, a parameter is initialized as if it were not divided, whatever the ranks.
+
+    Each is drawn whole on the CPU, one at a time, from the same generator on every rank, which
+    keeps its rows.
+    """
+
+    def __init__(self, shards: Shards):
+        self.shards = shards
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if kwargs and "tensor" in kwargs:  # as torch.nn.init names it
+            args = kwargs.pop("tensor"), *args
+        module = getattr(function, "__module__", None)
+        fills = module == "torch.nn.init" or function.__name__ in FILLS
+        if not (fills and args and isinstance(args[0], nn.Parameter)):
+            return function(*args, **(kwargs or {}))
+        target, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype)
+        function(whole, *args[1:], **(kwargs or {}))
+        with torch.no_grad():
+            part = target.to_local() if isinstance(target, DTensor) else target
+            part.copy_(whole[self.shards.rows(len(whole))])
+        return target
+
+
+def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
+    """Wrap the finished model for training on several ranks, unless it is divided among them."""
+    if world_size == 1 or isinstance(model, FSDPModule):
+        return model
+    ddp = nn.parallel.DistributedDataParallel
+    # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
+    parameters = inspect.signature(ddp).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
+    devices = [device.index] if device.type == "cuda" else None
+    return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})

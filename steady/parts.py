@@ -1,0 +1,217 @@
+"""A checkpoint in parts: a folder with one file for each rank, and a manifest that makes them one.
+
+    step_00000100/rank_0_of_2.ID.pt, rank_1_of_2.ID.pt, manifest.json
+
+Every file holds the state of a run with that rank's rows of each divided tensor. The manifest has
+the size and checksum of every file and is written last: until then there is no checkpoint. Not
+torch.distributed.checkpoint: its planning needs all ranks, of which one may be gone when a run is
+rescued; a load notices hardly any flipped bit; and its `.metadata` is a pickle, which can run code.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from steady.retry import retry
+from steady.sealed import atomic_write, checksum, find_corruption, link_or_copy, write_checkpoint
+
+MANIFEST = "manifest.json"
+PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
+DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
+PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
+
+
+class Missing(OSError):
+    """The part of some rank could not be written."""
+
+
+class PartWriter:
+    """Writes this rank's parts; on rank 0, then the manifest.
+
+    notes: a store in which the ranks tell what they wrote, without waiting for one another.
+    attempt: a text that no earlier process of this run has used.
+    """
+
+    def __init__(self, rank: int, size: int, notes, attempt: str):
+        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
+        self.count = 0  # of checkpoints begun, the same on all ranks
+
+    def write(self, folder: Path, state: dict, wrong: str | None = None):
+        """Write one checkpoint. Raises Missing, on rank 0, where a part is; else what went wrong.
+
+        wrong: why this rank's part must not be kept; the others are told.
+        """
+        began = time.monotonic()
+        key, self.count = f"{self.attempt}-{self.count}", self.count + 1
+        name = f"rank_{self.rank}_of_{self.size}.{key}.pt"
+        try:
+            if wrong:
+                raise ValueError(wrong)
+            folder.mkdir(exist_ok=True)
+            retry(lambda: write_checkpoint(folder / name, state))
+            found = describe(folder / name)
+        except Exception as e:
+            self.notes.set(f"{key} {self.rank}", json.dumps(dict(error=str(e))))
+            raise
+        self.notes.set(f"{key} {self.rank}", json.dumps(found))
+        if self.rank:
+            return
+        until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
+        files = [self.wait_for(f"{key} {rank}", rank, until) for rank in range(self.size)]
+        for file in files:
+            if not (folder / file["name"]).is_file():
+                raise Missing(f"{folder / file['name']} was written by another host and is not "
+                              "seen here; expected a file system that all hosts share")
+        write_manifest(folder, files)
+        remove_strays(folder)
+
+    def wait_for(self, key: str, rank: int, until: float) -> dict:
+        """What a rank wrote. Raises Missing."""
+        while not self.notes.check([key]):
+            if time.monotonic() > until:
+                raise Missing(f"rank {rank} has not written its part")
+            time.sleep(0.02)
+        found = json.loads(self.notes.get(key))
+        if "error" in found:
+            raise Missing(f"rank {rank}: {found['error']}")
+        return found
+
+
+def describe(path: Path) -> dict:
+    return dict(name=path.name, size=path.stat().st_size, crc32=checksum(path))
+
+
+def write_manifest(folder: Path, files: list[dict]):
+    text = json.dumps(dict(files=files))
+    with atomic_write(folder / MANIFEST) as draft, open(draft, "w") as file:
+        file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> list[dict]:
+    """What `describe` said of the part of each rank. Raises ValueError if it is damaged."""
+    text, _, seal = (folder / MANIFEST).read_text("utf-8").partition("\n")
+    if seal != f"{zlib.crc32(text.encode()):08x}\n":
+        raise ValueError("the checksum of its manifest is wrong")
+    files = json.loads(text)["files"]
+    for rank, file in enumerate(files):
+        found = PART.fullmatch(file["name"])
+        if not found or (int(found[1]), int(found[2])) != (rank, len(files)):
+            raise ValueError(f"its manifest lists {file['name']} for rank {rank} of {len(files)}")
+    return files
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a checkpoint: itself, or the part of each rank."""
+    return [path / file["name"] for file in read_manifest(path)] if path.is_dir() else [path]
+
+
+def find_damage_of_parts(folder: Path) -> str | None:
+    """Read every byte of all parts; returns what is wrong, or None."""
+    def look(file: dict) -> str | None:
+        part = folder / file["name"]
+        if not part.is_file():
+            return f"{part.name} is missing"
+        size = part.stat().st_size
+        if size != file["size"]:
+            return f"{part.name}: {size:,} bytes; expected {file['size']:,}"
+        wrong = find_corruption(part)
+        if not wrong and checksum(part) != file["crc32"]:
+            wrong = "is not the file that its manifest lists"
+        return f"{part.name}: {wrong}" if wrong else None
+
+    try:
+        files = read_manifest(folder)
+    except ValueError as e:
+        return str(e)
+    with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
+        return next(filter(None, pool.map(look, files)), None)
+
+
+# --- its files -------------------------------------------------------------------------------
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    return path.is_dir() and (path / MANIFEST).is_file()
+
+
+def remove_strays(folder: Path):
+    """Delete parts and drafts that the manifest does not name; all of them where there is none."""
+    try:
+        kept = {file["name"] for file in read_manifest(folder)}
+    except FileNotFoundError:
+        kept = set()
+    except ValueError:
+        return  # damaged: for `latest_valid` to set aside
+    for path in folder.iterdir():
+        stray = PART.fullmatch(path.name) and path.name not in kept
+        if (stray or DRAFT.fullmatch(path.name)) and not path.is_symlink():
+            path.unlink()
+    if not kept:
+        with contextlib.suppress(OSError):  # something else is in there
+            folder.rmdir()
+
+
+def delete_folder(folder: Path):
+    """Delete a checkpoint, the manifest first: what a kill leaves of it is no checkpoint."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    remove_strays(folder)
+
+
+def link_folder(folder: Path, new: Path):
+    """Make `new` a checkpoint with the same files, which replaces the one that is there."""
+    new.mkdir(exist_ok=True)
+    for path in part_paths(folder):
+        if not (new / path.name).exists():
+            link_or_copy(path, new / path.name)
+    with atomic_write(new / MANIFEST) as draft:
+        shutil.copyfile(folder / MANIFEST, draft)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+    remove_strays(new)
+
+
+# --- its contents ----------------------------------------------------------------------------
+
+
+def load_parts(path: Path, device: str, mmap: bool = False) -> list[dict]:
+    """The states in a checkpoint: one, or that of each rank."""
+    return [torch.load(part, map_location=device, weights_only=True, mmap=mmap)
+            for part in part_paths(path)]
+
+
+def join(states: list[dict], rows=lambda n: slice(n)) -> dict:
+    """The state of a run from those of all ranks, with the rows of each tensor that rows(n) says.
+
+    What is not divided, as numbers and a model's buffers, is that of the first.
+    """
+    whole = set(states[0].get("whole", ()))
+
+    def walk(values: list, name: str = ""):
+        first = values[0]
+        if isinstance(first, dict):
+            return {k: walk([v[k] for v in values], k) for k in first}
+        if isinstance(first, (list, tuple)):
+            return type(first)(walk(list(each)) for each in zip(*values, strict=True))
+        if not isinstance(first, torch.Tensor) or first.ndim == 0 or name in whole:
+            return first
+        wanted, found, begin = rows(sum(map(len, values))), [], 0
+        for value in values:
+            start, stop = (max(0, end - begin) for end in (wanted.start or 0, wanted.stop))
+            found.append(value[start:stop])
+            begin += len(value)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    state = dict(states[0])
+    for name in ("model", "optimizers"):
+        state[name] = walk([each[name] for each in states])
+    return state

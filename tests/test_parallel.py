@@ -1,0 +1,281 @@
+"""zero2 and zero3: what is divided among the ranks trains as if it were whole."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import TINY, column, poison, processes, rows
+
+import config
+import train
+from model import Transformer
+from steady import parallel
+from steady.checkpoint import compare, find_damage, list_checkpoints, read_state
+from tools import estimate
+
+FLAGS = ["--precision", "fp32", "--max_steps", "6", "--warmup_steps", "2", "--log_interval", "2",
+         "--eval_interval", "3", "--no_tensorboard"]
+# With clipping, the divisor is a norm, whose sum has another order where weights are divided.
+EXACT = [*FLAGS, "--grad_clip", "0"]
+
+
+def newest(run_dir):
+    return read_state(list_checkpoints(run_dir / "checkpoints")[-1])
+
+
+def assert_equal_runs(one, other, rel=0.0):
+    """Losses and final weights are equal, or within rel."""
+    for name in ("train/loss", "val/loss"):
+        expected, found = column(one, name), column(other, name)
+        assert list(found) == list(expected)
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=rel, abs=0)
+    one, other = newest(one), newest(other)
+    if rel:
+        for name, tensor in one["model"].items():
+            assert torch.allclose(tensor, other["model"][name], rtol=0, atol=10 * rel), name
+        return
+    for part in ("model", "optimizers", "step", "position", "tokens", "best_loss"):
+        assert compare(one[part], other[part])[1] == []
+
+
+@pytest.mark.parametrize("way, flags", [
+    ("zero3", ["--optimizer", "muon"]),
+    ("zero2", ["--optimizer", "adamw", "--tie_embeddings"]),
+    ("zero3", ["--optimizer", "adamw", "--dropout", "0.1", "--activation_checkpointing", "full"]),
+    ("zero2", ["--optimizer", "muon", "--monitor", "full", "--tie_embeddings"]),
+    ("zero2", ["--optimizer", "adamw", "--micro_batch_size", "1"]),
+    ("zero3", ["--optimizer", "muon", "--micro_batch_size", "2"]),
+], ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else value)
+def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
+    """But for the sum over the micro-batches of a step, which ddp makes first, before that over
+    the ranks."""
+    run(*EXACT, *flags, "--out_dir", "ddp", ranks=2)
+    run(*EXACT, *flags, "--out_dir", way, "--parallel", way, ranks=2)
+    rel = 1e-5 if "--micro_batch_size" in flags else 0
+    assert_equal_runs(tmp_path / "ddp", tmp_path / way, rel)
+    for name in ("train/grad_norm", "health/update_ratio/blocks.1"):
+        expected, found = column(tmp_path / "ddp", name), column(tmp_path / way, name)
+        assert list(found) == list(expected)
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (3, ["--parallel", "zero3", "--optimizer", "muon"]),  # no number of rows divides by 3
+    (4, ["--parallel", "zero3", "--optimizer", "muon", "--shard_size", "2"]),
+    pytest.param(4, ["--parallel", "zero2", "--shard_size", "2", "--micro_batch_size", "1"],
+                 marks=pytest.mark.slow),
+    pytest.param(4, ["--parallel", "zero3", "--optimizer", "adamw", "--tie_embeddings"],
+                 marks=pytest.mark.slow),
+])
+def test_any_number_of_ranks_trains_as_one_process(run, tmp_path, ranks, flags):
+    flags = [*FLAGS, "--batch_size", 12, *flags]
+    run(*flags, "--out_dir", "one")
+    run(*flags, "--out_dir", "many", ranks=ranks)
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision):
+    flags = [*FLAGS, "--precision", precision, "--learning_rate", 1e-3]
+    run(*flags, "--out_dir", "ddp", ranks=2)
+    run(*flags, "--out_dir", "zero3", "--parallel", "zero3", ranks=2)
+    assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3", rel=5e-3)
+
+
+def test_initial_values_do_not_depend_on_the_ranks(run, tmp_path):
+    """Nor on how the weights are divided: the first update is too small to change them."""
+    flags = [*FLAGS, "--max_steps", 1, "--warmup_steps", 0, "--batch_size", 6, "--weight_decay", 0,
+             "--learning_rate", 1e-30]
+    found = []
+    for name, ranks, way in (("1", 1, "ddp"), ("2", 2, "zero2"), ("3", 3, "zero3")):
+        run(*flags, "--out_dir", name, "--parallel", way, ranks=ranks)
+        found.append(newest(tmp_path / name)["model"])
+    torch.manual_seed(1337)
+    model = Transformer(config.resolve(config.parse([*map(str, TINY), "--vocab_size", "257"])))
+    assert found[0].keys() == model.state_dict().keys()
+    assert float(found[0]["embedding.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            assert torch.allclose(tensor, other[name], rtol=0, atol=1e-20), name
+
+
+def test_a_run_goes_on_with_other_ranks_divided_otherwise(run, tmp_path):
+    """One process, then 2 ranks, 3, 2 again and one: the same samples and losses throughout."""
+    flags = [*FLAGS, "--batch_size", 6, "--eval_interval", 0, "--lr_schedule", "constant",
+             "--log_interval", 1]
+    run(*flags, "--max_steps", 10, "--out_dir", "whole")
+    places = [(1, "ddp"), (2, "zero3"), (3, "zero2"), (2, "ddp"), (1, "zero3")]
+    for i, (ranks, way) in enumerate(places):
+        run(*flags, "--out_dir", "moved", "--max_steps", 2 * i + 2, "--parallel", way,
+            *(["--auto_resume"] if i else []), ranks=ranks)
+    names = [path.name for path in list_checkpoints(tmp_path / "moved" / "checkpoints")]
+    assert names == ["step_00000006", "step_00000008.pt", "step_00000010.pt"]
+    expected = column(tmp_path / "whole", "train/loss")
+    found = column(tmp_path / "moved", "train/loss")
+    assert list(found) == list(expected)
+    for step in expected:
+        assert found[step] == pytest.approx(expected[step], rel=1e-5)
+    one, other = newest(tmp_path / "whole"), newest(tmp_path / "moved")
+    assert one["position"] == other["position"] and one["tokens"] == other["tokens"]
+
+
+def test_one_process_continues_what_two_divided_bit_for_bit(run, tmp_path):
+    """As it would have continued the same state in one file."""
+    run(*EXACT, "--out_dir", "ddp", ranks=2)
+    run(*EXACT, "--out_dir", "zero", "--parallel", "zero3", ranks=2)
+    for name in ("ddp", "zero"):
+        run(*EXACT, "--out_dir", name, "--auto_resume", "--max_steps", 8)
+    assert_equal_runs(tmp_path / "ddp", tmp_path / "zero")
+
+
+def test_what_else_a_run_does(run, tmp_path):
+    """Sampling, evaluation, the best checkpoint, its rotation, packing; tools that read it."""
+    flags = [*FLAGS, "--parallel", "zero3", "--sample_interval", 3, "--save_interval", 1,
+             "--keep_checkpoints", 2, "--monitor", "full", "--out_dir", "z"]
+    told = run(*flags, ranks=2)
+    assert told.count("sample  of what it writes") == 1
+    folder = tmp_path / "z" / "checkpoints"
+    assert [path.name for path in sorted(folder.iterdir())] == [
+        "best", "step_00000005", "step_00000006"]
+    assert all(find_damage(path) is None for path in folder.iterdir())
+    assert all("health/output_entropy" in row for row in rows(tmp_path / "z")
+               if "train/loss" in row)
+    told = run("--check_checkpoints", "z", bare=True)
+    assert told.count(" valid") == 3
+    evaluated = column(tmp_path / "z", "val/loss")[6]
+    told = run("--resume", folder / "best", "--eval_only", "--out_dir", "z", bare=True)
+    assert f"validation loss {min(column(tmp_path / 'z', 'val/loss').values()):.4f}" in told
+    told = run("--resume", folder / "step_00000006", "--eval_only", "--parallel", "zero2",
+               "--out_dir", "z", bare=True, ranks=2)
+    assert f"validation loss {evaluated:.4f}" in told
+    run(*FLAGS, "--init_from", folder / "best", "--parallel", "zero3", "--max_steps", 3,
+        "--out_dir", "tuned", ranks=2)
+
+
+def test_a_step_exchanges_what_the_estimate_says(corpus, tmp_path):
+    """Calls and bytes of each kind, counted in a real step of two ranks."""
+    def hook(rank):
+        plain = train.update
+
+        def update(run):
+            out = plain(run)
+            if run.step == 1:
+                count.__exit__(None, None, None)
+                print("exchanged", json.dumps(count.exchanged), flush=True)
+            if run.step == 0:
+                count.__enter__()
+            return out
+
+        count, train.update = estimate.Live(), update
+
+    for flags in (["zero3", "--optimizer", "muon"], ["zero2", "--micro_batch_size", 1],
+                  ["ddp", "--micro_batch_size", 2]):
+        flags = [*TINY, *FLAGS, "--data", corpus, "--eval_interval", 0, "--log_interval", 50,
+                 "--max_steps", 3, "--parallel", *flags, "--out_dir", flags[0]]
+        for process in processes(tmp_path, 2, flags, hook):
+            assert process.code() == 0, process.text()
+            line = process.text().split("exchanged ")[-1].splitlines()[0]
+        cfg = config.resolve(config.parse([*map(str, flags), "--vocab_size", "257"]))
+        said = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
+        counted = {name: calls for name, calls in json.loads(line).items()
+                   if name != "allgather_"}  # which is a log
+        expected = {name: list(each) for name, each in said["exchanged"][cfg.parallel].items()}
+        if cfg.parallel == "ddp":  # whose exchanges begin in C++, past the dispatcher
+            continue
+        counted["allreduce_"] = [n - m for n, m in zip(
+            counted["allreduce_"], [1, 16.0], strict=True)]  # the ranks' signals
+        assert counted == expected
+
+
+def test_a_non_finite_step_is_skipped_on_all_ranks(corpus, tmp_path):
+    """And its samples and first bad layer are found together."""
+    flags = [*TINY, *EXACT, "--data", corpus, "--log_interval", 1, "--eval_interval", 0]
+    for way in ("ddp", "zero3"):
+        for process in processes(tmp_path, 2, [*flags, "--parallel", way, "--out_dir", way],
+                                 lambda rank: poison(16, 24)):
+            assert process.code() == 0, process.text()
+    for way in ("ddp", "zero3"):
+        found = [row for row in rows(tmp_path / way) if "anomaly" in row]
+        assert [row["step"] for row in found] == [3]
+        assert found[0]["first_bad_layer"] == "head"
+    assert math.isnan(column(tmp_path / "zero3", "train/loss")[3] or math.nan)
+    expected, found = newest(tmp_path / "ddp"), newest(tmp_path / "zero3")
+    assert compare(expected["model"], found["model"])[1] == []
+
+
+def test_rollback_goes_to_the_newest_parts(corpus, tmp_path):
+    flags = [*TINY, *EXACT, "--data", corpus, "--log_interval", 1, "--eval_interval", 0,
+             "--save_interval", 2, "--max_nonfinite", 1, "--on_nonfinite", "rollback"]
+    for way in ("ddp", "zero3"):
+        for process in processes(tmp_path, 2, [*flags, "--parallel", way, "--out_dir", way],
+                                 lambda rank: poison(16, 24)):
+            assert process.code() == 0, process.text()
+    expected, found = newest(tmp_path / "ddp"), newest(tmp_path / "zero3")
+    assert found["rollbacks"] == expected["rollbacks"] == [2]
+    assert compare(expected["model"], found["model"])[1] == []
+
+
+def test_the_micro_batch_that_fits_is_found_without_the_other_ranks(run, tmp_path):
+    told = run(*FLAGS, "--parallel", "zero3", "--micro_batch_size", "auto", "--out_dir", "z",
+               ranks=2)
+    assert "2 x 1 micro-batches of 4" in told
+
+
+def test_compiled_blocks(run, tmp_path, monkeypatch):
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: plain(f, backend="eager"))
+    run(*EXACT, "--out_dir", "plain", "--parallel", "zero3", ranks=2)
+    run(*EXACT, "--out_dir", "compiled", "--parallel", "zero3", "--compile", ranks=2)
+    assert_equal_runs(tmp_path / "plain", tmp_path / "compiled", rel=1e-5)
+
+
+def test_sizes_that_do_not_divide_are_refused(run):
+    told = run("--parallel", "zero3", "--shard_size", 2, "--batch_size", 6, ranks=3, expect=2)
+    assert "--shard_size 2: expected a divisor of the 3 processes" in told
+
+
+def test_one_rank_divides_nothing(run, tmp_path):
+    run(*EXACT, "--out_dir", "one")
+    run(*EXACT, "--out_dir", "zero3", "--parallel", "zero3")
+    assert_equal_runs(tmp_path / "one", tmp_path / "zero3")
+
+
+def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path):
+    """Each rank saves its part of the last completed step; together they are a checkpoint."""
+    def hook(rank):
+        plain = train.check_finite
+
+        def check_finite(run):
+            if run.step == 4 and run.rank == 1:
+                raise ValueError("bad luck")
+            return plain(run)
+
+        train.check_finite = check_finite
+
+    flags = [*TINY, *EXACT, "--data", corpus, "--eval_interval", 0, "--out_dir", "r", "--parallel",
+             "zero3"]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [1, 1]
+    assert "saved the last completed step, 4" in group[0].text() + group[1].text()
+    for process in processes(tmp_path, 2, [*flags, "--auto_resume"]):
+        assert process.code() == 0, process.text()
+    for process in processes(tmp_path, 2, [*flags, "--out_dir", "whole"]):
+        assert process.code() == 0, process.text()
+    assert compare(newest(tmp_path / "whole")["model"], newest(tmp_path / "r")["model"])[1] == []
+
+
+def test_parts_of_rows():
+    shards = parallel.Shards()
+    for size in (1, 2, 3, 8):
+        covered = []
+        for rank in range(size):
+            shards.rank, shards.size = rank, size
+            for n in (1, 2, 7, 64):
+                rows_ = shards.rows(n)
+                chunks = torch.arange(n).chunk(size)
+                expected = chunks[rank].tolist() if rank < len(chunks) else []
+                assert list(range(n))[rows_] == expected
+                covered += expected
+        assert len(covered) == 1 + 2 + 7 + 64
+
