@@ -1,13 +1,23 @@
 """Copies of a run at a URL that fsspec knows: uploading beside training, downloading."""
 
+import contextlib
 import os
 import re
 import threading
 from pathlib import Path
 
-from steady.checkpoint import CHECKPOINT, checkpoint_step, find_corruption, link_or_copy, run_dir_of
+from steady.checkpoint import (
+    CHECKPOINT,
+    changed_at,
+    checkpoint_step,
+    delete_checkpoint,
+    find_damage,
+    run_dir_of,
+)
 from steady.cli import ConfigError
+from steady.parts import MANIFEST, PART, delete_folder, link_folder
 from steady.retry import retry
+from steady.sealed import link_or_copy
 
 # Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
@@ -58,45 +68,73 @@ class Backup:
             logs += (run_dir / folder).glob(names)
         remote = f"{self.root}/checkpoints"
         try:
-            if (path, path.stat().st_mtime_ns) != self.uploaded:  # may be written again
+            if (path, changed_at(path)) != self.uploaded:  # may be written again
                 self.upload_checkpoint(path, f"{remote}/{path.name}")
             for log in filter(Path.exists, logs):
                 name = log.relative_to(run_dir).as_posix()
                 self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
                 retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
             for old in remote_checkpoints(self.fs, remote)[: -self.keep]:
-                self.fs.rm_file(old)
+                for file in remote_files(self.fs, old):
+                    self.fs.rm_file(file)
+                with contextlib.suppress(Exception):  # where folders exist by themselves
+                    self.fs.rmdir(old)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training goes on: {e}", flush=True)
 
     def upload_checkpoint(self, path: Path, remote: str):
         held = path.with_name(f"{path.name}.backup-{os.getpid()}")
-        link_or_copy(path, held)  # rotation may delete `path` meanwhile
-        try:
-            retry(lambda: self.fs.put_file(str(held), f"{remote}.part"), Exception)
-            self.fs.mv(f"{remote}.part", remote)
-            self.uploaded = path, path.stat().st_mtime_ns
-        finally:
-            held.unlink()
+        changed = changed_at(path)
+        if not path.is_dir():
+            link_or_copy(path, held)  # rotation may delete `path` meanwhile
+            try:
+                self.upload_file(held, remote)
+            finally:
+                held.unlink()
+        else:
+            link_folder(path, held)
+            try:
+                self.fs.makedirs(remote, exist_ok=True)
+                for part in sorted(held.iterdir(), key=lambda p: p.name == MANIFEST):  # last
+                    self.upload_file(part, f"{remote}/{part.name}")
+            finally:
+                delete_folder(held)
+        self.uploaded = path, changed
+
+    def upload_file(self, path: Path, remote: str):
+        """Under its name once all of it is there."""
+        retry(lambda: self.fs.put_file(str(path), f"{remote}.part"), Exception)
+        self.fs.mv(f"{remote}.part", remote)
 
 
 def remote_checkpoints(fs, folder: str) -> list[str]:
-    """Paths of the step_N.pt files in a folder of an fsspec file system, oldest first."""
-    names = [p for p in fs.ls(folder, detail=False) if CHECKPOINT.fullmatch(p.rpartition("/")[2])]
-    return sorted(names, key=lambda p: checkpoint_step(Path(p)))
+    """Paths of the checkpoints in a folder of an fsspec file system, oldest first."""
+    found = [p.rstrip("/") for p in fs.ls(folder, detail=False)]
+    found = [p for p in found if CHECKPOINT.fullmatch(p.rpartition("/")[2])
+             and (p.endswith(".pt") or fs.exists(f"{p}/{MANIFEST}"))]
+    return sorted(found, key=lambda p: checkpoint_step(Path(p)))
+
+
+def remote_files(fs, checkpoint: str) -> list[str]:
+    """The files of a remote checkpoint: itself, or the manifest and the parts."""
+    if checkpoint.endswith(".pt"):
+        return [checkpoint]
+    names = [p for p in fs.ls(checkpoint, detail=False)
+             if PART.fullmatch(p.rpartition("/")[2]) or p.endswith(f"/{MANIFEST}")]
+    return sorted(names, key=lambda p: not p.endswith(MANIFEST))
 
 
 def download(url: str, to: Path, only: str | None = None) -> Path:
     """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
 
-    url: the folder that --backup_to named, or one checkpoint file in it. only: download nothing
+    url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
     but this file, and return `to`. Raises ConfigError.
     """
     from fsspec.core import url_to_fs
 
     try:
         fs, root = url_to_fs(url)
-        if root.endswith(".pt"):
+        if CHECKPOINT.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
             wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
         else:
             wanted = remote_checkpoints(fs, f"{root}/checkpoints")[::-1]
@@ -115,13 +153,15 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
         return to
     for path in wanted:
         local = to / "checkpoints" / path.rpartition("/")[2]
-        part = get(path, local.with_name(f"{local.name}.tmp-{os.getpid()}"))
-        wrong = find_corruption(part)
+        draft = local.with_name(f"{local.name}.tmp-{os.getpid()}")
+        for file in remote_files(fs, path):
+            get(file, draft if file == path else draft / file.rpartition("/")[2])
+        wrong = find_damage(draft)
         if not wrong:
             for log in logs:
                 get(log, to / log[len(root) :].lstrip("/"))
-            part.rename(local)
+            draft.rename(local)
             return local
         print(f"warning: {path}: {wrong}", flush=True)
-        part.unlink()
+        delete_checkpoint(draft)
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

@@ -32,7 +32,7 @@ from steady.sealed import atomic_write, find_corruption, link_or_copy, write_che
 from steady.tokens import split_weight
 
 CHECKPOINT = re.compile(r"step_(\d{8,})(\.pt)?")
-DRAFT = re.compile(r"(step_\d{8,}|best)\.pt\.(tmp|backup)-\d+")
+DRAFT = re.compile(r"(step_\d{8,}|best)(\.pt)?\.(tmp|backup)-\d+")
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 NOT_FINITE = "the weights are not finite"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
@@ -188,9 +188,12 @@ def rotate(folder: Path, keep: int, keep_every: int):
 def remove_drafts(folder: Path):
     """Delete what a killed process left unfinished; only for the process that holds the lock."""
     for path in folder.iterdir():
-        in_parts = CHECKPOINT.fullmatch(path.name) or path.name == "best"
-        if in_parts and path.is_dir() and not path.is_symlink():
-            remove_strays(path)
+        ours = CHECKPOINT.fullmatch(path.name) or path.name == "best"
+        if path.is_dir() and not path.is_symlink():
+            if DRAFT.fullmatch(path.name):
+                delete_folder(path)
+            elif ours:
+                remove_strays(path)
         if DRAFT.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             path.unlink()
 

@@ -152,6 +152,8 @@ def rescue(run):
     if not run.clean or run.step == 0 or not run.writer:
         return
     try:
+        if run.writer.parts:
+            run.writer.parts.hurry = True
         save_checkpoint(run, alone=True)
         run.writer.wait()
         if run.rank == 0 and checkpoint_at(run.writer.folder, run.step):

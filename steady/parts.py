@@ -21,12 +21,20 @@ from pathlib import Path
 import torch
 
 from steady.retry import retry
-from steady.sealed import atomic_write, checksum, find_corruption, link_or_copy, write_checkpoint
+from steady.sealed import (
+    atomic_write,
+    checksum,
+    find_corruption,
+    link_or_copy,
+    sync_directory,
+    write_checkpoint,
+)
 
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
 DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
+IN_A_HURRY = 10.0  # the same, where some rank may be gone
 
 
 class Missing(OSError):
@@ -43,6 +51,7 @@ class PartWriter:
     def __init__(self, rank: int, size: int, notes, attempt: str):
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
         self.count = 0  # of checkpoints begun, the same on all ranks
+        self.hurry = False  # whether some rank may be gone
 
     def write(self, folder: Path, state: dict, wrong: str | None = None):
         """Write one checkpoint. Raises Missing, on rank 0, where a part is; else what went wrong.
@@ -64,8 +73,8 @@ class PartWriter:
         self.notes.set(f"{key} {self.rank}", json.dumps(found))
         if self.rank:
             return
-        until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
-        files = [self.wait_for(f"{key} {rank}", rank, until) for rank in range(self.size)]
+        took = time.monotonic() - began
+        files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
         for file in files:
             if not (folder / file["name"]).is_file():
                 raise Missing(f"{folder / file['name']} was written by another host and is not "
@@ -73,10 +82,11 @@ class PartWriter:
         write_manifest(folder, files)
         remove_strays(folder)
 
-    def wait_for(self, key: str, rank: int, until: float) -> dict:
-        """What a rank wrote. Raises Missing."""
+    def wait_for(self, key: str, rank: int, took: float) -> dict:
+        """What a rank wrote. took: seconds that this one needed. Raises Missing."""
+        began = time.monotonic()
         while not self.notes.check([key]):
-            if time.monotonic() > until:
+            if time.monotonic() - began > max(IN_A_HURRY if self.hurry else PATIENCE, 3 * took):
                 raise Missing(f"rank {rank} has not written its part")
             time.sleep(0.02)
         found = json.loads(self.notes.get(key))
@@ -95,6 +105,7 @@ def write_manifest(folder: Path, files: list[dict]):
         file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
         file.flush()
         os.fsync(file.fileno())
+    sync_directory(folder.parent)  # which has the name of the folder
 
 
 def read_manifest(folder: Path) -> list[dict]:
@@ -102,11 +113,15 @@ def read_manifest(folder: Path) -> list[dict]:
     text, _, seal = (folder / MANIFEST).read_text("utf-8").partition("\n")
     if seal != f"{zlib.crc32(text.encode()):08x}\n":
         raise ValueError("the checksum of its manifest is wrong")
-    files = json.loads(text)["files"]
-    for rank, file in enumerate(files):
-        found = PART.fullmatch(file["name"])
-        if not found or (int(found[1]), int(found[2])) != (rank, len(files)):
-            raise ValueError(f"its manifest lists {file['name']} for rank {rank} of {len(files)}")
+    try:
+        files = json.loads(text)["files"]
+        names = [PART.fullmatch(file["name"]) for file in files]
+        ranks = [(int(name[1]), int(name[2])) for name in names]
+        sizes = [file["size"] + file["crc32"] for file in files]
+    except (KeyError, TypeError) as e:
+        raise ValueError("its manifest is not one of this program") from e
+    if not sizes or ranks != [(rank, len(ranks)) for rank in range(len(ranks))]:
+        raise ValueError("its manifest does not list one part for each rank")
     return files
 
 

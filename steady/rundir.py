@@ -35,10 +35,12 @@ from steady.cli import ConfigError, write_yaml
 from steady.device import DTYPE_NAMES, attention_backend, device_name
 from steady.huggingface import KEPT, keep_config
 from steady.parallel import restart_count
+from steady.parts import MANIFEST, PART
 from steady.telemetry import si
 from steady.tokens import copy_tokenizer, delete_tokenizer
 
-CHECKPOINT_FILES = re.compile(r"(step_[0-9]{8,}|best)\.pt(\.corrupt|\.set-aside(-[0-9]+)?)?")
+CHECKPOINT_FILES = re.compile(
+    r"(step_[0-9]{8,}|best)(\.pt)?(\.corrupt|\.set-aside(-[0-9]+)?)?")
 
 # --- which run -------------------------------------------------------------------------------
 
@@ -118,7 +120,10 @@ def files_of_run(out_dir: Path) -> list[Path]:
             raise ConfigError(f"--overwrite: {out_dir / name} is a link, which is not deleted; "
                               "remove it yourself, or choose another --out_dir")
     folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
-    found += (p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name))
+    checkpoints = [p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name)]
+    found += (p for p in checkpoints if not p.is_dir())
+    found += (part for p in checkpoints if p.is_dir() and not p.is_symlink()
+              for part in p.glob("*") if PART.fullmatch(part.name) or part.name == MANIFEST)
     found += (out_dir / "tensorboard").glob("events.out.tfevents.*")
     found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
     return [p for p in found if p.is_file() and not p.is_symlink()]
@@ -257,6 +262,9 @@ def prepare(run):
     if cfg.overwrite:
         for path in files_of_run(out_dir):
             path.unlink()
+        for path in folder.glob("*"):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
         if checkpoint_step(newer) > run.step:

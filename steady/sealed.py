@@ -102,12 +102,16 @@ def atomic_write(path: Path):
     try:
         yield draft
         os.replace(draft, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)  # the new name itself must be on the disk
-        os.close(directory)
+        sync_directory(path.parent)  # the new name itself must be on the disk
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path):
+    directory = os.open(path, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
 
 
 def link_or_copy(path: Path, draft: Path):

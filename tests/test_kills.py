@@ -11,11 +11,17 @@ from multiprocessing import RawValue
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TINY, column, poison, processes
 
 import train
-from steady.checkpoint import compare, list_checkpoints
+from steady import parts
+from steady.checkpoint import (
+    best_checkpoint,
+    compare,
+    find_damage,
+    list_checkpoints,
+    read_state,
+)
 
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
 FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
@@ -35,7 +41,7 @@ def count_and_die(rank: int, count, die_at: int):
             signal.raise_signal(signal.SIGKILL)
 
     def audit(name: str, args):
-        if name in FILE_EVENTS and "runs/" in str(args[0]) and rank == 0:
+        if name in FILE_EVENTS and "runs/" in str(args[0]):
             event()
 
     def learning_rate(step, cfg):
@@ -46,6 +52,7 @@ def count_and_die(rank: int, count, die_at: int):
         event()
         plain_add(totals, losses, batch)
 
+    parts.PATIENCE = parts.IN_A_HURRY = 0.5  # a killed rank writes nothing
     sys.addaudithook(audit)
     poison(64, 96)
     train.learning_rate, train.add_by_dataset = learning_rate, add_by_dataset
@@ -54,18 +61,20 @@ def count_and_die(rank: int, count, die_at: int):
 def end_of(run: Path) -> dict:
     """What a run has come to: the newest and the best checkpoint, and its evaluations."""
     found = {}
-    for path in (list_checkpoints(run / "checkpoints")[-1], run / "checkpoints/best.pt"):
-        state = torch.load(path, weights_only=True)
-        name = "best" if path.name == "best.pt" else "newest"
+    folder = run / "checkpoints"
+    for name, path in (("newest", list_checkpoints(folder)[-1]), ("best", best_checkpoint(folder))):
+        assert find_damage(path) is None
+        state = read_state(path)
         found[name] = {key: state[key] for key in KEPT}
     return found | {"val/loss": column(run, "val/loss")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, ranks, kills", [
-    ("skip", 1, 80), ("rollback", 1, 80), ("skip", 2, 40),
+@pytest.mark.parametrize("policy, ranks, kills, way", [
+    ("skip", 1, 80, "ddp"), ("rollback", 1, 80, "ddp"), ("skip", 2, 40, "ddp"),
+    ("skip", 2, 60, "zero3"), ("rollback", 3, 40, "zero3"),
 ])
-def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, kills):
+def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, kills, way):
     dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")
     (tmp_path / "runs").mkdir()
 
@@ -77,8 +86,9 @@ def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ran
             mine = count if rank == victim else RawValue("i")
             count_and_die(rank, mine, die_at if rank == victim else 0)
 
-        group = processes(tmp_path, ranks, [*FLAGS, "--data", corpus, "--on_nonfinite", policy,
-                                            "--out_dir", f"runs/{out_dir}"], hook)
+        flags = [*FLAGS, "--data", corpus, "--on_nonfinite", policy, "--parallel", way,
+                 "--batch_size", 12 if ranks == 3 else 8, "--out_dir", f"runs/{out_dir}"]
+        group = processes(tmp_path, ranks, flags, hook)
         codes = {victim: group[victim].code()}
         for process in group:
             process.kill(signal.SIGTERM)  # as torchrun does

@@ -24,8 +24,9 @@ from steady.device import device_name, pick_device, pick_dtype
 from steady.rundir import provenance
 from tests.bench.common import Figure, picture, table
 
-NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "loading",
-         "resume", "preparation", "documents", "million", "slowdowns", "startup", "scaling"]
+NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "parallel",
+         "loading", "resume", "preparation", "documents", "million", "slowdowns", "startup",
+         "scaling"]
 ON_REQUEST = ["crash", "diagnosis", "gpu"]
 
 

@@ -66,7 +66,7 @@ def main(options) -> list[Figure]:
             found["write"].append(seconds(run.writer.wait))
             path = checkpoint_path(folder, run.step)
             found["check"].append(seconds(find_corruption, path))
-            run.saved_step = 0  # so that it is written again
+            run.saved = ()  # so that it is written again
             save_checkpoint(run)
             found["beside"].append(seconds(train_steps, run))
             run.writer.wait()

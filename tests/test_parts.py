@@ -1,0 +1,237 @@
+"""Checkpoints in parts: whole or absent, whatever happens to their files."""
+
+import json
+import random
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Process, column, processes
+
+from steady import checkpoint, parts, sealed
+from steady.checkpoint import compare, find_damage, latest_valid, list_checkpoints, read_state
+
+FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
+         "--no_tensorboard", "--parallel", "zero3"]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """A run of two ranks with checkpoints of steps 3, 4 and 6; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    for process in processes(folder, 2, [*FLAGS, "--data", corpus, "--out_dir", "r"]):
+        assert process.code() == 0, process.text()
+    return folder / "r"
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "r"))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def damage(path: Path, dice: random.Random):
+    """Flip a bit, cut the end, zero a page, or take the file away."""
+    content = bytearray(path.read_bytes())
+    at = dice.randrange(len(content))
+    kind = dice.choice(["flip"] * 5 + ["cut", "zeros", "missing"])
+    if kind == "flip":
+        content[at] ^= 1 << dice.randrange(8)
+    elif kind == "cut":
+        content = content[:at]
+    elif kind == "zeros":
+        end = min(len(content), at + 4096)
+        content[at:end] = bytes(end - at)
+        content[at - 1] ^= 1  # also where there were zeros already
+    path.unlink()
+    if kind != "missing":
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_all_damage_is_found(copy, times):
+    dice, folder = random.Random(0), copy / "checkpoints" / "step_00000006"
+    assert find_damage(folder) is None
+    for _ in range(times):
+        path = dice.choice(files_of(folder))
+        kept = path.read_bytes()
+        damage(path, dice)
+        assert not checkpoint.is_checkpoint(folder) or find_damage(folder), path
+        path.write_bytes(kept)
+    assert find_damage(folder) is None
+
+
+def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
+    """Where a part is damaged, missing or another run's, or the manifest is gone."""
+    folder = copy / "checkpoints"
+    part = files_of(folder / "step_00000006")[1]
+    part.write_bytes(part.read_bytes()[:-1])
+    (folder / "step_00000004" / "manifest.json").unlink()
+    assert latest_valid(folder) == folder / "step_00000003"
+    assert (folder / "step_00000006.corrupt").is_dir()
+    for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
+                                           "--auto_resume"]):
+        assert process.code() == 0, process.text()
+    assert "step_00000003 at step 3" in (tmp_path / "log0.txt").read_text()
+    assert find_damage(folder / "step_00000006") is None
+
+
+def test_parts_of_different_saves_are_no_checkpoint(copy):
+    folder = copy / "checkpoints"
+    theirs, mine = (files_of(folder / f"step_0000000{n}")[1] for n in (4, 6))
+    shutil.copy(theirs, mine)  # whole, of the right rank, but of another step
+    assert "is not the file that its manifest lists" in find_damage(folder / "step_00000006")
+    manifest = folder / "step_00000004" / parts.MANIFEST
+    for text in ("{}", "[]", '{"files": [{"name": "../../x", "size": 1, "crc32": 1}]}',
+                 '{"files": []}', '{"files": {"a": 1}}', "\udcff"):
+        text = text.encode(errors="surrogateescape")
+        manifest.write_bytes(text + b"\n%08x\n" % zlib.crc32(text))
+        assert find_damage(folder / "step_00000004"), text
+
+
+def test_a_part_holds_only_the_rows_of_its_rank(finished):
+    folder = finished / "checkpoints" / "step_00000006"
+    states = parts.load_parts(folder, "cpu")
+    whole = read_state(folder)
+    for name, tensor in whole["model"].items():
+        pieces = [state["model"][name] for state in states]
+        assert torch.equal(torch.cat(pieces), tensor)
+        assert len(pieces[0]) == -(-len(tensor) // 2)
+    sizes = [path.stat().st_size for path in files_of(folder) if path.suffix == ".pt"]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_the_manifest_is_written_last_and_synced(tmp_path, monkeypatch):
+    calls = []
+
+    def record(owner, name, describe):
+        plain = getattr(owner, name)
+
+        def call(*args):
+            calls.append(describe(*args))
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    record(sealed.os, "replace", lambda draft, to: f"rename {to.name.partition('.')[0]}")
+    record(sealed.os, "fsync", lambda descriptor: "sync")
+    writer = parts.PartWriter(0, 1, FakeNotes(), "a")
+    writer.write(tmp_path / "step_00000001", dict(model={}, optimizers=[]))
+    renames = [i for i, call in enumerate(calls) if call != "sync"]
+    assert [calls[i] for i in renames] == ["rename rank_0_of_1", "rename manifest"]
+    first, second = renames
+    assert calls[first - 1] == "sync" and "sync" in calls[first + 1 : second]
+    assert calls[second + 1 :] == ["sync", "sync"]  # the folder, and its name in its parent
+    assert find_damage(tmp_path / "step_00000001") == "it holds no state of a run"
+
+
+class FakeNotes(dict):
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+
+def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, tmp_path):
+    """Its reason is told; where it says nothing, it is named. The other parts are cleared away."""
+    monkeypatch.setattr(parts, "PATIENCE", 0.1)
+    folder, notes = tmp_path / "step_00000001", FakeNotes()
+    state = dict(model={}, optimizers=[])
+    for rank in (1, 0):
+        parts.PartWriter(rank, 2, notes, "a").write(folder, state) if rank else None
+    parts.PartWriter(0, 2, notes, "a").write(folder, state)
+    before = files_of(folder)
+    with pytest.raises(parts.Missing, match="rank 1 has not written its part"):
+        parts.PartWriter(0, 2, notes, "b").write(folder, state)
+    with pytest.raises(ValueError):
+        parts.PartWriter(1, 2, notes, "c").write(folder, state, wrong="not finite")
+    with pytest.raises(parts.Missing, match="rank 1: not finite"):
+        parts.PartWriter(0, 2, notes, "c").write(folder, state)
+    assert parts.find_damage_of_parts(folder) is None
+    parts.remove_strays(folder)
+    assert files_of(folder) == before
+    notes["d-0 1"] = json.dumps(dict(name="rank_1_of_2.d-0.pt", size=1, crc32=1))
+    with pytest.raises(parts.Missing, match="file system that all hosts share"):
+        parts.PartWriter(0, 2, notes, "d").write(folder, state)
+
+
+def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
+    url = f"file://{tmp_path}/disk2"
+    flags = [*FLAGS, "--data", corpus, "--backup_to", url, "--backup_interval", 2]
+    for process in processes(tmp_path, 2, [*flags, "--out_dir", "r", "--keep_checkpoints", 1]):
+        assert process.code() == 0, process.text()
+    whole = read_state(tmp_path / "r/checkpoints/step_00000006")
+    shutil.rmtree(tmp_path / "r")  # the machine is lost
+    assert [path.name for path in (tmp_path / "disk2/checkpoints").iterdir()] == ["step_00000006"]
+    output = run("--resume", url, "--out_dir", "new", "--max_steps", 8, "--keep_checkpoints", 3,
+                 bare=True)
+    assert "step_00000006 at step 6" in output
+    assert list(column(tmp_path / "new", "train/loss"))[-1] == 8
+    found = read_state(tmp_path / "new/checkpoints/step_00000006")
+    assert compare(whole["model"], found["model"])[1] == []
+    one = f"{url}/checkpoints/step_00000006"
+    assert "at step 6" in run("--resume", one, "--out_dir", "n", "--max_steps", 7, bare=True)
+
+
+def test_commands_read_parts(run, copy, tmp_path):
+    assert run("--check_checkpoints", "r", bare=True).count(" valid") == 4
+    part = files_of(copy / "checkpoints" / "step_00000004")[1]
+    part.unlink()
+    told = run("--check_checkpoints", "r", bare=True, expect=1)
+    assert f"INVALID: {part.name} is missing" in told
+    told = run("--resume", "r/checkpoints/step_00000004", bare=True, expect=2)
+    assert f"{part.name} is missing" in told
+    told = run("--resume", "r/checkpoints", bare=True, expect=2)
+    assert "is a folder; expected a checkpoint" in told
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 7, bare=True)
+    names = [path.name for path in list_checkpoints(copy / "checkpoints")]
+    assert names[-1] == "step_00000007.pt"
+    run("--overwrite", "--out_dir", "r", "--max_steps", 3, "--save_interval", 3)
+    left = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert left == ["best.pt", "step_00000003.pt"]
+
+
+def test_what_is_not_ours_stays(run, copy):
+    folder = copy / "checkpoints"
+    for name in ("step_00000006/notes.txt", "best/notes.txt"):
+        (folder / name).write_text("mine")
+    run("--overwrite", "--out_dir", "r", "--max_steps", 3)
+    for name in ("step_00000006/notes.txt", "best/notes.txt"):
+        assert (folder / name).read_text() == "mine"
+
+
+def test_resume_is_verified_in_parts(corpus, tmp_path):
+    flags = [*TINY, "--data", corpus, "--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
+    for process in processes(tmp_path, 2, flags):
+        assert process.code() == 0, process.text()
+    assert "verify_resume: identical" in (tmp_path / "log0.txt").read_text()
+
+
+def test_an_older_format_is_read(corpus, tmp_path):
+    """Format 3 kept the momenta of all matrices of one shape in a stack."""
+    for name in ("new", "old"):
+        flags = [*FLAGS, "--data", corpus, "--out_dir", name]
+        assert Process(tmp_path, flags).code() == 0
+    path = tmp_path / "old/checkpoints/step_00000006.pt"
+    state = read_state(path)
+    state["format"] = 3
+    muon = state["optimizers"][0]
+    for group in muon["param_groups"]:
+        stack = torch.stack([muon["state"].pop(i)["momentum"] for i in group["params"]])
+        muon["state"][group["params"][0]] = {"momentum": stack}
+    checkpoint.write_checkpoint(path, state)
+    for name in ("new", "old"):
+        process = Process(tmp_path, ["--auto_resume", "--out_dir", name, "--max_steps", 8])
+        assert process.code() == 0, process.text()
+    one, two = (read_state(tmp_path / name / "checkpoints/step_00000008.pt")
+                for name in ("new", "old"))
+    assert compare(one["model"], two["model"])[1] == []
