@@ -143,6 +143,7 @@ def update(run: "Run") -> Tensor:
     grads = [p.grad for p in run.parameters.values() if p.grad is not None]
     grad_norm = run.shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
+    parallel.agree_on_scale(run.scaler, run.optimizers, found_inf)
     divisor = torch.ones_like(grad_norm)
     if run.cfg.grad_clip:
         divisor = (grad_norm / run.cfg.grad_clip).clamp(min=1.0)
@@ -226,6 +227,7 @@ def evaluate(run: "Run") -> float:
             losses = run.model(batch.tokens, batch.targets, batch.documents)
         add_by_dataset(totals, losses, batch)
     run.model.train()
+    parallel.release(run.model)
     if run.world_size > 1:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
@@ -322,7 +324,7 @@ class Run:
     stop: faults.Stop
     batches: object = None  # the loader's micro-batches from `position` on
     monitor: Monitor | None = None
-    writer: object = None  # of checkpoints; on rank 0, or on all that hold a part
+    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
     lock: object = None  # the file that keeps other processes out of out_dir until it is closed
     step: int = 0  # updates made
     position: int = 0  # the next update begins with this sample
@@ -364,17 +366,17 @@ def set_up(argv: list[str]) -> Run:
     devices.configure(cfg, device)
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
-    parallel.join_ranks(rank, world_size, device)
+    parallel.join_ranks(rank, world_size, device, cfg.shard_size)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
     checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
-        trial = make_model(cfg, train_data, checkpoint, device, dtype, shards.alone())
-        fits = faults.largest_micro_batch(trial, cfg, world_size, autocast, device)
+        fits = faults.largest_micro_batch(
+            lambda: make_model(cfg, train_data, checkpoint, device, dtype, shards.alone()), cfg,
+            world_size, autocast, device)
         micro_batch = config.micro_batch_size(cfg, world_size, most=stop.minimum(fits))
-        del trial
     model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
     parameters = shards.parameters_of(model)
     run = Run(
@@ -390,7 +392,7 @@ def set_up(argv: list[str]) -> Run:
     )
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
         parallel.compile_model(model, dynamic=True if train_data.row_lengths_vary else None)
-    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.phase("waiting"))
+    parallel.watch_for_waiting(run.ddp, lambda: run.monitor)
     if checkpoint:
         restore(run, Path(checkpoint))
     elif cfg.eval_only and not cfg.init_from:

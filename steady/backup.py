@@ -13,6 +13,7 @@ from steady.checkpoint import (
     delete_checkpoint,
     find_damage,
     run_dir_of,
+    set_aside,
 )
 from steady.cli import ConfigError
 from steady.parts import MANIFEST, PART, delete_folder, link_folder
@@ -92,8 +93,8 @@ class Backup:
             finally:
                 held.unlink()
         else:
-            link_folder(path, held)
             try:
+                link_folder(path, held)
                 self.fs.makedirs(remote, exist_ok=True)
                 for part in sorted(held.iterdir(), key=lambda p: p.name == MANIFEST):  # last
                     self.upload_file(part, f"{remote}/{part.name}")
@@ -154,12 +155,17 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
     for path in wanted:
         local = to / "checkpoints" / path.rpartition("/")[2]
         draft = local.with_name(f"{local.name}.tmp-{os.getpid()}")
-        for file in remote_files(fs, path):
-            get(file, draft if file == path else draft / file.rpartition("/")[2])
-        wrong = find_damage(draft)
+        try:
+            for file in remote_files(fs, path):
+                get(file, draft if file == path else draft / file.rpartition("/")[2])
+        except FileNotFoundError as e:
+            raise ConfigError(f"--resume {url}: {e}") from None
+        wrong = find_damage(draft) if draft.exists() else "it has no files"
         if not wrong:
             for log in logs:
                 get(log, to / log[len(root) :].lstrip("/"))
+            if local.exists():
+                set_aside(local)
             draft.rename(local)
             return local
         print(f"warning: {path}: {wrong}", flush=True)

@@ -18,9 +18,11 @@ from steady.cli import ConfigError, fixed_options
 from steady.parallel import release, shared_notes
 from steady.parts import (
     MANIFEST,
+    PART,
     PartWriter,
     delete_folder,
     find_damage_of_parts,
+    finish,
     is_checkpoint_folder,
     join,
     link_folder,
@@ -47,8 +49,10 @@ def find_damage(path: Path) -> str | None:
         return wrong
     try:
         states = load_parts(path, "meta")
-        odd = (find_odd_contents(state) for state in states)
-        return next(filter(None, odd), None) or (join(states) and None)
+        wrong = next(filter(None, map(find_odd_contents, states)), None)
+        if not wrong and states[0]["format"] in READABLE:
+            join(states)  # raises where the parts do not fit together
+        return wrong
     except OSError:
         raise
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
@@ -100,7 +104,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def changed_at(path: Path) -> int:
-    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
+    """When it was written, in ns; 0 where another process has just deleted it."""
+    try:
+        return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def checkpoint_path(folder: Path, step: int, in_parts: bool = False) -> Path:
@@ -151,7 +159,9 @@ def run_dir_of(checkpoint: Path) -> Path | None:
 
 
 def require_valid(path: Path):
-    """Raise ConfigError if a checkpoint is damaged."""
+    """Raise ConfigError if a checkpoint is damaged, or only a part of one."""
+    if PART.fullmatch(path.name) or path.name == MANIFEST:
+        raise ConfigError(f"{path}: is only a part; expected its folder, {path.parent}")
     wrong = retry(lambda: find_damage(path))
     if wrong:
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
@@ -167,7 +177,7 @@ def latest_valid(folder: Path) -> Path | None:
         wrong = retry(lambda path=path: find_damage(path))
         if not wrong:
             for damaged, why in bad:
-                damaged.rename(damaged.with_name(damaged.name + ".corrupt"))
+                set_aside(damaged, "corrupt")
                 print(f"warning: {damaged}: {why}; set aside as .corrupt", flush=True)
             return path
         bad.append((path, wrong))
@@ -180,9 +190,21 @@ def latest_valid(folder: Path) -> Path | None:
 
 def rotate(folder: Path, keep: int, keep_every: int):
     """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`."""
-    for old in list_checkpoints(folder)[:-keep]:
+    found = list_checkpoints(folder)
+    for old in found[:-keep]:
         if not keep_every or checkpoint_step(old) % keep_every:
             delete_checkpoint(old)
+    for path in folder.glob("step_*"):  # parts of a save that failed
+        if CHECKPOINT.fullmatch(path.name) and path.is_dir() and found:
+            if checkpoint_step(path) < checkpoint_step(found[-1]):
+                remove_strays(path)
+
+
+def finish_parts(folder: Path):
+    """Complete the checkpoints that lack nothing but a manifest; only for who holds the lock."""
+    for path in folder.glob("step_*"):
+        if CHECKPOINT.fullmatch(path.name) and path.is_dir() and not is_checkpoint(path):
+            finish(path)
 
 
 def remove_drafts(folder: Path):
@@ -296,6 +318,12 @@ class Writer:
             if NOT_FINITE in str(e):
                 print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
                 return
+            if self.parts and self.parts.hurry:
+                return  # `rescue` says what there is
+            if self.parts and self.parts.rank:  # rank 0 counts
+                print(f"warning: step {step}: the part of rank {self.parts.rank} could not be "
+                      f"written: {disk_error(e, self.folder)}", flush=True)
+                return
             self.failures += 1
             print(f"warning: step {step}: the checkpoint could not be written, training goes on "
                   f"({self.failures} of {MAX_FAILURES}): {disk_error(e, self.folder)}", flush=True)
@@ -352,7 +380,10 @@ PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_s
 
 
 def make_writer(run, backup) -> Writer | None:
-    """Rank 0's writer of whole checkpoints, or that of this rank's part; None where it has none."""
+    """Rank 0's writer of whole checkpoints, or that of this rank's part.
+
+    None on the other ranks, which hold what one of those holds.
+    """
     parts = None
     attempt = run.stop.broadcast_from_rank0(os.urandom(4).hex())
     if run.shards.size > 1 and run.shards.first:
@@ -374,6 +405,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     failed = run.writer is not None and run.writer.failures > 0
     if run.shards.size > 1 and not alone:
         failed = run.stop.broadcast_from_rank0(failed)
+    elif run.shards.size > 1 and run.writer:
+        failed = not checkpoint_at(run.writer.folder, run.step)
     if run.saved == saved_at(run) and not failed:
         return
     run.saved = saved_at(run)
@@ -431,7 +464,7 @@ def load_checkpoint(run, path: Path) -> dict:
     refuse_changes(run, path, states[0])
     if version == 3:
         unstack_momenta(states[0]["optimizers"])
-    state = join(states, run.shards.rows)
+    state = join(states, run.shards.rows, copy=True)
     copy_weights(path, state["model"], run.tensors)
     release(run.model)
     counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
@@ -513,11 +546,11 @@ def read_best(path: Path | None) -> tuple[float, int] | None:
     return (state["best_loss"], state["step"]) if is_best else None
 
 
-def set_aside(path: Path):
-    """Rename a file to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
-    new, n = path.with_name(f"{path.name}.set-aside"), 2
+def set_aside(path: Path, why: str = "set-aside"):
+    """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
+    new, n = path.with_name(f"{path.name}.{why}"), 2
     while new.exists():
-        new, n = path.with_name(f"{path.name}.set-aside-{n}"), n + 1
+        new, n = path.with_name(f"{path.name}.{why}-{n}"), n + 1
     path.rename(new)
 
 

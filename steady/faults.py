@@ -1,10 +1,12 @@
 """When things go wrong: signals, non-finite steps, crashes, out of memory, error messages."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import sys
+import time
 import traceback
 
 import numpy as np
@@ -149,14 +151,19 @@ def rescue(run):
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
-    if not run.clean or run.step == 0 or not run.writer:
+    if not run.writer:
+        return
+    if run.writer.parts:
+        run.writer.parts.hurry = True
+    if not run.clean or run.step == 0:
         return
     try:
-        if run.writer.parts:
-            run.writer.parts.hurry = True
         save_checkpoint(run, alone=True)
         run.writer.wait()
-        if run.rank == 0 and checkpoint_at(run.writer.folder, run.step):
+        if run.writer.parts and not checkpoint_at(run.writer.folder, run.step):
+            print(f"saved this rank's part of step {run.step}; the next start completes it if "
+                  "every rank has", file=sys.stderr, flush=True)
+        elif run.rank == 0 and checkpoint_at(run.writer.folder, run.step):
             print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
     except Exception as e:
         print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
@@ -219,12 +226,15 @@ def refuse_too_large(cfg, ranks: int = 1):
             "smaller sizes")
 
 
-def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
+def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
+
+    make_model: () → a model to try, which is gone afterwards.
 
     On a CPU, where the kernel may kill the process before an allocation fails, up to 16,384 tokens.
     """
     per_rank = cfg.batch_size // world_size
+    model = make_model()
     most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
     kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
     size = 1
@@ -241,8 +251,8 @@ def largest_micro_batch(model, cfg, world_size: int, autocast, device) -> int:
         if not out_of_memory(e) or size == 1:
             raise
         size //= 2
-    del kept
-    model.zero_grad(set_to_none=True)
+    del kept, model
+    gc.collect()  # fully_shard makes circles
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size
@@ -339,6 +349,8 @@ def exit_code(main, argv: list[str]) -> int:
     except ConfigError as e:
         if rank0 or dist.is_initialized():  # before that, all ranks fail alike
             print(f"train.py: error: {' '.join(str(e).splitlines())}", file=sys.stderr)
+        if not rank0:
+            time.sleep(1)  # torchrun ends all when one leaves: rank 0 has something to say
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)

@@ -391,7 +391,7 @@ def keep_config(cfg, run_dir: Path, resumed_from: Path | None):
         if (kept / "config.json").exists():
             return
         source = run_dir_of(resumed_from) and run_dir_of(resumed_from) / KEPT
-    elif Path(cfg.init_from).is_file():  # a checkpoint of ours
+    elif Path(cfg.init_from).is_file() or is_checkpoint(Path(cfg.init_from)):
         source = run_dir_of(Path(cfg.init_from)) and run_dir_of(Path(cfg.init_from)) / KEPT
     else:
         source = fetch(cfg.init_from, cfg.trust_remote_code)
@@ -472,7 +472,8 @@ class HFModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is -100."""
         logits = self.predict(tokens).flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).clone()  # fully_shard warns of a view
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None) -> Tensor:

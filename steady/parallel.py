@@ -35,8 +35,14 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def join_ranks(rank: int, world_size: int, device: torch.device):
-    """Join the process group, if there are several ranks."""
+def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int = 0):
+    """Join the process group, if there are several ranks.
+
+    Raises ConfigError, before any rank waits for another, if they cannot be divided by shard_size.
+    """
+    if shard_size and world_size > 1 and world_size % shard_size:
+        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
+                          "processes")
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -80,12 +86,9 @@ class Shards:
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
-        if way == "ddp" or world_size == 1:
+        if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size = shard_size or world_size
-        if world_size % size:
-            raise ConfigError(f"--shard_size {size}: expected a divisor of the {world_size} "
-                              "processes")
         shape, names = ((world_size,), ("shards",))
         if size < world_size:
             shape, names = ((world_size // size, size), ("replicas", "shards"))
@@ -104,11 +107,9 @@ class Shards:
             return self
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
-        copy = Shards()
-        for first in range(0, dist.get_world_size(), self.size):
-            group = dist.new_group(range(first, first + self.size), backend="fake")
-            if first <= dist.get_rank() < first + self.size:
-                copy.group = group
+        copy, first = Shards(), dist.get_rank() // self.size * self.size
+        copy.group = dist.new_group(range(first, first + self.size), backend="fake",
+                                    use_local_synchronization=True)
         copy.way, copy.rank, copy.size = self.way, self.rank, self.size
         copy.mesh = DeviceMesh.from_group(copy.group, self.mesh.device_type,
                                           mesh_dim_names=("shards",))
@@ -208,22 +209,48 @@ def gathered(model: nn.Module) -> Iterator[None]:
     outside = [unit for unit in units(model) if unit is model]
     for unit in outside:
         unit.unshard()
-    yield
-    release(model)
+    try:
+        yield
+    finally:
+        release(model)
 
 
-def watch_for_waiting(model: nn.Module, waits):
-    """Call waits() once this rank's gradients are ready, and those of the others are awaited.
+def watch_for_waiting(model: nn.Module, monitor):
+    """Count the time in which this rank waits for others as such. monitor: () → the run's Monitor.
 
-    Only under ddp: a divided model exchanges something before and after each block.
+    Under ddp, from when its own gradients are ready. A divided model exchanges something around
+    each block; on a GPU that is queued, so it is the device that waits, unnoticed.
     """
-    def hook(parameter: nn.Parameter):
-        waits()
+    def ready(parameter: nn.Parameter):
+        monitor().phase("waiting")
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # the gradient of the first parameter is the last to be ready
         first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(hook)
+        first.register_post_accumulate_grad_hook(ready)
+    for unit in units(model):
+        if next(unit.parameters()).device.type == "cpu":
+            unit.set_custom_all_gather(Exchange(dist.all_gather_into_tensor, monitor))
+            unit.set_custom_reduce_scatter(Exchange(dist.reduce_scatter_tensor, monitor))
+
+
+class Exchange:
+    """An exchange of fully_shard, the time of which counts as waiting."""
+
+    def __init__(self, call, monitor):
+        self.call, self.monitor = call, monitor
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, **options):
+        monitor = self.monitor()
+        if monitor.current not in ("forward", "backward"):  # as in an evaluation
+            return self.call(output_tensor, input_tensor, group=group, **options)
+        ended = monitor.phase("waiting")
+        work = self.call(output_tensor, input_tensor, group=group, **options)
+        monitor.phase(ended)
+        return work
 
 
 def compile_model(model: nn.Module, dynamic: bool | None):
@@ -242,6 +269,17 @@ def release(model: nn.Module):
     """Free the whole weights that are left from a pass without a backward pass."""
     for unit in units(model):
         unit.reshard()
+
+
+def agree_on_scale(scaler: torch.amp.GradScaler, optimizers: list, found_inf: Tensor):
+    """Tell fp16's scaler of every rank what any of them found, or their scales would differ.
+
+    Each looks at the gradients that it holds, which may be some rows.
+    """
+    if scaler.is_enabled():
+        for optimizer in optimizers:
+            for flag in scaler._found_inf_per_device(optimizer).values():
+                flag.copy_(found_inf)
 
 
 # Methods of tensors that overwrite all of one, besides the functions of torch.nn.init.

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,8 @@ MANIFEST = "manifest.json"
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
 DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-IN_A_HURRY = 10.0  # the same, where some rank may be gone
+SHARED = "a file system that all hosts share"
+IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
 
 
 class Missing(OSError):
@@ -54,7 +54,7 @@ class PartWriter:
         self.hurry = False  # whether some rank may be gone
 
     def write(self, folder: Path, state: dict, wrong: str | None = None):
-        """Write one checkpoint. Raises Missing, on rank 0, where a part is; else what went wrong.
+        """Write one checkpoint. Raises what went wrong; on rank 0 also Missing, for another rank's.
 
         wrong: why this rank's part must not be kept; the others are told.
         """
@@ -64,6 +64,8 @@ class PartWriter:
         try:
             if wrong:
                 raise ValueError(wrong)
+            if not folder.parent.is_dir():
+                raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
             folder.mkdir(exist_ok=True)
             retry(lambda: write_checkpoint(folder / name, state))
             found = describe(folder / name)
@@ -74,13 +76,20 @@ class PartWriter:
         if self.rank:
             return
         took = time.monotonic() - began
-        files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
-        for file in files:
-            if not (folder / file["name"]).is_file():
-                raise Missing(f"{folder / file['name']} was written by another host and is not "
-                              "seen here; expected a file system that all hosts share")
+        try:
+            files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
+            for file in files:
+                if file["folder"] != folder.name:
+                    raise Missing(f"{file['name']} is in {file['folder']}, of another step")
+                if not (folder / file["name"]).is_file():
+                    raise Missing(f"{folder / file['name']} was written by another host and is "
+                                  f"not seen here; expected {SHARED}")
+        except Missing:
+            if not self.hurry:  # else what is there may still become whole: see `finish`
+                remove_strays(folder)
+            raise
         write_manifest(folder, files)
-        remove_strays(folder)
+        remove_strays(folder)  # what was replaced
 
     def wait_for(self, key: str, rank: int, took: float) -> dict:
         """What a rank wrote. took: seconds that this one needed. Raises Missing."""
@@ -96,7 +105,8 @@ class PartWriter:
 
 
 def describe(path: Path) -> dict:
-    return dict(name=path.name, size=path.stat().st_size, crc32=checksum(path))
+    return dict(folder=path.parent.name, name=path.name, size=path.stat().st_size,
+                crc32=checksum(path))
 
 
 def write_manifest(folder: Path, files: list[dict]):
@@ -159,6 +169,24 @@ def is_checkpoint_folder(path: Path) -> bool:
     return path.is_dir() and (path / MANIFEST).is_file()
 
 
+def finish(folder: Path):
+    """Write the manifest of a folder in which all ranks have written their parts, but for that.
+
+    So nothing is lost where rank 0 could not wait for the others.
+    """
+    found = {}  # of one save → {rank: part}
+    for path in folder.glob("rank_*"):
+        name = PART.fullmatch(path.name)
+        if name and not path.is_symlink():
+            save = int(name[2]), path.name.split(".")[1]
+            found.setdefault(save, {})[int(name[1])] = path
+    for (ranks, _), paths in found.items():
+        whole = paths.keys() == set(range(ranks))
+        if whole and not any(find_corruption(path) for path in paths.values()):
+            write_manifest(folder, [describe(paths[rank]) for rank in range(ranks)])
+            return
+
+
 def remove_strays(folder: Path):
     """Delete parts and drafts that the manifest does not name; all of them where there is none."""
     try:
@@ -185,13 +213,12 @@ def delete_folder(folder: Path):
 def link_folder(folder: Path, new: Path):
     """Make `new` a checkpoint with the same files, which replaces the one that is there."""
     new.mkdir(exist_ok=True)
-    for path in part_paths(folder):
-        if not (new / path.name).exists():
-            link_or_copy(path, new / path.name)
-    with atomic_write(new / MANIFEST) as draft:
-        shutil.copyfile(folder / MANIFEST, draft)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
+    files = read_manifest(folder)  # once: it may be replaced meanwhile
+    for name in (file["name"] for file in files):
+        if not (new / name).exists():
+            with atomic_write(new / name) as draft:
+                link_or_copy(folder / name, draft)
+    write_manifest(new, files)
     remove_strays(new)
 
 
@@ -204,10 +231,11 @@ def load_parts(path: Path, device: str, mmap: bool = False) -> list[dict]:
             for part in part_paths(path)]
 
 
-def join(states: list[dict], rows=lambda n: slice(n)) -> dict:
+def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
     """The state of a run from those of all ranks, with the rows of each tensor that rows(n) says.
 
-    What is not divided, as numbers and a model's buffers, is that of the first.
+    What is not divided, as numbers and a model's buffers, is that of the first. copy: keep no
+    tensor in a mapped file.
     """
     whole = set(states[0].get("whole", ()))
 
@@ -217,14 +245,16 @@ def join(states: list[dict], rows=lambda n: slice(n)) -> dict:
             return {k: walk([v[k] for v in values], k) for k in first}
         if isinstance(first, (list, tuple)):
             return type(first)(walk(list(each)) for each in zip(*values, strict=True))
-        if not isinstance(first, torch.Tensor) or first.ndim == 0 or name in whole:
+        if not isinstance(first, torch.Tensor):
             return first
+        if first.ndim == 0 or name in whole:
+            return first.clone() if copy else first
         wanted, found, begin = rows(sum(map(len, values))), [], 0
         for value in values:
             start, stop = (max(0, end - begin) for end in (wanted.start or 0, wanted.stop))
             found.append(value[start:stop])
             begin += len(value)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return torch.cat(found) if len(found) > 1 or copy else found[0]
 
     state = dict(states[0])
     for name in ("model", "optimizers"):

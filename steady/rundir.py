@@ -21,8 +21,10 @@ import torch
 
 from steady.backup import download
 from steady.checkpoint import (
+    CHECKPOINT,
     atomic_write,
     checkpoint_step,
+    finish_parts,
     is_checkpoint,
     latest_valid,
     list_checkpoints,
@@ -40,7 +42,7 @@ from steady.telemetry import si
 from steady.tokens import copy_tokenizer, delete_tokenizer
 
 CHECKPOINT_FILES = re.compile(
-    r"(step_[0-9]{8,}|best)(\.pt)?(\.corrupt|\.set-aside(-[0-9]+)?)?")
+    r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
 
 # --- which run -------------------------------------------------------------------------------
 
@@ -69,8 +71,11 @@ def find_run(cfg) -> Path | None:
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         path = Path(cfg.resume)
+        if path.is_dir() and CHECKPOINT.fullmatch(path.name) and not is_checkpoint(path):
+            raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
+                              "expected another checkpoint")
         if path.is_dir() and not is_checkpoint(path):
-            raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint file. To "
+            raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
                               f"continue a run: --auto-resume --out_dir {path}")
         if not path.exists():
             raise ConfigError(f"--resume {path}: no such file")
@@ -190,6 +195,7 @@ def find_start(cfg, out_dir: Path | None) -> Start:
     if cfg.auto_resume and out_dir and out_dir.is_dir():
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
+            finish_parts(out_dir / "checkpoints")
         checkpoint = latest_valid(out_dir / "checkpoints")
         return Start(out_dir, checkpoint and str(checkpoint), lock)
     return Start(out_dir)

@@ -131,7 +131,7 @@ def test_what_began_long_ago_keeps_its_beginning():
     assert [e for e in events if worth_saying(e)] == [event]  # not the machine's 5 % up and down
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("creeps", [True, False])
 def test_a_jump_is_no_creep(share, creeps):
     for seed in range(5):

@@ -67,11 +67,11 @@ def test_all_damage_is_found(copy, times):
 
 
 def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
-    """Where a part is damaged, missing or another run's, or the manifest is gone."""
+    """Where a part is damaged or missing."""
     folder = copy / "checkpoints"
     part = files_of(folder / "step_00000006")[1]
     part.write_bytes(part.read_bytes()[:-1])
-    (folder / "step_00000004" / "manifest.json").unlink()
+    files_of(folder / "step_00000004")[1].unlink()
     assert latest_valid(folder) == folder / "step_00000003"
     assert (folder / "step_00000006.corrupt").is_dir()
     for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
@@ -156,12 +156,51 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, t
         parts.PartWriter(1, 2, notes, "c").write(folder, state, wrong="not finite")
     with pytest.raises(parts.Missing, match="rank 1: not finite"):
         parts.PartWriter(0, 2, notes, "c").write(folder, state)
+    assert files_of(folder) == before
     assert parts.find_damage_of_parts(folder) is None
     parts.remove_strays(folder)
     assert files_of(folder) == before
-    notes["d-0 1"] = json.dumps(dict(name="rank_1_of_2.d-0.pt", size=1, crc32=1))
+    elsewhere = dict(folder=folder.name, name="rank_1_of_2.d-0.pt", size=1, crc32=1)
+    notes["d-0 1"] = json.dumps(elsewhere)
     with pytest.raises(parts.Missing, match="file system that all hosts share"):
         parts.PartWriter(0, 2, notes, "d").write(folder, state)
+
+
+def test_a_checkpoint_that_lacks_only_its_manifest_is_completed(corpus, copy, tmp_path):
+    """As where rank 0 was killed before it wrote that, or could not wait for the others."""
+    folder = copy / "checkpoints" / "step_00000006"
+    before = read_state(folder)
+    (folder / parts.MANIFEST).unlink()
+    for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
+                                           "--auto_resume"]):
+        assert process.code() == 0, process.text()
+    assert "has made all 6 steps" in (tmp_path / "log0.txt").read_text()
+    assert compare(before, read_state(folder))[1] == []
+    (folder / parts.MANIFEST).unlink()
+    files_of(folder)[0].unlink()
+    checkpoint.finish_parts(copy / "checkpoints")
+    assert not checkpoint.is_checkpoint(folder)
+
+
+def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
+    """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
+    def hook(rank):
+        plain = checkpoint.PartWriter.write
+
+        def write(self, folder, state, wrong=None):
+            if rank == 1 and folder.name in ("step_00000001", "step_00000004"):
+                wrong = "no space left"
+            return plain(self, folder, state, wrong)
+
+        checkpoint.PartWriter.write = write
+
+    flags = [*FLAGS, "--data", corpus, "--save_interval", 1, "--keep_checkpoints", 9,
+             "--eval_interval", 0, "--out_dir", "r"]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [0, 0], group[1].text()
+    names = sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir())
+    assert names == [f"step_0000000{n}" for n in (2, 3, 5, 6)]
+    assert "rank 1: no space left" in group[0].text()
 
 
 def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
@@ -190,6 +229,9 @@ def test_commands_read_parts(run, copy, tmp_path):
     assert f"INVALID: {part.name} is missing" in told
     told = run("--resume", "r/checkpoints/step_00000004", bare=True, expect=2)
     assert f"{part.name} is missing" in told
+    manifest, part = files_of(copy / "checkpoints" / "step_00000006")[:2]
+    for command in (["--resume", part], ["--init_from", part], ["--resume", manifest]):
+        assert "expected its folder" in run(*command, bare=True, expect=2)
     told = run("--resume", "r/checkpoints", bare=True, expect=2)
     assert "is a folder; expected a checkpoint" in told
     run("--auto_resume", "--out_dir", "r", "--max_steps", 7, bare=True)

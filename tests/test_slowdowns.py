@@ -327,11 +327,12 @@ def test_a_real_loader_whose_memory_grows(provoke, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_slow_rank_is_named(provoke, monkeypatch):
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_a_real_slow_rank_is_named(provoke, monkeypatch, way):
     clock = Real()
     before_each(monkeypatch, train.Transformer, "forward",
                 lambda *_: time.sleep(0.03 * (clock.late and os.environ["RANK"] == "1")))
-    events, _ = provoke(clock, "--micro_batch_size", 2, ranks=2)
+    events, _ = provoke(clock, "--micro_batch_size", 2, "--parallel", way, ranks=2)
     event = the_event(events, clock)
     assert event["phases"][0][0] == "waiting"
     assert "rank 1 is slow" in event["causes"][0] and "forward" in event["causes"][0]

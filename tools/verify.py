@@ -12,6 +12,7 @@ from steady.checkpoint import (
     checkpoint_path,
     compare,
     find_damage,
+    is_checkpoint,
     list_checkpoints,
     read_state,
 )
@@ -26,7 +27,8 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
     best = filter(None, [best_checkpoint(folder)])
-    for path in [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt"))]:
+    paths = [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt*"))]
+    for path in [folder] if is_checkpoint(folder) else paths:
         wrong, step, loss = find_damage(path), "", ""
         if not wrong:
             state = read_state(path, "meta")
@@ -56,7 +58,7 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        in_parts = cfg.parallel != "ddp" and world_size > 1
+        in_parts = cfg.parallel != "ddp" and world_size > 1 and cfg.shard_size != 1
         middle = checkpoint_path(straight / "checkpoints", k, in_parts)
         for start in ([f"--out_dir={straight}"], [f"--out_dir={resumed}", f"--resume={middle}"]):
             code = train.main([*argv, *flags, *start])
