@@ -230,8 +230,13 @@ def watch_for_waiting(model: nn.Module, monitor):
         first.register_post_accumulate_grad_hook(ready)
     for unit in units(model):
         if next(unit.parameters()).device.type == "cpu":
-            unit.set_custom_all_gather(Exchange(dist.all_gather_into_tensor, monitor))
-            unit.set_custom_reduce_scatter(Exchange(dist.reduce_scatter_tensor, monitor))
+            unit.set_custom_all_gather(Exchange(ALL_GATHER, monitor))
+            unit.set_custom_reduce_scatter(Exchange(REDUCE_SCATTER, monitor))
+
+
+# torch 2.13 renamed them.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Exchange:

@@ -315,3 +315,25 @@ def test_parts_of_rows():
                 covered += expected
         assert len(covered) == 1 + 2 + 7 + 64
 
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_foreign_weights_are_divided(run, tmp_path, kind):
+    """Read in rows into our Transformer, or divided after transformers has read them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(llama=dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+                            num_attention_heads=3, num_key_value_heads=1, vocab_size=257),
+                 gpt2=dict(n_embd=48, n_layer=2, n_head=3, vocab_size=257, n_positions=64))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes[kind]))
+    theirs.save_pretrained(tmp_path / "theirs")
+    shape = {"--n_layer", "--n_head", "--n_kv_head", "--d_model", "--d_ff"}
+    flags = [part for flag, value in zip(TINY[::2], TINY[1::2], strict=True)
+             if flag not in shape for part in (flag, value)]
+    flags += [*EXACT, "--batch_size", 6, "--init_from", tmp_path / "theirs"]
+    for ranks, way in ((2, "ddp"), (2, "zero3"), (3, "zero2")):
+        run(*flags, "--parallel", way, "--out_dir", f"{way}{ranks}", bare=True, ranks=ranks)
+    assert_equal_runs(tmp_path / "ddp2", tmp_path / "zero32")
+    assert_equal_runs(tmp_path / "ddp2", tmp_path / "zero23", rel=1e-5)
