@@ -36,13 +36,8 @@ def restart_count() -> int:
 
 
 def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int = 0):
-    """Join the process group, if there are several ranks.
-
-    Raises ConfigError, before any rank waits for another, if they cannot be divided by shard_size.
-    """
-    if shard_size and world_size > 1 and world_size % shard_size:
-        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
-                          "processes")
+    """Join the process group, if there are several ranks. Raises ConfigError before that."""
+    check_shard_size(shard_size, world_size)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -54,6 +49,13 @@ def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None,
         )
+
+
+def check_shard_size(shard_size: int, world_size: int):
+    """Raise ConfigError if so many ranks are not a number of copies of a model on shard_size."""
+    if shard_size and world_size > 1 and world_size % shard_size:
+        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
+                          "processes")
 
 
 def shared_notes(name: str):

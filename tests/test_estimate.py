@@ -153,3 +153,12 @@ def test_the_number_of_devices_is_for_the_estimate_alone(run):
     told = run("--estimate", "--world_size", "5", "--vocab_size", "9", expect=2)
     assert "--batch_size 8: expected a multiple of 5" in told
     assert "torchrun" in run("--world_size", "2", expect=2)  # which would have trained on one
+
+
+def test_shard_sizes(run):
+    """Copies of a model that one device holds are divided like nothing; odd sizes are refused."""
+    flags = ["--estimate", "--world_size", 4, "--vocab_size", "257"]
+    told = run(*flags, "--shard_size", 3, expect=2)
+    assert "--shard_size 3: expected a divisor of the 4 processes" in told
+    line = next(line for line in run(*flags, "--shard_size", 1).splitlines() if "weights" in line)
+    assert len(set(line.split()[1:])) == 1

@@ -160,6 +160,10 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, t
     assert parts.find_damage_of_parts(folder) is None
     parts.remove_strays(folder)
     assert files_of(folder) == before
+    for rank in (1, 0):  # the same step once more, as after an evaluation
+        parts.PartWriter(rank, 2, notes, "e").write(folder, state)
+    again = files_of(folder)
+    assert len(again) == 3 and set(again) & set(before) == {folder / parts.MANIFEST}
     elsewhere = dict(folder=folder.name, name="rank_1_of_2.d-0.pt", size=1, crc32=1)
     notes["d-0 1"] = json.dumps(elsewhere)
     with pytest.raises(parts.Missing, match="file system that all hosts share"):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from config import Config, micro_batch_size
 from model import LinearCrossEntropy, Transformer, flops_per_token
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS
-from steady.parallel import Shards
+from steady.parallel import Shards, check_shard_size
 from steady.telemetry import duration
 
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
@@ -168,6 +168,8 @@ def exchanged_by_ddp(transformer: nn.Module, world_size: int) -> dict:
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     micro_batch = micro_batch_size(cfg, world_size)
+    check_shard_size(cfg.shard_size, world_size)
+    together = world_size if world_size == 1 else cfg.shard_size or world_size
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
         shape = Transformer(cfg)
@@ -180,11 +182,12 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     for checkpointing in ("none", "full"):
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
         found[checkpointing], found["exchanged"] = {}, {}
-        for way in WAYS:
-            alike = world_size == 1 and way != "ddp"
-            found[checkpointing][way], found["exchanged"][way] = (
-                found[checkpointing]["ddp"], {}) if alike else simulate(
+        for way in WAYS if together > 1 else WAYS[:1]:
+            found[checkpointing][way], found["exchanged"][way] = simulate(
                 each, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
+        for way in WAYS[1:] if together == 1 else ():  # nothing is divided
+            found[checkpointing][way] = found[checkpointing]["ddp"]
+            found["exchanged"][way] = {}
     if world_size > 1:
         found["exchanged"]["ddp"] = exchanged_by_ddp(shape, world_size)
     found["sent"] = {way: sum(sent for _, sent in found["exchanged"][way].values())
@@ -199,18 +202,17 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
 def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> str:
     """The estimate as text."""
     found = estimate(cfg, world_size, dtype, make_optimizers)
-    ways = WAYS
 
     def line(name: str, values) -> str:
         cells = (f"{value:10.3g}" if value < 1000 else f"{value:10.0f}" for value in values)
         return f"  {name:34s}" + "".join(cells)
 
     def memory(name: str, key: str, checkpointing: str) -> str:
-        return line(name, (found[checkpointing][way][key] / 1e9 for way in ways))
+        return line(name, (found[checkpointing][way][key] / 1e9 for way in WAYS))
 
     def total(name: str, checkpointing: str) -> str:
         mark = "*" if cfg.activation_checkpointing == checkpointing else ""
-        sums = (sum(found[checkpointing][way].values()) / 1e9 for way in ways)
+        sums = (sum(found[checkpointing][way].values()) / 1e9 for way in WAYS)
         return line(f"together{name}{mark}", sums)
 
     seconds = found["step_seconds"] * cfg.max_steps
@@ -221,7 +223,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         f"{found['flops_per_step'] / 1e12:.4g} TFLOP a step of {tokens:,} tokens",
         f"step    {world_size} x {found['accumulation']} micro-batches of {found['micro_batch']} x "
         f"{cfg.seq_len}, {DTYPE_NAMES[dtype]}, {cfg.optimizer}",
-        f"memory of each device, GB           {''.join(f'{way:>10s}' for way in ways)}",
+        f"memory of each device, GB           {''.join(f'{way:>10s}' for way in WAYS)}",
         memory("weights", "weights", "none"),
         memory("gradients", "gradients", "none"),
         memory("optimizer", "optimizer", "none"),
@@ -229,9 +231,9 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         memory("  with blocks recomputed", "activations", "full"),
         total("", "none"),
         total(" recomputed", "full"),
-        line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in ways)),
+        line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
         line("exchanges a step", (sum(calls for calls, _ in found["exchanged"][way].values())
-                                  for way in ways)),
+                                  for way in WAYS)),
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "
         f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
