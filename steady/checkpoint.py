@@ -131,7 +131,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def delete_checkpoint(path: Path):
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():  # whose files are another's
         delete_folder(path)
     else:
         path.unlink(missing_ok=True)

@@ -33,12 +33,12 @@ MANIFEST = "manifest.json"
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
 DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-SHARED = "a file system that all hosts share"
 IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
+SHARED = "a file system that all hosts share"
 
 
 class Missing(OSError):
-    """The part of some rank could not be written."""
+    """The part of some rank is not there."""
 
 
 class PartWriter:

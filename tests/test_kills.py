@@ -72,7 +72,7 @@ def end_of(run: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, ranks, kills, way", [
     ("skip", 1, 80, "ddp"), ("rollback", 1, 80, "ddp"), ("skip", 2, 40, "ddp"),
-    ("skip", 2, 60, "zero3"), ("rollback", 3, 40, "zero3"),
+    ("skip", 2, 30, "zero3"), ("rollback", 3, 20, "zero3"),
 ])
 def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, kills, way):
     dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")
