@@ -316,10 +316,11 @@ def describe(run) -> str:
     sources += "".join(d.describe() for d in data.datasets)
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
+    divided = f", {cfg.parallel} over {run.shards.size}" if run.shards.size > 1 else ""
     lines = [
         f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
         f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
-        f"compile {'on' if run.compiled else 'off'}",
+        f"compile {'on' if run.compiled else 'off'}{divided}",
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters, {cfg.n_layer} "
         f"layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
