@@ -101,11 +101,11 @@ def test_initial_values_do_not_depend_on_the_ranks(run, tmp_path):
 
 
 def test_a_run_goes_on_with_other_ranks_divided_otherwise(run, tmp_path):
-    """One process, then 2 ranks, 3, 2 again and one: the same samples and losses throughout."""
-    flags = [*FLAGS, "--batch_size", 6, "--eval_interval", 0, "--lr_schedule", "constant",
+    """One process, then 2 ranks, 4, 3 and one again: the same samples and losses throughout."""
+    flags = [*FLAGS, "--batch_size", 12, "--eval_interval", 0, "--lr_schedule", "constant",
              "--log_interval", 1]
     run(*flags, "--max_steps", 10, "--out_dir", "whole")
-    places = [(1, "ddp"), (2, "zero3"), (3, "zero2"), (2, "ddp"), (1, "zero3")]
+    places = [(1, "ddp"), (2, "zero3"), (4, "zero2"), (3, "ddp"), (1, "zero3")]
     for i, (ranks, way) in enumerate(places):
         run(*flags, "--out_dir", "moved", "--max_steps", 2 * i + 2, "--parallel", way,
             *(["--auto_resume"] if i else []), ranks=ranks)
