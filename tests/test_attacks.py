@@ -257,14 +257,14 @@ def test_training_goes_on_when_the_screen_is_gone(tmp_path, corpus):
     env = {**environment(), "PYTHONIOENCODING": "latin-1"}
     closed = start(tmp_path, *flags, "--out_dir", "closed", stdout=subprocess.PIPE, env=env,
                    stderr=subprocess.PIPE)
+    with open("/dev/full", "w") as full:
+        process = start(tmp_path, *flags, "--out_dir", "full", stdout=full, stderr=full)
     closed.stdout.readline()
     closed.stdout.close()
     errors = closed.stderr.read().decode()
     assert closed.wait(60) == 0 and "Traceback" not in errors, errors
     assert len(column(tmp_path / "closed", "train/loss")) == 30
-    with open("/dev/full", "w") as full:
-        process = start(tmp_path, *flags, "--out_dir", "full", stdout=full, stderr=full)
-        assert process.wait(60) == 0
+    assert process.wait(60) == 0
     assert len(column(tmp_path / "full", "train/loss")) == 30
 
 

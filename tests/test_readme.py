@@ -71,6 +71,7 @@ def shape(line: str) -> str:
     return re.sub(r" *\d[\d.,e+-]*[kM]?", " #", line.partition(" | left ")[0])
 
 
+@pytest.mark.slow
 def test_commands_run_as_written(tmp_path):
     """Installing apart, and with fewer steps: the default run, its resume, two processes."""
     clone = copy_files(tmp_path / "clone")
