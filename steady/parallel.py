@@ -204,17 +204,22 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """For calling methods of a model other than `forward`, on all ranks together.
+    """For calling methods of a divided model other than `forward`, on all ranks together.
 
-    Gathers what is outside of its blocks, which gather themselves.
+    Gathers what is outside of its blocks, which gather themselves, and are not compiled meanwhile:
+    lengths that grow, as in generation, would be compiled again and again.
     """
-    outside = [unit for unit in units(model) if unit is model]
-    for unit in outside:
-        unit.unshard()
+    divided = isinstance(model, FSDPModule)
+    blocks = [block for block in model.blocks if "forward" in vars(block)] if divided else []
+    compiled = [vars(block).pop("forward") for block in blocks]
+    if divided:
+        model.unshard()
     try:
         yield
     finally:
         release(model)
+        for block, forward in zip(blocks, compiled, strict=True):
+            block.forward = forward
 
 
 def watch_for_waiting(model: nn.Module, monitor):

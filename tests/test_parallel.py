@@ -264,10 +264,20 @@ def test_the_micro_batch_that_fits_is_found_without_the_other_ranks(run, tmp_pat
 
 @pytest.mark.slow
 def test_compiled_blocks(run, tmp_path, monkeypatch):
+    """Also beside samples and measurements, for which they are not compiled."""
     plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: plain(f, backend="eager"))
-    run(*EXACT, "--out_dir", "plain", "--parallel", "zero3", ranks=2)
-    run(*EXACT, "--out_dir", "compiled", "--parallel", "zero3", "--compile", ranks=2)
+
+    def compiled(graph, inputs):
+        with open(tmp_path / "graphs.txt", "a") as file:
+            print(len(inputs), file=file)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: plain(f, backend=compiled))
+    flags = [*EXACT, "--sample_interval", 2, "--monitor", "full", "--parallel", "zero3"]
+    run(*flags, "--out_dir", "plain", ranks=2)
+    run(*flags, "--out_dir", "compiled", "--compile", ranks=2)
+    graphs = (tmp_path / "graphs.txt").read_text().splitlines()
+    assert 2 <= len(graphs) <= 2 * 2 * 2  # of each rank, training and evaluating
     assert_equal_runs(tmp_path / "plain", tmp_path / "compiled", rel=1e-5)
 
 
