@@ -281,3 +281,15 @@ def test_an_older_format_is_read(corpus, tmp_path):
     one, two = (read_state(tmp_path / name / "checkpoints/step_00000008.pt")
                 for name in ("new", "old"))
     assert compare(one["model"], two["model"])[1] == []
+
+
+def test_a_file_takes_the_place_of_the_parts_of_its_step(copy):
+    folder = copy / "checkpoints"
+    for name in ("step_00000006", "best"):
+        assert (folder / name).is_dir()
+    writer = checkpoint.Writer(folder, 3)
+    state = dict(model={"w": torch.ones(2)}, best_loss=1.0)
+    writer.save(6, state, is_best=True)
+    writer.wait()
+    for name in ("step_00000006", "best"):
+        assert not (folder / name).exists() and (folder / f"{name}.pt").is_file()

@@ -1,6 +1,7 @@
 """The real program from end to end: it learns, resumes exactly, trains the same on any ranks."""
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -696,3 +697,21 @@ def test_the_size_of_what_is_refused_as_too_large_is_right(run):
                                                                "--vocab_size", "257"])))
     count = sum(p.numel() for p in model.parameters())
     assert f"{4e-9 * count:,.0f} GB" in told
+
+
+def test_muon_steps_from_the_momenta_it_has_loaded():
+    """As after a rollback: not from those of the steps since."""
+    def after(steps, state=None):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(4, 6))
+        optimizer = Muon([w], lr=0.1, weight_decay=0.0)
+        for i in range(steps):
+            if state and i == steps - 1:
+                optimizer.load_state_dict(state)
+            w.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+            before = w.detach().clone()
+            optimizer.step()
+        return w.detach() - before, copy.deepcopy(optimizer.state_dict())
+
+    _, one_step = after(1)
+    assert not torch.equal(after(3)[0], after(3, one_step)[0])
