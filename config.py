@@ -68,7 +68,7 @@ class Config:
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
         saved=False)
     resume: str | None = option(
-        None, "continue from this checkpoint file, or from a backup: a URL that fsspec knows",
+        None, "continue from this checkpoint, or from a backup: a URL that fsspec knows",
         saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...",
@@ -241,7 +241,7 @@ class Config:
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
         "ddp", "devices divide nothing; gradients and optimizer; or weights as well (less memory)")
-    shard_size: int = option(0, "devices that divide one copy of it; 0 is all", at_least=0)
+    shard_size: int = option(0, "devices that divide one copy of the model; 0 is all", at_least=0)
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
     world_size: int = option(

@@ -16,7 +16,7 @@ from steady.checkpoint import (
     set_aside,
 )
 from steady.cli import ConfigError
-from steady.parts import MANIFEST, PART, delete_folder, link_folder
+from steady.parts import MANIFEST, PART, link_folder, part_paths
 from steady.retry import retry
 from steady.sealed import link_or_copy
 
@@ -86,20 +86,17 @@ class Backup:
     def upload_checkpoint(self, path: Path, remote: str):
         held = path.with_name(f"{path.name}.backup-{os.getpid()}")
         changed = changed_at(path)
-        if not path.is_dir():
-            link_or_copy(path, held)  # rotation may delete `path` meanwhile
-            try:
-                self.upload_file(held, remote)
-            finally:
-                held.unlink()
-        else:
-            try:
-                link_folder(path, held)
+        try:
+            if path.is_dir():
+                link_folder(path, held)  # rotation may delete `path` meanwhile
                 self.fs.makedirs(remote, exist_ok=True)
-                for part in sorted(held.iterdir(), key=lambda p: p.name == MANIFEST):  # last
+                for part in [*part_paths(held), held / MANIFEST]:
                     self.upload_file(part, f"{remote}/{part.name}")
-            finally:
-                delete_folder(held)
+            else:
+                link_or_copy(path, held)
+                self.upload_file(held, remote)
+        finally:
+            delete_checkpoint(held)
         self.uploaded = path, changed
 
     def upload_file(self, path: Path, remote: str):

@@ -9,7 +9,7 @@ import train
 from config import Config
 from steady.checkpoint import (
     best_checkpoint,
-    checkpoint_path,
+    checkpoint_at,
     compare,
     find_damage,
     is_checkpoint,
@@ -48,7 +48,7 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
-    k, (rank, _, world_size, _) = cfg.verify_resume, rank_and_world()
+    k, rank = cfg.verify_resume, rank_and_world()[0]
     # the parent's id: under torchrun the same on all ranks of a machine
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
@@ -58,17 +58,15 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        in_parts = cfg.parallel != "ddp" and world_size > 1 and cfg.shard_size != 1
-        middle = checkpoint_path(straight / "checkpoints", k, in_parts)
-        for start in ([f"--out_dir={straight}"], [f"--out_dir={resumed}", f"--resume={middle}"]):
-            code = train.main([*argv, *flags, *start])
-            if code:
-                return code
-        if rank:
-            return 0
-        ends = (checkpoint_path(run / "checkpoints", 2 * k, in_parts)
-                for run in (straight, resumed))
-        one, two = map(read_state, ends)
+        code = train.main([*argv, *flags, f"--out_dir={straight}"])
+        if code:
+            return code
+        middle = checkpoint_at(straight / "checkpoints", k)
+        code = train.main([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
+        if code or rank:
+            return code
+        one, two = (read_state(checkpoint_at(run / "checkpoints", 2 * k))
+                    for run in (straight, resumed))
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
