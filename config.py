@@ -244,6 +244,12 @@ class Config:
     shard_size: int = option(0, "devices that divide one copy of the model; 0 is all", at_least=0)
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
+    hang_seconds: int = option(
+        300, "seconds without progress after which the stuck rank is named and all ranks leave; "
+        "six times as long at the start and between steps; 0 never", at_least=0)
+    check_replicas_interval: int = option(
+        0, "steps between comparisons of the weights of ranks that should hold the same",
+        at_least=0)
     world_size: int = option(
         1, "devices, for --estimate alone (else torchrun's --nproc_per_node)", at_least=1)
 
@@ -317,6 +323,8 @@ def resolve(cfg: Config) -> Config:
                               f"tokenizer{nearest(name, names)}")
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
          "--log_interval above 0, since steps are checked at a log")
+    need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
+         "--log_interval above 0, since weights are compared at a log")
     need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
     need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
     if cfg.wandb and not importlib.util.find_spec("wandb"):

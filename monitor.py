@@ -68,13 +68,14 @@ class Monitor:
     gather: [n] tensor → [ranks, n], the same on every rank; called on all of them at each log.
     autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer;
     called on rank 0, or on all ranks where it is `together`.
+    replicas: a Replicas, to be compared at the logs.
     datasets: their names. epochs: () → {metric: epochs of each dataset so far}.
     """
 
     def __init__(self, cfg: Config, device: torch.device, *, start_step: int, start_tokens: int = 0,
                  flops_per_token: int, peak: float | None, out_dir: Path | None,
                  gather=lambda values: values[None], autopsy=lambda step, rank: {}, together=False,
-                 datasets=(), epochs=dict):
+                 replicas=None, datasets=(), epochs=dict):
         self.cfg, self.device, self.gather, self.out_dir = cfg, device, gather, out_dir
         self.flops_per_token, self.peak = flops_per_token, peak
         self.first_step, self.logged_step = start_step + 1, start_step
@@ -88,6 +89,7 @@ class Monitor:
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         self.anomalies = AnomalyDetector(cfg.window_size, autopsy, bool(out_dir) or together)
+        self.replicas = replicas
         self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
@@ -99,6 +101,7 @@ class Monitor:
             self.dataset_totals = torch.zeros(2, len(datasets), device=device)
         # time
         self.current, self.since = "other", time.perf_counter()
+        self.marks = 0  # phases of the step so far, which the watchdog compares over the ranks
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
@@ -110,14 +113,14 @@ class Monitor:
 
     def phase(self, name: str) -> str:
         """Begin the phase `name`; returns the phase that this ends."""
-        if name in OUTSIDE_PHASES and self.device.type == "cuda":
+        if name in OUTSIDE_PHASES and name != self.current and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what is still queued belongs to the steps
         now = time.perf_counter()
         ended = self.current
         self.seconds[ended] += now - self.since
         if ended in OUTSIDE_PHASES:
             self.outside_seconds += now - self.since
-        self.current, self.since = name, now
+        self.current, self.since, self.marks = name, now, self.marks + 1
         if self.events:
             self.events.mark(name)
         return ended
@@ -167,7 +170,7 @@ class Monitor:
         """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
-        self.step_began, self.outside_seconds = now, 0.0
+        self.step_began, self.outside_seconds, self.marks = now, 0.0, 0
         self.window_ms.append(ms)
         heapq.heappushpop(self.slowest, (ms, step))
         self.padded_tokens += size.tokens
@@ -179,6 +182,8 @@ class Monitor:
         self.grad_norms.append(grad_norm)
         if self.events:
             self.events.end()
+        if self.replicas:
+            self.replicas.measure(step)
         if self.due(step):
             row = self.gather_values(step, nonfinite)  # waits for the device and for other ranks
             row |= self.clocks(step, learning_rate)  # that wait is part of the step
@@ -203,16 +208,20 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         totals = [[self.gathered[name][0]] for name in names]
         weights = [[self.gathered[name][1]] for name in names]
+        checksums = self.replicas.take() if self.replicas else []
         parts = [*totals, *weights, self.losses, self.grad_norms, [nonfinite],
-                 [self.machine.probe_us], self.own_ms(step)]
+                 [self.machine.probe_us], checksums, self.own_ms(step)]
         values = torch.cat([self.on_device(part) for part in parts])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         n = len(names)
-        cuts = np.cumsum([n, n, len(self.losses), len(self.grad_norms), 1, 1])
-        totals, weights, losses, norms, nonfinite, probes, own = np.split(table, cuts, axis=1)
+        sizes = [n, n, len(self.losses), len(self.grad_norms), 1, 1, sum(map(len, checksums))]
+        totals, weights, losses, norms, nonfinite, probes, checksums, own = np.split(
+            table, np.cumsum(sizes), axis=1)
+        if self.replicas:
+            self.replicas.compare(checksums)
         self.nonfinite_in_a_row = int(nonfinite[0, 0])
         self.gathered, self.losses, self.grad_norms = {}, [], []
         sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)

@@ -48,6 +48,8 @@ from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save
 from steady.cli import ConfigError
 from steady.faults import check_finite
 from steady.muon import Muon
+from steady.replicas import Replicas, ReplicasDiffer
+from steady.watchdog import Watchdog
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ def train(run: "Run"):
     """Train until max_steps or a signal to stop. `run.step` counts the updates made."""
     cfg, monitor, batches = run.cfg, run.monitor, run.batches
     gc.disable()  # tidy_memory collects, at the same steps on all ranks
-    while run.step < cfg.max_steps and not run.stop.requested():
+    while run.step < cfg.max_steps and not run.stop.requested(monitor):
         seed_everything(cfg.seed, run.step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(run.step, cfg))
         size = run.train_data.size(run.position, cfg.batch_size, run.micro_batch)
@@ -223,6 +225,7 @@ def evaluate(run: "Run") -> float:
     totals = torch.zeros(2, len(data.datasets), device=run.device)  # sums of losses, of targets
     n = eval_samples(cfg, data)
     for batch in eval_batches(data, n, run.micro_batch, run.rank, run.world_size, run.device):
+        run.monitor.phase("evaluation")  # a sign of progress
         with run.autocast:
             losses = run.model(batch.tokens, batch.targets, batch.documents)
         add_by_dataset(totals, losses, batch)
@@ -268,7 +271,9 @@ def measure_output(run: "Run", batch: Batch):
 def show_sample(run: "Run", title: str = ""):
     """Print a sample of what the model writes; called on every rank."""
     if run.rank == 0 or run.shards.size > 1:  # then it takes all of them
+        previous = run.monitor.phase("evaluation")
         text = sample(run)
+        run.monitor.phase(previous)
         if run.rank == 0:
             print(f"{title}{text}", flush=True)
 
@@ -322,6 +327,7 @@ class Run:
     scaler: torch.amp.GradScaler
     autocast: torch.autocast
     stop: faults.Stop
+    watchdog: Watchdog
     batches: object = None  # the loader's micro-batches from `position` on
     monitor: Monitor | None = None
     writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
@@ -367,6 +373,7 @@ def set_up(argv: list[str]) -> Run:
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
     parallel.join_ranks(rank, world_size, device, cfg.shard_size)
+    watchdog = Watchdog(cfg.hang_seconds)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
@@ -388,8 +395,9 @@ def set_up(argv: list[str]) -> Run:
         ddp=parallel.distribute(model, device, world_size),
         optimizers=make_optimizers(model, cfg, device, parameters, shards),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        autocast=autocast, stop=stop,
+        autocast=autocast, stop=stop, watchdog=watchdog,
     )
+    watchdog.run = run
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
         parallel.compile_model(model, dynamic=True if train_data.row_lengths_vary else None)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor)
@@ -488,6 +496,8 @@ def make_monitor(run: Run) -> Monitor:
         peak=peak * run.world_size if peak else None, gather=parallel.gather,
         datasets=[d.name for d in data.datasets], epochs=epochs,
         autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
+        replicas=Replicas(run.parameters, run.shards.size, cfg.check_replicas_interval,
+                          run.step),
     )
 
 
@@ -509,7 +519,7 @@ def main(argv: list[str]) -> int:
             print(f"{run.out_dir} has made all {run.cfg.max_steps} steps: nothing to do")
         return 0
     open_run_dir(run)
-    with run.stop:
+    with run.stop, run.watchdog:
         report = train_with_recovery(run)
         if run.world_size > 1:
             dist.barrier(group=run.stop.group)  # torchrun kills the others if one leaves
@@ -540,6 +550,8 @@ def train_with_recovery(run: Run) -> str:
             break
         except faults.NotFinite as e:
             faults.roll_back(run, e)
+        except ReplicasDiffer:
+            raise  # and save nothing
         except BaseException as e:
             faults.rescue(run)
             if faults.out_of_memory(e):
@@ -549,6 +561,7 @@ def train_with_recovery(run: Run) -> str:
             if run.writer:
                 run.writer.wait()
             report = run.monitor.close()
+    run.watchdog.ended.set()  # an upload may take hours
     if run.writer:
         run.writer.close(copy=not run.stop.signal)  # after a signal, time is short
     return report

@@ -23,6 +23,7 @@ from steady.checkpoint import (
 )
 from steady.cli import ConfigError
 from steady.parallel import gathered, rank_and_world
+from steady.replicas import ReplicasDiffer
 from steady.telemetry import si
 
 # --- signals ---------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ class Stop:
         else:
             self.received[0] = number
 
-    def requested(self) -> bool:
+    def requested(self, monitor) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""
         if self.launcher not in (None, os.getppid()):
             self.received[0] = signal.SIGTERM  # torchrun is gone: nobody would restart us
@@ -62,7 +63,9 @@ class Stop:
         if self.group:
             agreed = [0, 0]
             if self.exchange:
+                ended = monitor.phase("waiting")
                 self.exchange.wait()
+                monitor.phase(ended)
                 agreed = self.votes.tolist()
             if not agreed[0]:
                 self.votes = torch.tensor(mine)
@@ -151,6 +154,9 @@ def rescue(run):
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
+    signs = run.watchdog.last_signs()
+    if signs and not run.watchdog.verdict:
+        print(f"rank {run.rank}: {signs}", file=sys.stderr, flush=True)
     if not run.writer:
         return
     if run.writer.parts:
@@ -355,7 +361,7 @@ def exit_code(main, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)
         return 130
-    except NotFinite as e:
+    except (NotFinite, ReplicasDiffer) as e:
         if rank0:
             print(f"train.py: failed: {e}", file=sys.stderr)
         return 1

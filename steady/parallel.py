@@ -42,6 +42,7 @@ def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
         store = next(dist.rendezvous("env://", rank, world_size))[0]
         # torchrun keeps the store over a restart; the addresses in it are those of dead processes
         store = dist.PrefixStore(f"attempt {restart_count()}", store)

@@ -54,6 +54,7 @@ def report(run_dir: Path) -> dict:
         slowdowns=[event for event in events if "superseded" not in event],
         searched=bool(detector.normal),
         slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
+        hangs=[row["hang"] for row in rows if "hang" in row],
         runs_out=[row["runs_out"] for row in rows if "runs_out" in row],
         anomalies=[row for row in rows if "anomaly" in row],
         figures=figures,
@@ -92,6 +93,7 @@ def verdict(out: dict) -> list[str]:
     for event in shown:
         ended = f" It ended at step {event['ended']}." if "ended" in event else ""
         lines.append(describe_event(event) + ended)
+    lines += [f"no progress: {text}" for text in out["hangs"]]
     lines += out["runs_out"]
     for name, (limit, advice) in ADVICE.items():
         share = out["seconds"][name] / (out["wall_s"] or 1.0)

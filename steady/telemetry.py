@@ -118,7 +118,11 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
     dropped = [row for _, row in rows if row["step"] > start_step]
-    return open(path, "a"), [row for _, row in kept], dropped
+    file = open(path, "a")
+    for row in dropped:
+        if "hang" in row:  # why there was a restart
+            file.write(json.dumps(row | {"step": start_step}) + "\n")
+    return file, [row for _, row in kept], dropped
 
 
 def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
@@ -144,7 +148,7 @@ def is_row(row) -> bool:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return False
     nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str,
-              "runs_out": str}
+              "runs_out": str, "hang": str}
     if any(name in row and not isinstance(row[name], kind) for name, kind in nested.items()):
         return False
     values = [*row.items(), *row.get("end", {}).items()]

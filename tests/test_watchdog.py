@@ -1,0 +1,399 @@
+"""Nothing hangs in silence: who is stuck, where, since when. And do the ranks hold the same?"""
+
+import os
+import re
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, Process, processes, rows
+
+import data
+import train
+from steady import hangs
+from steady.replicas import Replicas, ReplicasDiffer, checksums
+from steady.report import report
+from steady.watchdog import PATIENT, Watchdog
+
+FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log_interval", "20",
+         "--save_interval", "20", "--eval_interval", "0"]
+
+# --- one rank, on a clock that the test drives -----------------------------------------------
+
+
+def watch(seconds=10, step=50, **run) -> Watchdog:
+    """A watchdog without threads, of a run that is far from its first steps."""
+    watchdog = Watchdog(seconds)
+    monitor = SimpleNamespace(current="forward", since=1.0, marks=0)
+    watchdog.run = SimpleNamespace(monitor=monitor, step=step, first_step=1, out_dir=None, **run)
+    watchdog.measure(0.0)
+    return watchdog
+
+
+def begin(watchdog: Watchdog, phase: str):
+    monitor = watchdog.run.monitor
+    monitor.current, monitor.since = phase, monitor.since + 1
+
+
+def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:
+    for second in range(most):
+        if watchdog.judge():
+            return second
+        watchdog.measure(1.0)
+
+
+def test_a_phase_may_take_so_long():
+    assert seconds_until_judged(watch(10)) == 11
+
+
+@pytest.mark.parametrize("phase", ["evaluation", "checkpoint", "logging"])
+def test_what_comes_between_steps_may_take_longer(phase):
+    watchdog = watch(10)
+    begin(watchdog, phase)
+    watchdog.measure(0.0)
+    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
+
+
+@pytest.mark.parametrize("step, times", [(0, PATIENT), (1, PATIENT), (2, 1)])
+def test_the_first_two_steps_may_take_longer(step, times):
+    assert seconds_until_judged(watch(10, step)) == 10 * times + 1
+
+
+def test_start_up_may_take_longer():
+    watchdog = watch(10)
+    watchdog.run = None
+    watchdog.where, watchdog.age = (0, "start-up", 0.0), 0.0
+    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
+
+
+def test_a_checkpoint_that_is_waited_for_may_take_longer(monkeypatch):
+    watchdog = watch(10)
+    watchdog.stack = lambda: [("threading.py", 1, "join"), ("/x/steady/checkpoint.py", 2, "wait")]
+    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
+
+
+def test_a_phase_that_took_long_recently_may_do_so_again():
+    watchdog = watch(10)
+    for _ in range(8):  # seconds in data, again and again
+        begin(watchdog, "data")
+        for _ in range(8):
+            watchdog.measure(1.0)
+    begin(watchdog, "data")
+    watchdog.measure(0.0)
+    assert seconds_until_judged(watchdog) > 30
+    begin(watchdog, "forward")
+    watchdog.measure(0.0)
+    assert seconds_until_judged(watchdog) == 11
+
+
+def test_progress_counts_and_a_debugger_does_not():
+    watchdog = watch(10)
+    for _ in range(100):
+        begin(watchdog, "forward")
+        watchdog.measure(5.0)
+        assert not watchdog.judge()
+    watchdog.stack = lambda: [("/lib/python3.12/bdb.py", 5, "trace_dispatch")]
+    assert seconds_until_judged(watchdog) is None
+
+
+def test_a_process_that_was_stopped_blames_nobody(monkeypatch):
+    """Ctrl-Z for an hour: the clock has jumped when the next look comes."""
+    watchdog, clock, left = watch(10), [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watchdog.leave = left.append
+
+    def wait(period):
+        clock[0] += 3600
+        return clock[0] > 4 * 3600
+
+    watchdog.ended = SimpleNamespace(wait=wait, is_set=lambda: False)
+    watchdog.look()
+    assert not left and watchdog.age < 10
+
+
+def test_off():
+    before = threading.active_count()
+    with Watchdog(0):
+        assert threading.active_count() == before
+
+
+# --- what the notes of all ranks say ---------------------------------------------------------
+
+
+def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, kind="", **other):
+    waits = phase == "waiting" if waits is None else waits
+    kind = kind or "all_reduce of [4160]" * waits
+    return dict(step=step, phase=phase, age=age, limit=60, marks=5, host=host, pid=1, waits=waits,
+                at="", disk=False, workers=[], groups={"0": [entered, kind]}) | other
+
+
+def test_a_rank_is_stuck_in_data():
+    notes = {0: note(), 1: note(), 2: note(), 3: note("data", "b", entered=6, at="data.py:41 in f")}
+    assert hangs.describe(notes, {}) == (
+        "rank 3 (host b) has been in data of step 812 for 1m30s, at data.py:41 in f; ranks 0 to 2 "
+        "wait for it in all_reduce of [4160]")
+    notes[3] |= dict(disk=True, workers=["loader process 5 is stopped"])
+    text = hangs.describe(notes, {})
+    assert "waiting for a disk; loader process 5 is stopped; ranks 0 to 2 wait" in text
+
+
+def test_of_ranks_that_compute_the_one_that_is_behind_is_stuck():
+    """On a GPU a rank may still fill its queue while its collective waits."""
+    notes = {0: note("backward", waits=False), 1: note("forward", entered=6), 2: note()}
+    notes[1]["waits"] = False
+    assert hangs.describe(notes, {}).startswith("rank 1 (host a) has been in forward")
+
+
+def test_all_ranks_wait_for_the_same_disk():
+    notes = {rank: note("data", waits=False) for rank in range(4)}
+    assert hangs.describe(notes, {}).startswith("ranks 0 to 3 (host a) have been in data")
+
+
+@pytest.mark.parametrize("gone, killed, words", [
+    ({"1": "stopped"}, False, "rank 1 (host a) is stopped"),
+    ({"1": "dead"}, False, "rank 1 (host a) is dead; no sign"),
+    ({"1": "dead"}, True, "is dead: the kernel has killed a process for lack of memory"),
+    ({}, False, "keeps Python's lock"),
+])
+def test_a_rank_is_silent_on_a_host_that_answers(gone, killed, words):
+    notes = {0: note(gone=gone, killed=killed), 1: note("forward", age=0.1)}
+    text = hangs.describe(notes, {1: 90.0})
+    assert words in text and text.endswith("rank 0 waits for it in all_reduce of [4160]")
+
+
+def test_a_host_is_out_of_reach():
+    notes = {0: note(), 1: note(), 2: note("forward", "b", age=0), 3: note("forward", "b", age=0)}
+    text = hangs.describe(notes, {2: 90.0, 3: 90.0})
+    assert text.startswith("ranks 2, 3 (host b) are out of reach: its host or the network")
+    assert "last in forward of step 812; ranks 0, 1 wait for them" in text
+
+
+def test_an_exchange_was_left_out():
+    notes = {rank: note() for rank in range(3)}
+    notes[1] |= dict(marks=9, groups={"0": [7, "broadcast of [2]"]}, at="mine.py:3 in f")
+    assert hangs.describe(notes, {}).startswith(
+        "rank 1 (host a) is in broadcast of [2] at mine.py:3 in f and the others are in "
+        "all_reduce of [4160]: it has left out an exchange")
+    # of two ranks, the one that has come further
+    assert hangs.describe({0: notes[0], 1: notes[1]}, {}).startswith("rank 1 ")
+    assert hangs.describe({0: notes[1], 1: notes[0]}, {}).startswith("rank 0 ")
+
+
+def test_the_network_between_hosts():
+    notes = {0: note(), 1: note(host="b")}
+    assert "get no answer" in hangs.describe(notes, {})
+    assert "the network between the 2 hosts" in hangs.describe(notes, {})
+
+
+def test_names_of_ranks():
+    assert hangs.names([3]) == "rank 3"
+    assert hangs.names([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"
+
+
+def test_states_of_processes():
+    assert hangs.state_of(os.getpid()) in ("R", "S")
+    assert hangs.state_of("self", threading.get_native_id()) == "R"
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    notes = {0: dict(host="here", pid=os.getpid()), 1: dict(host="here", pid=child),
+             2: dict(host="there", pid=child)}
+    try:
+        assert hangs.gone(notes, "here") == {"1": "stopped"}
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert hangs.gone(notes, "here") == {"1": "dead"}
+    finally:
+        os.waitpid(child, 0)
+    assert hangs.gone(notes, "here") == {"1": "dead"}
+
+
+# --- real runs -------------------------------------------------------------------------------
+
+
+def at_step(step: int, work):
+    """Call `work` in the forward pass of this step; for a hook."""
+    plain, calls = train.Transformer.forward, []
+
+    def forward(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == step:
+            work()
+        return plain(self, *args, **kwargs)
+
+    train.Transformer.forward = forward
+
+
+def hang_of(folder) -> dict:
+    (row,) = (row for row in rows(folder / "run") if "hang" in row)
+    return row
+
+
+def test_one_process_alone_whose_data_does_not_come(corpus, tmp_path):
+    def hook():
+        plain = data.Mixture.batch
+
+        def batch(self, start, stop):
+            if start >= 50 * 8:
+                time.sleep(1000)
+            return plain(self, start, stop)
+
+        data.Mixture.batch = batch
+
+    flags = [*TINY, "--data", corpus, *FLAGS, "--save_interval", "30"]
+    process = Process(tmp_path, [*flags, "--hang_seconds", "3"], hook)
+    assert process.code() == 1
+    where = r"has been in data of step 50 for \ds, at tests/test_watchdog.py:\d+ in batch"
+    assert re.search(rf"failed: no progress: rank 0 \(host .*\) {where}; the", process.text())
+    assert hang_of(tmp_path)["step"] == 49
+    assert "in batch" in (tmp_path / "run/stacks/rank_0.txt").read_text()
+    again = Process(tmp_path, [*flags, "--max_steps", "60", "--auto-resume"])
+    assert again.code() == 0, again.text()
+    assert hang_of(tmp_path)["step"] == 30  # where it went on: the reason is kept
+    assert any("in data of step 50" in line for line in report(tmp_path / "run")["verdict"])
+
+
+def stuck(kind: str):
+    if kind == "sleep":
+        time.sleep(1000)
+    if kind == "loop":
+        while True:
+            pass
+    if kind == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    if kind == "file":
+        os.mkfifo("fifo")
+        open("fifo").read()
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "no answer":  # the regular expression engine keeps Python's lock
+        re.match("(a+)+$", "a" * 60 + "b")
+
+
+def run_stuck(corpus, folder, kind: str, ranks: int, flags=()):
+    """All ranks but the last are done; returns what they printed."""
+    def hook(rank):
+        if rank == ranks - 1:
+            at_step(60, lambda: stuck(kind))
+
+    group = processes(folder, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
+                                      *flags], hook)
+    codes = [process.code() for process in group[:-1]]
+    group[-1].kill(signal.SIGKILL)  # as torchrun would
+    group[-1].code()
+    assert codes == [1] * (ranks - 1)
+    printed = "".join(process.text() for process in group)
+    assert printed.count("failed: no progress") == 1
+    return printed
+
+
+def test_a_rank_that_hangs_is_named_and_loses_no_step(corpus, tmp_path):
+    printed = run_stuck(corpus, tmp_path, "sleep", 2)
+    assert "no progress: rank 1 (host" in printed and "has been in forward of step 60" in printed
+    assert "test_watchdog.py" in printed and "in stuck; rank 0 waits for it in all_r" in printed
+    assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
+    assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--parallel", "zero3"]])
+@pytest.mark.parametrize("kind", ["sleep", "loop", "lock", "file", "stopped", "no answer"])
+def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
+    printed = run_stuck(corpus, tmp_path, kind, 4, flags)
+    words = {"stopped": "rank 3 (host .*) is stopped", "no answer": "rank 3 .* keeps Python's lock"}
+    expected = words.get(kind, r"rank 3 \(host .*\) has been in forward of step 60")
+    assert re.search(f"no progress: {expected}", printed), printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exchange_that_one_rank_skips(corpus, tmp_path, ranks):
+    def hook(rank):
+        plain, calls = torch.distributed.all_gather, []
+
+        def all_gather(*args, **kwargs):
+            calls.append(1)
+            if len(calls) < 6 or rank != ranks - 1:
+                plain(*args, **kwargs)
+
+        torch.distributed.all_gather = all_gather
+
+    group = processes(tmp_path, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
+                                        "--batch_size", "12"], hook)
+    assert [process.code() for process in group] == [1] * ranks
+    printed = "".join(process.text() for process in group)
+    assert re.search(rf"no progress: rank {ranks - 1} .* left out an exchange", printed), printed
+
+
+# --- replicas --------------------------------------------------------------------------------
+
+
+def test_a_bit_that_flips_changes_the_checksum():
+    parameters = [torch.randn(30, 7), torch.randn(5), torch.randn(4, 4).bfloat16()]
+    before = checksums(parameters)
+    assert before.shape == (6,) and before.lt(2**24).all() and before.ge(0).all()
+    for k, tensor in enumerate(parameters):
+        bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16).view(-1)
+        for bit in range(8 * tensor.element_size()):
+            mask = torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(bits.dtype)
+            bits[3] ^= mask
+            differs = (checksums(parameters) != before).view(-1, 2).any(1)
+            bits[3] ^= mask
+            assert differs.tolist() == [i == k for i in range(3)]
+    assert checksums(parameters).equal(before)
+
+
+def test_which_rank_differs_in_what():
+    replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, 1, 10, 20)
+    good = [1.0, 2.0, 3.0, 4.0]
+    replicas.compare(np.array([good] * 3))
+    bad = [1.0, 2.0, 3.0, 5.0]
+    with pytest.raises(ReplicasDiffer, match="rank 1 holds other weights than ranks 0, 2, in "
+                                             "blocks.0.up.weight"):
+        replicas.compare(np.array([good, bad, good]))
+    with pytest.raises(ReplicasDiffer, match="ranks 0, 1 hold different weights, .* cannot be"):
+        replicas.compare(np.array([good, bad]))
+    # copies of a model on two ranks each: ranks 0 and 2, 1 and 3 hold the same
+    replicas.size = 2
+    replicas.compare(np.array([good, bad, good, bad]))
+    with pytest.raises(ReplicasDiffer, match="ranks 1, 3 hold"):
+        replicas.compare(np.array([good, bad, good, good]))
+
+
+def test_a_replica_that_drifts_ends_the_run_and_saves_nothing(corpus, tmp_path):
+    def hook(rank):
+        plain = train.tidy_memory
+
+        def tidy_memory(run):
+            plain(run)
+            if rank == 1 and run.step == 7:
+                weight = next(run.model.blocks[1].parameters())
+                weight.data.view(torch.int32).view(-1)[5] ^= 1
+
+        train.tidy_memory = tidy_memory
+
+    flags = [*TINY, "--data", corpus, *FLAGS, "--batch_size", "6", "--log_interval", "4",
+             "--save_interval", "4", "--check_replicas_interval", "2"]
+    group = processes(tmp_path, 3, flags, hook)
+    assert [process.code() for process in group] == [1, 1, 1]
+    text = group[0].text()
+    assert "failed: step 8: rank 1 holds other weights than ranks 0, 2, in blocks.1" in text
+    assert "agreed at step 4" in text and "Traceback" not in text
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step*"))
+    assert names == ["step_00000004.pt"]
+
+
+def test_replicas_that_agree(run, tmp_path):
+    run("--out_dir", "a", "--check_replicas_interval", "1", ranks=2)
+    out = run("--check_replicas_interval", "1", "--log_interval", "0", expect=2)
+    assert "--check_replicas_interval 1: expected --log_interval above 0" in out
+
+
