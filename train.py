@@ -49,7 +49,7 @@ from steady.cli import ConfigError
 from steady.faults import check_finite
 from steady.muon import Muon
 from steady.replicas import Replicas, ReplicasDiffer
-from steady.watchdog import Watchdog
+from steady.watchdog import PATIENT, Watchdog
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ def set_up(argv: list[str]) -> Run:
     devices.configure(cfg, device)
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
-    parallel.join_ranks(rank, world_size, device, cfg.shard_size)
+    parallel.join_ranks(rank, world_size, device, cfg.shard_size, PATIENT * cfg.hang_seconds)
     watchdog = Watchdog(cfg.hang_seconds)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)

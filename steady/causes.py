@@ -36,6 +36,8 @@ CAUSES = {
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
     "contention": "CPU contention: other processes run on these cores",
+    "network": "exchanges between the ranks take longer, and no rank has more work of its own: the "
+               "network or the links between them",
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
     "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "
              "host, or lower clocks",
@@ -210,6 +212,7 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
     ms, name, ratio = best
     if ms > 0 and ratio > 1.04:
         left.take(CAUSES[name].format(ratio=ratio), ms, ["common"], of_machine=True)
+    left.take(CAUSES["network"], left.total, ["waiting"], of_machine=True)
     # what a phase has alone, as far as main memory is slower than the rest of the machine
     ratio = probe_ratio(before, after, "machine/memory_probe_us")
     factor = 1 + shared / max(1e-9, sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES))

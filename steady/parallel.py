@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,21 +36,44 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int = 0):
-    """Join the process group, if there are several ranks. Raises ConfigError before that."""
+def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int = 0,
+               patience: float = 0):
+    """Join the process group, if there are several ranks. Raises ConfigError before that.
+
+    patience: seconds after which it raises RuntimeError, naming the ranks that have not come; 0 is
+    half an hour.
+    """
     check_shard_size(shard_size, world_size)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
-        store = next(dist.rendezvous("env://", rank, world_size))[0]
-        # torchrun keeps the store over a restart; the addresses in it are those of dead processes
-        store = dist.PrefixStore(f"attempt {restart_count()}", store)
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
+            is_master=rank == 0 and not of_torchrun, wait_for_workers=False, multi_tenant=True)
+        if of_torchrun:
+            # It keeps this store over a restart; addresses in it are of dead processes. Where it
+            # makes a new one each time, the counts of hosts that joined later are different.
+            store = dist.PrefixStore(f"attempt {restart_count()}", store)
+        meet(store, rank, world_size, patience or 1800)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None,
         )
+
+
+def meet(store, rank: int, world_size: int, patience: float):
+    """Wait for all ranks; raises RuntimeError that names those that do not come."""
+    keys = [f"here {each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+    except dist.DistStoreError:
+        missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"rank {rank} has waited {patience:.0f} s for rank "
+                           f"{', '.join(missing)} of {world_size} to start") from None
 
 
 def check_shard_size(shard_size: int, world_size: int):

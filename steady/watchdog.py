@@ -164,7 +164,10 @@ class Watchdog:
         if lost or not self.judges:
             return hangs.describe_lost(self.rank, notes[self.rank], own_silence) if lost else None
         silent = {rank: seconds for rank, seconds in silence.items() if seconds > self.silence}
-        return hangs.describe(notes, silent)
+        try:
+            return hangs.describe(notes, silent)
+        except Exception as e:  # as where a fork's notes differ: to leave matters more
+            return f"{hangs.describe_stuck([self.rank], notes[self.rank])} ({e!r} in the watchdog)"
 
     def last_signs(self) -> str:
         """After an error: what is known of the ranks and processes that are gone, or ""."""

@@ -203,6 +203,20 @@ def test_a_slow_rank_or_its_machine(slower, says):
     assert event["blames"] == ("machine" if slower > 1 else "program")
 
 
+def test_a_slow_network_is_no_slow_rank():
+    def more(late):
+        return {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.02, "perf/waiting_ms":
+                2.0 + 10.0 * late, "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": 1.0}
+
+    rows = made(wobbles=0.02, more=more)
+    for row in rows:
+        row["perf/step_ms"] += row["perf/waiting_ms"]
+        row["perf/step_ms_median"] = row["perf/step_ms"]
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    (event,) = detect(rows)[0]
+    assert "the network or the links" in event["causes"][0] and event["blames"] == "machine"
+
+
 def test_change_points():
     rng, found = np.random.default_rng(0), 0
     for _ in range(40):

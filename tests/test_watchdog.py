@@ -333,6 +333,19 @@ def test_an_exchange_that_one_rank_skips(corpus, tmp_path, ranks):
     assert re.search(rf"no progress: rank {ranks - 1} .* left out an exchange", printed), printed
 
 
+def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
+    def hook(rank):
+        if rank == 1:
+            time.sleep(1000)
+
+    group = processes(tmp_path, 3, [*TINY, "--data", corpus, "--batch_size", "6", "--hang_seconds",
+                                    "1"], hook)
+    assert group[0].code() == group[2].code() == 1
+    group[1].kill(signal.SIGKILL)
+    group[1].code()
+    assert "rank 0 has waited 6 s for rank 1 of 3 to start" in group[0].text()
+
+
 # --- replicas --------------------------------------------------------------------------------
 
 
