@@ -328,13 +328,12 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
-def micro_batch_size(cfg: Config, world_size: int, most: int | None = None,
-                     uneven: bool = False) -> int:
+def micro_batch_size(cfg: Config, world_size: int, most: int = 0, uneven: bool = False) -> int:
     """Sequences per device and forward pass, a divisor of each rank's share of the batch.
 
     most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
-    uneven: where there is no divisor, choose one that leaves few surplus rows. Otherwise, or for
-    more ranks than sequences, raises ConfigError with the nearest possible batch sizes.
+    uneven: where there is no divisor, it may leave surplus rows. Otherwise, or for more ranks than
+    sequences, raises ConfigError with the nearest possible batch sizes.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
     given = cfg.micro_batch_size not in (None, "auto")
@@ -348,7 +347,8 @@ def micro_batch_size(cfg: Config, world_size: int, most: int | None = None,
         micro = f" of --micro_batch_size {cfg.micro_batch_size}" if given else ""
         raise ConfigError(
             f"--batch_size {cfg.batch_size}: expected a multiple of {unit} ({world_size} "
-            f"process{'es' * (world_size > 1)}{micro}); the nearest is {sizes}; a run that has "
-            f"started continues on any number of processes up to {cfg.batch_size}")
-    largest = -(-cfg.batch_size // world_size)  # of the shares
-    return -(-largest // -(-largest // limit))
+            f"process{'es' * (world_size > 1)}{micro}); the nearest is {sizes}; once "
+            f"started, a run continues on any number of processes up to {cfg.batch_size} "
+            "(--auto_resume)")
+    share = -(-cfg.batch_size // world_size)  # the largest one
+    return -(-share // -(-share // limit))

@@ -92,7 +92,7 @@ class Batch(NamedTuple):
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
         """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned.
 
-        rows: after so many, the others are surplus, and their targets are ignored.
+        rows: how many are not surplus; the targets of the others are ignored.
         """
         batch = self
         if device.type == "cuda":  # narrow ids cross the bus and are widened on the GPU
@@ -103,6 +103,7 @@ class Batch(NamedTuple):
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         if rows is not None and rows < len(targets):
+            targets = targets.clone()  # with B = 1 a view of the tokens
             targets[max(0, rows) :] = IGNORE
         return Batch(tokens, targets, documents, source)
 
@@ -276,6 +277,7 @@ class Documents(Dataset):
 
 # --- the mixture -----------------------------------------------------------------------------
 
+
 class Mixture:
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
@@ -289,7 +291,6 @@ class Mixture:
         self.has_prompts = any(d.has_prompts for d in datasets)
         self.n_samples = sum(d.n_samples for d in datasets)
         self.n_tokens = sum(d.n_tokens for d in datasets)
-        self.dtype = np.result_type(*(d.dtype for d in datasets))
         files = [file for d in datasets for file in d.files]
         self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = read_sidecars(
             files, vocab_size
@@ -412,23 +413,15 @@ class Mixture:
         """
         source, sample = self.order(start, stop)
         length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
-        parts = None
-        for k in np.unique(source):
-            mine = np.flatnonzero(source == k)
-            read = self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
-            if len(mine) == len(source):
-                parts = read  # all of one dataset: no copy
-                break
-            if parts is None:
-                dtypes = self.dtype, np.int32, np.int32
-                parts = [
-                    None if x is None else np.empty((len(source), x.shape[1]), dtype)
-                    for x, dtype in zip(read, dtypes, strict=True)
-                ]
-            for whole, part in zip(parts, read, strict=True):
-                if whole is not None:
-                    whole[mine] = part
-        tokens, targets, documents = parts
+        rows = {k: np.flatnonzero(source == k) for k in np.unique(source)}
+        read = [self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
+                for k, mine in rows.items()]
+        tokens, targets, documents = read[0]
+        if len(read) > 1:
+            back = np.argsort(np.concatenate([*rows.values()]))  # in the order of positions
+            tokens, targets, documents = (
+                None if parts[0] is None else np.concatenate(parts)[back]
+                for parts in zip(*read, strict=True))
         for ids, shift in ((tokens, 0), (targets, 1)):  # a target is the next token
             if ids is not None and ids.max() >= self.vocab_size:
                 row, column = np.argwhere(ids >= self.vocab_size)[0]
@@ -592,7 +585,7 @@ def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size:
                  device: torch.device):
     """Yields this rank's share of the first n samples, at most one epoch.
 
-    Every rank yields the same number of micro-batches; surplus samples are masked.
+    Every rank yields the same number of micro-batches; surplus rows are masked.
     """
     n = min(n, data.n_samples)
     for start in range(0, n, micro_batch * world_size):
