@@ -164,6 +164,9 @@ def test_a_batch_that_ranks_do_not_divide_goes_on_as_one_process(run, corpus, tm
                  "train/loss/other"):
         expected, found = column(tmp_path / "one", name), column(tmp_path / "many", name)
         assert expected and found == pytest.approx(expected, rel=1e-5), name
+    # of the last micro-batches alone, but without surplus rows
+    expected, found = (column(tmp_path / d, "health/output_entropy") for d in ("one", "many"))
+    assert found == pytest.approx(expected, rel=0.1)
     one, many = newest(tmp_path / "one"), newest(tmp_path / "many")
     assert one["position"] == many["position"] and one["tokens"] == many["tokens"]
 
