@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 
 from config import IGNORE, Config
 from steady.cli import ConfigError
@@ -40,8 +40,11 @@ class Batch(NamedTuple):
     documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
-    def to(self, device: torch.device) -> "Batch":
-        """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned."""
+    def to(self, device: torch.device, rows: int | None = None) -> "Batch":
+        """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned.
+
+        rows: how many are not surplus; the targets of the others are ignored.
+        """
         batch = self
         if device.type == "cuda":  # narrow ids cross the bus and are widened on the GPU
             batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in self))
@@ -50,6 +53,9 @@ class Batch(NamedTuple):
         )
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+        if rows is not None and rows < len(targets):
+            targets = targets.clone()  # with B = 1 a view of the tokens
+            targets[max(0, rows) :] = IGNORE
         return Batch(tokens, targets, documents, source)
 
 
@@ -236,7 +242,6 @@ class Mixture:
         self.has_prompts = any(d.has_prompts for d in datasets)
         self.n_samples = sum(d.n_samples for d in datasets)
         self.n_tokens = sum(d.n_tokens for d in datasets)
-        self.dtype = np.result_type(*(d.dtype for d in datasets))
         files = [file for d in datasets for file in d.files]
         self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = read_sidecars(
             files, vocab_size
@@ -325,13 +330,24 @@ class Mixture:
             return self.seq_len + 0 * longest
         return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
 
-    def size(self, start: int, n: int, micro_batch: int) -> Size:
-        """Size of the n samples from position `start` on, cut into micro-batches."""
+    @staticmethod
+    def share(start, n, rank, world_size):
+        """(begin, end) of a rank's share of the n positions from `start` on; also of arrays.
+
+        Shares differ by one at most. Where the last micro-batch has more rows, these are surplus.
+        """
+        return start + n * rank // world_size, start + n * (rank + 1) // world_size
+
+    def size(self, start: int, n: int, micro_batch: int, world_size: int = 1) -> Size:
+        """Size of the n samples from position `start` on, cut into micro-batches of the ranks."""
+        per_rank = -(-n // (micro_batch * world_size)) * micro_batch
         if self.mode == "stream":
-            return Size(*[n * self.seq_len] * 3)
+            return Size(*(rows * self.seq_len for rows in (per_rank * world_size, n, n)))
         order = self.order(start, start + n)
         lengths = self.per_sample("lengths", *order)
-        rows = self.row_length(lengths.reshape(-1, micro_batch).max(1))
+        begin, end = self.share(0, n, np.arange(world_size)[:, None], world_size)
+        taken = np.minimum(begin + np.arange(per_rank), end - 1)  # [ranks, rows]
+        rows = self.row_length(lengths[taken].reshape(-1, micro_batch).max(1))
         targets = self.per_sample("targets", *order)
         return Size(int(rows.sum()) * micro_batch, int(lengths.sum()), int(targets.sum()))
 
@@ -348,23 +364,15 @@ class Mixture:
         """
         source, sample = self.order(start, stop)
         length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
-        parts = None
-        for k in np.unique(source):
-            mine = np.flatnonzero(source == k)
-            read = self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
-            if len(mine) == len(source):
-                parts = read  # all of one dataset: no copy
-                break
-            if parts is None:
-                dtypes = self.dtype, np.int32, np.int32
-                parts = [
-                    None if x is None else np.empty((len(source), x.shape[1]), dtype)
-                    for x, dtype in zip(read, dtypes, strict=True)
-                ]
-            for whole, part in zip(parts, read, strict=True):
-                if whole is not None:
-                    whole[mine] = part
-        tokens, targets, documents = parts
+        rows = {k: np.flatnonzero(source == k) for k in np.unique(source)}
+        read = [self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
+                for k, mine in rows.items()]
+        tokens, targets, documents = read[0]
+        if len(read) > 1:
+            back = np.argsort(np.concatenate([*rows.values()]))  # in the order of positions
+            tokens, targets, documents = (
+                None if parts[0] is None else np.concatenate(parts)[back]
+                for parts in zip(*read, strict=True))
         for ids, shift in ((tokens, 0), (targets, 1)):  # a target is the next token
             if ids is not None and ids.max() >= self.vocab_size:
                 row, column = np.argwhere(ids >= self.vocab_size)[0]
@@ -375,9 +383,18 @@ class Mixture:
         arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
-    def __getitems__(self, positions: range) -> Batch | ConfigError:  # called by DataLoader
+    def rows(self, start: int, stop: int, end: int) -> Batch:
+        """As `batch`, but from position `end` on, rows are surplus: copies of the sample before."""
+        first = min(start, end - 1)
+        batch = self.batch(first, min(stop, end))
+        if stop <= end:
+            return batch
+        rows = np.minimum(np.arange(start, stop), end - 1) - first
+        return Batch(*(x if x is None else torch.from_numpy(x.numpy()[rows]) for x in batch))
+
+    def __getitems__(self, positions: tuple) -> Batch | ConfigError:  # called by DataLoader
         try:
-            return retry(lambda: self.batch(positions.start, positions.stop))
+            return retry(lambda: self.rows(*positions))
         except ConfigError as e:
             return e  # raised from a loader process, it would come with a traceback around it
 
@@ -479,10 +496,6 @@ def leave_signals_to_parent(worker: int):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def pass_through(batch: Batch) -> Batch:
-    return batch  # the default collation would stack; Mixture returns whole micro-batches
-
-
 def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: int, rank: int,
            world_size: int, device: torch.device, workers: int):
     """Yields this rank's micro-batches on `device` for the next `steps` steps.
@@ -492,16 +505,16 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     """
 
     def positions():
-        per_rank = cfg.batch_size // world_size
+        n = cfg.batch_size
         for step in range(steps):
-            first = position + step * cfg.batch_size + rank * per_rank
-            for start in range(first, first + per_rank, micro_batch):
-                yield range(start, start + micro_batch)
+            begin, end = data.share(position + step * n, n, rank, world_size)
+            for start in range(begin, begin + -(-n // world_size), micro_batch):
+                yield start, start + micro_batch, end
 
     batches = DataLoader(
         data,
         batch_sampler=positions(),
-        collate_fn=pass_through,
+        collate_fn=default_convert,  # nothing to collate: Mixture returns whole micro-batches
         num_workers=workers,
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
@@ -509,10 +522,10 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None
-    for batch in batches:
+    for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, ConfigError):
             raise batch
-        ready, ahead = ahead, batch.to(device)
+        ready, ahead = ahead, batch.to(device, end - start)
         if ready is not None:
             yield ready
     if ahead is not None:
@@ -523,16 +536,12 @@ def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size:
                  device: torch.device):
     """Yields this rank's share of the first n samples, at most one epoch.
 
-    Every rank yields the same number of micro-batches; surplus samples are masked.
+    Every rank yields the same number of micro-batches; surplus rows are masked.
     """
-    n, stride = min(n, data.n_samples), micro_batch * world_size
-    for start in range(0, n, stride):
+    n = min(n, data.n_samples)
+    for start in range(0, n, micro_batch * world_size):
         first = start + rank * micro_batch
-        batch = data.batch(first, first + micro_batch).to(device)
-        if first + micro_batch > n:
-            batch = batch._replace(targets=batch.targets.clone())
-            batch.targets[max(0, n - first) :] = IGNORE
-        yield batch
+        yield data.rows(first, first + micro_batch, n).to(device, n - first)
 
 
 if __name__ == "__main__":

@@ -80,14 +80,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None and (cache is None or T > 1),
+            q, k, v, attn_mask=mask, is_causal=mask is None and (cache is None or T > 1),
             dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.n_kv_head != self.n_head,
-        )
+            enable_gqa=self.n_kv_head != self.n_head)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -251,9 +246,8 @@ def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def output_health(
-    model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
-) -> dict[str, Tensor]:
+def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
+                  documents: Tensor | None = None) -> dict[str, Tensor]:
     """Mean entropy in nats and probability of the likeliest token, over about 256 positions.
 
     A collapsing model shows here first. Arguments [B, T] as in `Transformer.forward`;

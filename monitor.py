@@ -137,10 +137,6 @@ class Monitor:
         total, total_weight = self.gathered.get(name, (0, 0))
         self.gathered[name] = total + value, total_weight + weight
 
-    def log_all(self, values: dict):
-        for name, value in values.items():
-            self.log(name, value)
-
     def due(self, step: int, every: int | None = None) -> bool:
         """Whether a measurement made every so many steps (None: at each log) is due in this one.
 

@@ -29,16 +29,7 @@ from torch import Tensor, nn
 
 import config
 from config import IGNORE, Config
-from data import (
-    Batch,
-    Mixture,
-    Size,
-    eval_batches,
-    eval_samples,
-    load_data,
-    loader,
-    pick_workers,
-)
+from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader, pick_workers
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
@@ -61,7 +52,7 @@ def train(run: "Run"):
     while run.step < cfg.max_steps and not run.stop.requested(monitor):
         seed_everything(cfg.seed, run.step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(run.step, cfg))
-        size = run.train_data.size(run.position, cfg.batch_size, run.micro_batch)
+        size = run.train_data.size(run.position, cfg.batch_size, run.micro_batch, run.world_size)
         # the loss is the mean over all targets of the step; DDP divides by world_size itself
         loss_scale = run.world_size / max(1, size.targets)
         for i in range(run.accumulation):
@@ -265,7 +256,9 @@ def measure_output(run: "Run", batch: Batch):
     """With --monitor full, when due: log the output's entropy on this rank's last micro-batch."""
     if run.cfg.monitor == "full" and run.monitor.due(run.step, run.cfg.health_interval):
         with run.autocast, parallel.gathered(run.model):
-            run.monitor.log_all(output_health(run.model, *batch[:3]))
+            real = (batch.targets != IGNORE).any()  # not with surplus samples alone
+            for name, value in output_health(run.model, *batch[:3]).items():
+                run.monitor.log(name, value * real, real)
 
 
 def show_sample(run: "Run", title: str = ""):
@@ -347,7 +340,7 @@ class Run:
 
     @property
     def accumulation(self) -> int:
-        return self.cfg.batch_size // (self.micro_batch * self.world_size)
+        return -(-self.cfg.batch_size // (self.micro_batch * self.world_size))
 
     @property
     def compiled(self) -> bool:
@@ -366,7 +359,8 @@ def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     cfg, out_dir = choose_run(argv)
     rank, local_rank, world_size, local_world_size = parallel.rank_and_world()
-    micro_batch = config.micro_batch_size(cfg, world_size)
+    started = parallel.restart_count() > 0 or rundir.continues(cfg, out_dir)
+    micro_batch = config.micro_batch_size(cfg, world_size, uneven=started)
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     devices.configure(cfg, device)
@@ -377,13 +371,16 @@ def set_up(argv: list[str]) -> Run:
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
-    checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
+    found = start and (start.checkpoint, rundir.continues(cfg, start.out_dir))
+    checkpoint, started = stop.broadcast_from_rank0(found)
+    if not started:  # although torchrun has restarted its processes
+        config.micro_batch_size(cfg, world_size)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
         fits = faults.largest_micro_batch(
             lambda: make_model(cfg, train_data, checkpoint, device, dtype, shards.alone()), cfg,
             world_size, autocast, device)
-        micro_batch = config.micro_batch_size(cfg, world_size, most=stop.minimum(fits))
+        micro_batch = config.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
     model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
     parameters = shards.parameters_of(model)
     run = Run(

@@ -181,9 +181,10 @@ def autopsy(run, step: int, rank: int) -> dict:
 
     With the current weights: the samples of a past step can be read again, its weights are gone.
     """
-    per_rank = run.cfg.batch_size // run.world_size
-    first = run.position - (run.step - step + 1) * run.cfg.batch_size + rank * per_rank
-    sources = np.unique(run.train_data.order(first, first + per_rank)[0])
+    data, n = run.train_data, run.cfg.batch_size
+    first = run.position - (run.step - step + 1) * n
+    first, end = data.share(first, n, rank, run.world_size)
+    sources = np.unique(data.order(first, end)[0])
     bad, names = [], {module: name for name, module in run.model.named_modules() if name}
 
     def look(module: nn.Module, inputs, output):
@@ -193,8 +194,8 @@ def autopsy(run, step: int, rank: int) -> dict:
     hooks = [module.register_forward_hook(look) for module in names]
     run.model.eval()
     try:
-        for start in range(first, first + per_rank, run.micro_batch):
-            batch = run.train_data.batch(start, start + run.micro_batch).to(run.device)
+        for start in range(first, end, run.micro_batch):
+            batch = data.batch(start, min(start + run.micro_batch, end)).to(run.device)
             with run.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
             if not bad and not losses.isfinite().all():
@@ -204,8 +205,8 @@ def autopsy(run, step: int, rank: int) -> dict:
         for hook in hooks:
             hook.remove()
     return dict(
-        positions=[first, first + per_rank],
-        datasets=[run.train_data.datasets[k].name for k in sources],
+        positions=[first, end],
+        datasets=[data.datasets[k].name for k in sources],
         first_bad_layer=bad[0] if bad else None,
     )
 
@@ -239,7 +240,7 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> i
 
     On a CPU, where the kernel may kill the process before an allocation fails, up to 16,384 tokens.
     """
-    per_rank = cfg.batch_size // world_size
+    per_rank = -(-cfg.batch_size // world_size)
     model = make_model()
     most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
     kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
@@ -270,8 +271,8 @@ def memory_advice(run, error: BaseException) -> str:
     if run.device.type == "cuda":
         free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
         free = f" ({free:.1f} of {total:.1f} GB are free)"
-    per_rank = run.cfg.batch_size // run.world_size
-    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if per_rank % m == 0]
+    per_rank, rest = divmod(run.cfg.batch_size, run.world_size)
+    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if rest or per_rank % m == 0]
     advice = "try --activation_checkpointing full, or a shorter --seq_len"
     if smaller:
         advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"

@@ -101,8 +101,8 @@ def verdict(out: dict) -> list[str]:
             lines.append(f"{name} takes {share:.0%} of the time: {advice}")
     padding = out["figures"].get("padding_fraction", 0.0)
     if padding > 0.2:
-        lines.append(f"padding is {padding:.0%} of the tokens computed: --packing, or a larger "
-                     "--group_window")
+        lines.append(f"padding is {padding:.0%} of the tokens computed: --packing, a larger "
+                     "--group_window, or processes that divide the batch evenly")
     return lines
 
 

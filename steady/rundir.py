@@ -317,6 +317,10 @@ def describe(run) -> str:
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     divided = f", {cfg.parallel} over {run.shards.size}" if run.shards.size > 1 else ""
+    shares = ""
+    if cfg.batch_size % (run.micro_batch * run.world_size):
+        least, rest = divmod(cfg.batch_size, run.world_size)
+        shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
     lines = [
         f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
         f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
@@ -326,8 +330,8 @@ def describe(run) -> str:
         f"vocabulary {cfg.vocab_size}{foreign}",
         f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
-        f"{cfg.seq_len}: {run.world_size} x {run.accumulation} micro-batches of {run.micro_batch}, "
-        f"{cfg.optimizer}",
+        f"{cfg.seq_len}: {run.world_size} x {run.accumulation} micro-batches of {run.micro_batch}"
+        f"{shares}, {cfg.optimizer}",
         f"run     {run.out_dir}",
     ]
     if run.resumed_from:

@@ -178,6 +178,26 @@ def test_batch_that_does_not_divide_over_the_processes_names_the_nearest():
         config.micro_batch_size(parsed("--batch_size", "12"), 8)
 
 
+@pytest.mark.parametrize("flags, world_size, expected", [
+    (["--batch_size", "512", "--seq_len", "1024"], 3, 16),  # 11 micro-batches for 171 sequences
+    (["--batch_size", "512", "--seq_len", "1024"], 4, 16),
+    (["--batch_size", "8"], 3, 3),
+    (["--batch_size", "8", "--micro_batch_size", "1"], 3, 1),
+    (["--batch_size", "8", "--micro_batch_size", "4"], 3, 3),  # of at most 3 sequences
+    (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
+    (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
+    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3),
+])
+def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
+                                                                         expected):
+    assert config.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected
+
+
+def test_a_rank_without_a_sequence_is_refused():
+    with pytest.raises(ConfigError, match="nearest is 9; .*any number of processes up to 8"):
+        config.micro_batch_size(parsed("--batch_size", "8"), 9, uneven=True)
+
+
 def test_usage_errors_are_one_line_and_exit_2():
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "--learning_rat", "1"],

@@ -95,14 +95,15 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
 
 
 def samples_by_step(mixture, world_size, micro_batch, start_step=0):
-    """{step: tokens of all ranks in rank order} as the loader hands them out."""
+    """{step: tokens of all ranks in rank order} as the loader hands them out, without surplus."""
     cfg = tiny_config(batch_size=16, seq_len=10)
-    per_step = 16 // micro_batch // world_size
-    ranks = [
-        [batch.tokens for batch in data.loader(mixture, cfg, 16 * start_step, 4 - start_step,
-                                               micro_batch, rank, world_size, CPU, 0)]
-        for rank in range(world_size)
-    ]
+    per_step = -(-16 // (micro_batch * world_size))
+    ranks = [list(data.loader(mixture, cfg, 16 * start_step, 4 - start_step, micro_batch, rank,
+                              world_size, CPU, 0)) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {per_step * (4 - start_step)}
+    assert {batch.tokens.shape for batches in ranks for batch in batches} == {(micro_batch, 10)}
+    ranks = [[tokens[targets[:, 0] != -100] for tokens, targets, *_ in batches]
+             for batches in ranks]
     return {
         start_step + i // per_step: torch.cat([b for r in ranks for b in r[i : i + per_step]])
         for i in range(0, len(ranks[0]), per_step)
@@ -113,8 +114,8 @@ def test_same_samples_for_any_world_size_micro_batch_and_start(tmp_path):
     mixture = load_mixture([str(token_folder(tmp_path, vocab=997))], "train", 10, seed=1)
     expected = samples_by_step(mixture, 1, 16)
     assert len(expected) == 4
-    for world_size in (1, 2, 4, 8):
-        for micro_batch in (1, 2, 16 // world_size):
+    for world_size in (1, 2, 3, 4, 5, 7, 8, 16):
+        for micro_batch in (1, 2, -(-16 // world_size)):
             found = samples_by_step(mixture, world_size, micro_batch)
             assert all(torch.equal(found[s], expected[s]) for s in expected)
     late = samples_by_step(mixture, 2, 4, start_step=2)

@@ -246,6 +246,25 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
     assert np.array_equal(late.order(100, 300), grouped.order(0, 400)[:, 100:300])
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("world_size, micro_batch", [(1, 4), (2, 8), (3, 6), (3, 5), (5, 3), (7, 1),
+                                                     (15, 1), (3, 4)])
+def test_the_size_of_a_step_is_that_of_its_batches(folder, packing, world_size, micro_batch):
+    """Surplus rows are padding; each target counts once."""
+    found = mixture(folder, packing=packing)
+    found.group_by_length(2, 16)
+    cfg = tiny_config(batch_size=16, seq_len=SEQ_LEN)
+    ranks = [list(data.loader(found, cfg, 48, 3, micro_batch, rank, world_size, CPU, 0))
+             for rank in range(world_size)]
+    per_step = len(ranks[0]) // 3
+    for step in range(3):
+        size = found.size(48 + 16 * step, 16, micro_batch, world_size)
+        batches = [b for batches in ranks for b in batches[step * per_step :][:per_step]]
+        assert size.tokens == sum(batch.tokens.numel() for batch in batches)
+        assert size.targets == sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+        assert size[1:] == found.size(48 + 16 * step, 16, 16)[1:]
+
+
 FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "--log_interval", 1,
          "--optimizer", "adamw", "--eval_interval", 6]
 

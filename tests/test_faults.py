@@ -22,6 +22,7 @@ import time
 import zipfile
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -807,6 +808,15 @@ def test_out_of_memory_says_what_to_try(run, tmp_path, monkeypatch):
     output = run("--out_dir", "r", expect=1)
     assert "out of memory: Tried to allocate 20.00 GiB. try --micro_batch_size 4; the" in output
     assert steps(tmp_path / "r") == [5]
+
+
+def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
+    run = SimpleNamespace(device=torch.device("cpu"), cfg=tiny_config(batch_size=14),
+                          world_size=4, micro_batch=4)
+    advice = faults.memory_advice(run, RuntimeError("can't allocate memory"))
+    assert "try --micro_batch_size 2; the" in advice
+    run.world_size = 2  # shares of 7
+    assert "try --micro_batch_size 1; the" in faults.memory_advice(run, RuntimeError("no"))
 
 
 def test_the_micro_batch_that_fits_is_found(run, tmp_path, monkeypatch):

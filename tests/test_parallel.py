@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import train
 from model import Transformer
 from steady import parallel, parts
 from steady.checkpoint import compare, find_damage, list_checkpoints, read_state
+from steady.tokens import write_tokens
 from tools import estimate
 
 FLAGS = ["--precision", "fp32", "--max_steps", "6", "--warmup_steps", "2", "--log_interval", "2",
@@ -118,6 +121,86 @@ def test_a_run_goes_on_with_other_ranks_divided_otherwise(run, tmp_path):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     one, other = newest(tmp_path / "whole"), newest(tmp_path / "moved")
     assert one["position"] == other["position"] and one["tokens"] == other["tokens"]
+
+
+def documents(folder) -> Path:
+    """Of 3 to 30 tokens."""
+    texts = [[i % 256] * (2 + 7 * i % 28) for i in range(200)]
+    folder.mkdir()
+    for split in ("train", "val"):
+        write_tokens(folder / f"{split}.bin", map(bytes, texts))
+    return folder
+
+
+UNEVEN = [
+    (3, 8, ["--micro_batch_size", 1, "--monitor", "full"]),  # a rank's last micro-batch is surplus
+    (4, 6, []),
+    (2, 5, ["--micro_batch_size", 2, "--optimizer", "adamw"]),
+    (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
+    (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
+    (3, 8, ["--data_mode", "documents", "--micro_batch_size", 2, "--group_window", 4]),
+    (3, 8, ["--data_mode", "documents", "--micro_batch_size", 1, "--packing"]),
+    (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"]),
+]
+
+
+@pytest.mark.parametrize("ranks, batch, flags", [
+    UNEVEN[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN[1:])])
+def test_a_batch_that_ranks_do_not_divide_goes_on_as_one_process(run, corpus, tmp_path, ranks,
+                                                                  batch, flags):
+    """Of two datasets; after a restart, on any number of ranks."""
+    sources = [f"{corpus}:0.75", f"{documents(tmp_path / 'other')}:0.25"]
+    flags = [*FLAGS, "--data", *sources, "--batch_size", batch, "--lr_schedule", "constant",
+             "--log_interval", 1, "--eval_interval", 6, *flags]
+    for name in ("one", "many"):
+        run(*flags, "--micro_batch_size", 1, "--max_steps", 2, "--out_dir", name)
+    run(*flags, "--micro_batch_size", batch, "--parallel", "ddp", "--auto_resume", "--out_dir",
+        "one")
+    told = run(*flags, "--auto_resume", "--out_dir", "many", ranks=ranks)
+    least = batch // ranks
+    assert f"({least} or {least + 1} sequences each)" in told
+    assert_equal_runs(tmp_path / "one", tmp_path / "many", rel=1e-5)
+    for name in ("train/tokens", "train/grad_norm", f"train/loss/{corpus.name}",
+                 "train/loss/other"):
+        expected, found = column(tmp_path / "one", name), column(tmp_path / "many", name)
+        assert expected and found == pytest.approx(expected, rel=1e-5), name
+    # of the last micro-batches alone, but without surplus rows
+    expected, found = (column(tmp_path / d, "health/output_entropy") for d in ("one", "many"))
+    assert found == pytest.approx(expected, rel=0.1)
+    one, many = newest(tmp_path / "one"), newest(tmp_path / "many")
+    assert one["position"] == many["position"] and one["tokens"] == many["tokens"]
+
+
+def test_a_new_run_whose_batch_does_not_divide_is_refused(run):
+    told = run("--auto_resume", ranks=3, expect=2)
+    assert told.count("\n") == 1
+    assert "--batch_size 8: expected a multiple of 3 (3 processes); the nearest is 6 or 9" in told
+
+
+@pytest.mark.slow
+def test_a_new_run_is_refused_however_often_torchrun_starts_it(corpus, tmp_path):
+    """But not once it has a directory, although there is no checkpoint in it yet."""
+    flags = [*TINY, *FLAGS, "--data", corpus, "--save_interval", 0, "--eval_interval", 0]
+    attempts = [(0, 3, 2), (1, 3, 2), (1, 2, 0), (2, 3, 0)]  # (attempt, ranks, exit code)
+    for attempt, ranks, code in attempts:
+        group = processes(tmp_path, ranks, flags, lambda rank, attempt=attempt: os.environ.update(
+            TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt)))
+        assert [process.code() for process in group] == [code] * ranks, group[0].text()
+        refused = "expected a multiple of 3 (3 processes); the nearest is 6 or 9; once started"
+        assert (refused in group[0].text()) == bool(code)
+        for process in group:
+            process.log.unlink()
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_an_anomaly_names_the_samples_of_an_unequal_share(run, corpus, tmp_path):
+    flags = [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r"]
+    run(*flags, "--max_steps", 2, bare=True)
+    for process in processes(tmp_path, 3, [*flags, "--auto_resume"], lambda rank: poison(34, 35)):
+        assert process.code() == 0, process.text()
+    (row,) = [row for row in rows(tmp_path / "r") if "anomaly" in row]
+    assert (row["step"], row["rank"], row["positions"]) == (5, 1, [34, 37])
 
 
 def test_one_process_continues_what_two_divided_bit_for_bit(run, tmp_path):

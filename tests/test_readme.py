@@ -243,7 +243,7 @@ def test_options_and_files_exist(page):
     options = (config.Config, prepare.Options, generate.GenerateOptions, generate.ExportOptions)
     known = {f.name for kind in options for f in dataclasses.fields(kind)}
     known |= {f"no_{name}" for name in known} | {"help"}
-    known |= {"nproc_per_node", "max_restarts"}  # of torchrun
+    known |= {"nnodes", "nproc_per_node", "max_restarts"}  # of torchrun
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
     for script in ("tools/report.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
