@@ -47,8 +47,7 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     ("cycle walking", Black and Rogaway 2002), which few elements need.
     """
     a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    a, b = np.uint64(a), np.uint64(b)
+    a, b = np.uint64(a), np.uint64(-(-n // a))
     out, todo = i.copy(), np.arange(len(i))
     while len(todo):
         left, right = np.divmod(out[todo], b)
