@@ -217,7 +217,7 @@ class Monitor:
             row["train/grad_norm"] = float(norms[0].mean())
             row["health/nonfinite_steps"] = int(bad.sum())
             if excess.size:
-                row["health/skipped_spikes"] = np.count_nonzero(excess[0])
+                row["health/skipped_spikes"] = int((excess[0] != 0).sum())
             for at, anomaly, text in self.anomalies.add(step, losses, norms[0], bad, excess[0]):
                 if anomaly:
                     self.write(at, anomaly)
