@@ -190,11 +190,11 @@ def test_values_that_often_return_are_accepted():
 
 def test_a_spike_does_not_hide_the_next_one():
     watch = spikes.Spikes(6, torch.device("cpu"))
-    values = noise(128)
-    values[100], values[110], values[120] = 1e6, 20, torch.nan
+    values = noise(140)
+    values[100], values[110], values[130], values[135] = 1e6, 20, torch.nan, torch.inf
     assert [i for i, spike in enumerate(feed(watch, values)) if spike] == [100, 110]
-    losses = watch.window[:, 0][watch.window[:, 0].isfinite()]
-    assert len(losses) == 127 and losses.max() < 20
+    losses = watch.window[:, 0]  # the newest 128 of 138
+    assert losses.isfinite().all() and losses[-1] == values[-1] and losses.max() < 20
 
 
 def test_nothing_is_a_spike_before_enough_is_known():
