@@ -190,6 +190,8 @@ class Config:
         "rollback to the newest checkpoint and go on with the samples after them; or abort")
     max_nonfinite: int = option(
         10, "non-finite steps in a row that are tolerated; checked at each log", at_least=1)
+    skip_spikes: float = option(0.0, "skip a step whose loss or gradient norm is so many standard "
+                                "deviations above the last 128; 0 is never", at_least=0)
     detect_anomaly: bool = option(False, "name the operation whose gradient is NaN; very slow")
 
     log_interval: int = option(

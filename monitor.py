@@ -82,6 +82,7 @@ class Monitor:
         self.tokens = self.logged_tokens = start_tokens
         self.padded_tokens = 0  # since the last log, of all ranks
         self.sinks = Sinks(cfg, out_dir, start_step)
+        self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns = SlowdownDetector()
         for row in self.sinks.kept:
@@ -94,7 +95,7 @@ class Monitor:
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.step_loss = None  # of the step so far: the sum of its micro-batches' shares
-        self.losses, self.grad_norms = [], []  # of every step since the last log
+        self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
         self.datasets, self.epochs = datasets, epochs
         self.dataset_totals = None  # [2, datasets]: losses and targets since the last log
         if cfg.loss_by_dataset and cfg.monitor != "off" and len(datasets) > 1:
@@ -158,11 +159,11 @@ class Monitor:
             return contextlib.nullcontext()
         return measure_update(parameters, self.log, norms)
 
-    def step(self, step: int, learning_rate: float, grad_norm, size, nonfinite=0.0):
+    def step(self, step: int, learning_rate: float, grad_norm, size, nonfinite=0.0, spikes=None):
         """Step number `step` is done: log if it is due.
 
         grad_norm: of all ranks, on the device; size: tokens of all ranks; nonfinite: steps in a row
-        that were skipped.
+        that were skipped; spikes: the Spikes of --skip_spikes.
         """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
@@ -176,6 +177,7 @@ class Monitor:
             return
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
+        self.excess += [spikes.excess] if spikes else []
         if self.events:
             self.events.end()
         if self.replicas:
@@ -189,10 +191,6 @@ class Monitor:
         if self.events and step % max(1, self.cfg.log_interval // 8) == 0:
             self.events.begin(self.current)
 
-    def write(self, step: int, row: dict):
-        """Write a row to the files, as one object of metrics.jsonl and as TensorBoard scalars."""
-        self.sinks.write(step, row)
-
     # --- a log ---
 
     def gather_values(self, step: int, nonfinite) -> dict[str, float]:
@@ -205,21 +203,21 @@ class Monitor:
         totals = [[self.gathered[name][0]] for name in names]
         weights = [[self.gathered[name][1]] for name in names]
         checksums = self.replicas.take() if self.replicas else []
-        parts = [*totals, *weights, self.losses, self.grad_norms, [nonfinite],
-                 [self.machine.probe_us], checksums, self.own_ms(step)]
+        parts = [*totals, *weights, self.losses, self.grad_norms, self.excess, checksums,
+                 [nonfinite], [self.machine.probe_us], self.own_ms(step)]
         values = torch.cat([self.on_device(part) for part in parts])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         n = len(names)
-        sizes = [n, n, len(self.losses), len(self.grad_norms), 1, 1, sum(map(len, checksums))]
-        totals, weights, losses, norms, nonfinite, probes, checksums, own = np.split(
-            table, np.cumsum(sizes), axis=1)
+        cuts = np.cumsum([n, n, *map(len, parts[2 * n : -1])])
+        totals, weights, losses, norms, excess, checksums, nonfinite, probes, own = np.split(
+            table, cuts, axis=1)
         if self.replicas:
             self.replicas.compare(checksums)
         self.nonfinite_in_a_row = int(nonfinite[0, 0])
-        self.gathered, self.losses, self.grad_norms = {}, [], []
+        self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
         sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
         row["train/loss"] = float(losses.mean())
@@ -227,7 +225,9 @@ class Monitor:
         if self.cfg.monitor != "off":
             row["train/grad_norm"] = float(norms[0].mean())
             row["health/nonfinite_steps"] = int(bad.sum())
-            for at, anomaly, text in self.anomalies.add(step, losses, norms[0], bad):
+            if excess.size:
+                row["health/skipped_spikes"] = int((excess[0] != 0).sum())
+            for at, anomaly, text in self.anomalies.add(step, losses, norms[0], bad, excess[0]):
                 if anomaly:
                     self.write(at, anomaly)
                 if text and self.out_dir:

@@ -40,6 +40,7 @@ from steady.cli import ConfigError
 from steady.faults import check_finite
 from steady.muon import Muon
 from steady.replicas import Replicas, ReplicasDiffer
+from steady.spikes import Spikes
 from steady.watchdog import PATIENT, Watchdog
 
 # --- the loop --------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def train(run: "Run"):
         run.advance(size)  # step, position and tokens together
         monitor.phase("other")
         measure_output(run, batch)
-        monitor.step(run.step, lr, grad_norm, size, run.nonfinite)  # syncs at a log
+        monitor.step(run.step, lr, grad_norm, size, run.nonfinite, run.spikes)  # syncs at a log
         check_finite(run)
         if evaluation_due(run):
             keep_best(run, evaluate(run))
@@ -93,14 +94,13 @@ def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
+    share = 1.0
     if cfg.lr_schedule == "cosine":
         done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * done))
     elif cfg.lr_schedule == "wsd":
         decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
         share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))
-    else:
-        share = 1.0
     return cfg.min_learning_rate + share * (cfg.learning_rate - cfg.min_learning_rate)
 
 
@@ -126,9 +126,9 @@ def seed_everything(seed: int, step: int, rank: int):
 def update(run: "Run") -> Tensor:
     """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the unclipped norm.
 
-    A non-finite norm skips the update, without a sync: the optimizers read a divisor and a flag on
-    the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer that does
-    not read them costs one sync a step.
+    A non-finite norm or a spike skips the update, without a sync: the optimizers read a divisor and
+    a flag on the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer
+    that does not read them costs one sync a step.
     """
     run.shards.move_gradients()
     for optimizer in run.optimizers:
@@ -137,10 +137,10 @@ def update(run: "Run") -> Tensor:
     grad_norm = run.shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     parallel.agree_on_scale(run.scaler, run.optimizers, found_inf)
-    divisor = torch.ones_like(grad_norm)
-    if run.cfg.grad_clip:
-        divisor = (grad_norm / run.cfg.grad_clip).clamp(min=1.0)
+    divisor = (grad_norm / (run.cfg.grad_clip or math.inf)).clamp(min=1.0)
     run.nonfinite = (run.nonfinite + 1) * found_inf
+    if run.spikes:
+        found_inf = found_inf + run.spikes.find(run.monitor.step_loss, grad_norm)
     with run.monitor.health(run.step + 1, run.parameters, run.shards.norms):
         run.clean = False
         for optimizer in run.optimizers:
@@ -336,6 +336,7 @@ class Run:
     resumed_from: Path | None = None
     saved: tuple = ()  # `saved_at` of the newest checkpoint
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
+    spikes: Spikes | None = None  # with --skip_spikes
     clean: bool = True  # the weights are those of `step`, not half updated
 
     @property
@@ -393,6 +394,7 @@ def set_up(argv: list[str]) -> Run:
         optimizers=make_optimizers(model, cfg, device, parameters, shards),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=autocast, stop=stop, watchdog=watchdog,
+        spikes=Spikes(cfg.skip_spikes, device) if cfg.skip_spikes else None,
     )
     watchdog.run = run
     if run.compiled:  # in place, so that names in checkpoints stay those of the module

@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 
+from steady.spikes import describe
 from steady.telemetry import quantile
 
 # A spike is above the median by this factor and by ten robust standard deviations.
@@ -24,10 +25,12 @@ class AnomalyDetector:
         self.recent = {name: deque(maxlen=window_size) for name in SPIKE_FACTOR}
         self.not_finite_since, self.not_finite_steps = None, 0
 
-    def add(self, step: int, losses: np.ndarray, norms: np.ndarray, bad: np.ndarray) -> list:
+    def add(self, step: int, losses: np.ndarray, norms: np.ndarray, bad: np.ndarray,
+            excess: np.ndarray | tuple = ()) -> list:
         """[(step, row or None, warning or None)] of the newest steps, up to `step`.
 
-        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite.
+        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite;
+        excess: [steps] of --skip_spikes, 0 where nothing was skipped.
         """
         steps = np.arange(step - losses.shape[1] + 1, step + 1)
         worst = np.nan_to_num(losses, nan=np.inf, neginf=np.inf)
@@ -48,6 +51,8 @@ class AnomalyDetector:
                     f"{self.not_finite_since} on were not, and were skipped")
             out.append((step, None, text))
             self.not_finite_since, self.not_finite_steps = None, 0
+        if np.any(excess):
+            out.append((step, None, describe(steps, excess, losses.mean(0), norms)))
         if self.report:
             out += [self.describe(kind, items) for kind, items in found.items()]
         return out

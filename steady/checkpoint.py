@@ -375,6 +375,7 @@ CONTENTS = dict(  # what the dict must have, and its type
     step=int, position=int, tokens=int, best_loss=(int, float), best_step=int, evaluated_step=int,
     nonfinite=(int, float, torch.Tensor), rollbacks=list, model=dict, optimizers=list,
     optimizer_names=list, scaler=dict, config=dict, data=list,
+    spikes=(torch.Tensor, type(None)),  # or missing, in older ones
 )
 PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "rollbacks")
 
@@ -418,6 +419,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         format=FORMAT,
         **{name: getattr(run, name) for name in PROGRESS},
         nonfinite=run.nonfinite,
+        spikes=run.spikes and run.spikes.window,
         model=run.tensors,
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
@@ -483,6 +485,8 @@ def load_checkpoint(run, path: Path) -> dict:
     for name in PROGRESS:
         setattr(run, name, state[name])
     run.nonfinite = torch.as_tensor(state["nonfinite"]).to(run.device)
+    if run.spikes:
+        run.spikes.restore(state.get("spikes"))
     run.saved = saved_at(run)
     return state["config"]
 

@@ -32,10 +32,11 @@ class Replicas:
 
     def measure(self, step: int):
         if self.every and step % self.every == 0:
-            self.newest, self.step = [checksums(list(self.parameters.values()))], step
+            sums = checksums(list(self.parameters.values()))
+            self.newest, self.step = [*sums.unbind()], step
 
     def take(self) -> list[Tensor]:
-        """The newest checksums, once: one tensor, or none."""
+        """The newest checksums, once: single numbers on the device, or none."""
         taken, self.newest = self.newest, []
         return taken
 

@@ -28,7 +28,7 @@ FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "
          "--max_nonfinite", 2, "--keep_checkpoints", 2, "--dropout", 0.1, "--auto-resume",
          "--num_workers", 0, "--no_tensorboard"]
 KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "nonfinite",
-        "rollbacks", "model", "optimizers", "scaler")
+        "spikes", "rollbacks", "model", "optimizers", "scaler")
 
 
 def count_and_die(rank: int, count, die_at: int):

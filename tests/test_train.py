@@ -311,7 +311,7 @@ def counting_syncs(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--dropout", "0.1",
-                                        "--micro_batch_size", "2"]])
+                                        "--micro_batch_size", "2", "--skip_spikes", "6"]])
 def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, corpus, flags):
     monkeypatch.chdir(tmp_path)
     with counting_syncs(monkeypatch) as per_step:
@@ -352,7 +352,7 @@ def update(optimizers, parameters, scaler, clip):
     named = {str(i): p for i, p in enumerate(parameters)}
     run = SimpleNamespace(cfg=tiny_config(grad_clip=clip), optimizers=optimizers, scaler=scaler,
                           monitor=Quiet(), parameters=named, shards=parallel.Shards(), step=0,
-                          nonfinite=torch.zeros(()))
+                          nonfinite=torch.zeros(()), spikes=None)
     return train.update(run)
 
 

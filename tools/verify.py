@@ -40,7 +40,8 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     return "\n".join(lines), all_valid
 
 
-COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best_loss")
+COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best_loss",
+            "spikes")
 
 
 def verify_resume(argv: list[str], cfg: Config) -> int:

@@ -1,0 +1,207 @@
+"""--skip_spikes: which steps are skipped, on all ranks alike, also after a resume or a rollback."""
+
+import copy
+import math
+import os
+
+import pytest
+import torch
+from conftest import column, rows
+
+import train
+from steady import spikes
+from steady.checkpoint import checkpoint_at, compare, read_state
+from steady.sealed import write_checkpoint
+
+FLAGS = ["--skip_spikes", 6, "--max_steps", 30, "--save_interval", 0, "--eval_interval", 0,
+         "--max_nonfinite", 1, "--on_nonfinite", "abort", "--log_interval", 5, "--no_tensorboard"]
+
+
+def higher_loss(losses):
+    return losses + 100  # with the same gradient
+
+
+def steeper(losses):
+    return losses + 50 * (losses - losses.detach())  # of the same value
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """plant(step, …, how=…) changes the losses of these steps, on one rank; eight steps suffice."""
+    planted, now = {}, [0]
+    plain_seed, plain_forward = train.seed_everything, train.Transformer.forward
+
+    def seed_everything(seed, step, rank):
+        now[0] = step + 1
+        plain_seed(seed, step, rank)
+
+    def forward(self, *batch):
+        losses, how = plain_forward(self, *batch), planted.get(now[0])
+        mine = os.environ.get("RANK", "1") == "1"
+        return how(losses) if self.training and how and mine else losses
+
+    def plant(*steps, how):
+        planted.update(dict.fromkeys(steps, how))
+
+    monkeypatch.setattr(train, "seed_everything", seed_everything)
+    monkeypatch.setattr(train.Transformer, "forward", forward)
+    monkeypatch.setattr(spikes, "NEEDED", 8)
+    return plant
+
+
+@pytest.fixture
+def changes(monkeypatch, tmp_path):
+    """changes(rank) → [each step's changes of weights, of optimizer state and of fp16's scale]."""
+    plain = train.update
+
+    def parts(run) -> list:
+        return [dict(run.parameters), [o.state_dict()["state"] for o in run.optimizers],
+                run.scaler.get_scale()]
+
+    def update(run):
+        before = copy.deepcopy(parts(run))
+        norm = plain(run)
+        changed = [len(compare(a, b)[1]) for a, b in zip(before, parts(run), strict=True)]
+        with open(tmp_path / f"changes{run.rank}", "a") as file:
+            print(*changed, file=file)
+        return norm
+
+    def changes(rank=0) -> list[list[int]]:
+        lines = (tmp_path / f"changes{rank}").read_text().splitlines()
+        return [[int(n) for n in line.split()] for line in lines]
+
+    monkeypatch.setattr(train, "update", update)
+    return changes
+
+
+def skipped(changes: list[list[int]]) -> list[int]:
+    return [step for step, (weights, states, _) in enumerate(changes, start=1)
+            if not weights and not states]
+
+
+def state(run_dir, step: int) -> dict:
+    return read_state(checkpoint_at(run_dir / "checkpoints", step))
+
+
+def known(run_dir, step: int) -> int:
+    """The number of steps in the window."""
+    return int(state(run_dir, step)["spikes"].isfinite().all(1).sum())
+
+
+def sgd(model, cfg, device, parameters=None, shards=None):
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("how, flags", [
+    (higher_loss, []),
+    (steeper, ["--optimizer", "adamw", "--grad_clip", 0, "--micro_batch_size", 2]),
+    (higher_loss, ["--precision", "fp16", "--grad_clip", 0]),
+    (higher_loss, ["an optimizer without found_inf"]),
+])
+def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, changes, how, flags):
+    if "an optimizer without found_inf" in flags:
+        monkeypatch.setattr(train, "make_optimizers", sgd)
+        flags = []
+    plant(25, how=how)
+    output = run("--out_dir", "r", *FLAGS, *flags)
+    assert skipped(changes()) == [25] and not any(scale for _, _, scale in changes())
+    counts = column(tmp_path / "r", "health/skipped_spikes")
+    assert counts == {1: 0, 5: 0, 10: 0, 15: 0, 20: 0, 25: 1, 30: 0}
+    assert set(column(tmp_path / "r", "health/nonfinite_steps").values()) == {0}
+    assert output.count("the updates were skipped") == 1
+    assert "warning: step 25: spikes, the updates were skipped: step 25 (loss " in output
+
+
+def test_an_ordinary_run_skips_nothing(run, tmp_path):
+    flags = ["--max_steps", 90, "--save_interval", 90, "--eval_interval", 0, "--no_tensorboard"]
+    run("--out_dir", "on", *flags, "--skip_spikes", 6)
+    run("--out_dir", "off", *flags)
+    assert set(column(tmp_path / "on", "health/skipped_spikes").values()) == {0}
+    on, off = (state(tmp_path / name, 90) for name in ("on", "off"))
+    assert compare(on["model"], off["model"])[1] == [] and off["spikes"] is None
+    assert not any("health/skipped_spikes" in row for row in rows(tmp_path / "off"))
+
+
+def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
+    plant(21, 22, 23, how=higher_loss)
+    run("--out_dir", "whole", *FLAGS, "--save_interval", 11)
+    assert column(tmp_path / "whole", "health/skipped_spikes")[25] == 3
+    middle = checkpoint_at(tmp_path / "whole/checkpoints", 22)
+    run("--resume", middle, "--out_dir", "resumed", *FLAGS, "--save_interval", 30)
+    one, two = (state(tmp_path / name, 30) for name in ("whole", "resumed"))
+    for key in ("model", "optimizers", "spikes"):
+        assert compare(one[key], two[key], key)[1] == []
+
+
+def test_a_rollback_brings_the_window_back(run, tmp_path, plant):
+    """Steps 21 to 24 are made twice and count once; 25 and 26 are not finite at first."""
+    left = iter((math.nan, math.nan))
+    plant(25, 26, how=lambda losses: losses * next(left, 1.0))
+    output = run("--out_dir", "r", *FLAGS, "--on_nonfinite", "rollback", "--max_nonfinite", 2,
+                 "--save_interval", 10, "--log_interval", 2)
+    assert output.count("; back to ") == 1 and known(tmp_path / "r", 30) == 30
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_checkpoint_without_a_window_starts_an_empty_one(run, tmp_path, missing):
+    run("--out_dir", "r", "--save_interval", 6, "--eval_interval", 0, "--no_tensorboard")
+    old = state(tmp_path / "r", 6)
+    if missing:
+        del old["spikes"]  # as in older versions
+    write_checkpoint(tmp_path / "old.pt", old)
+    run("--resume", tmp_path / "old.pt", "--out_dir", "r2", "--skip_spikes", 6)
+    assert known(tmp_path / "r2", 12) == 6
+
+
+@pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_ranks_agree_where_the_loss_of_one_is_bad(run, tmp_path, monkeypatch, plant, changes, way):
+    plant(21, how=higher_loss)
+    run("--out_dir", "r", *FLAGS, "--max_steps", 24, "--parallel", way, ranks=2)
+    assert skipped(changes(0)) == skipped(changes(1)) == [21]
+    assert column(tmp_path / "r", "health/skipped_spikes")[24] == 1
+
+
+def feed(watch: spikes.Spikes, values) -> list[bool]:
+    """Whether each loss is a spike, with gradient norms of 1."""
+    return [bool(watch.find(value, torch.tensor(1.0))) for value in values]
+
+
+def noise(n: int) -> torch.Tensor:
+    """Uniform, of standard deviation 1: never more than 1.8 from its mean."""
+    return torch.rand(n, generator=torch.Generator().manual_seed(0)) * 12**0.5
+
+
+@pytest.mark.parametrize("sigmas, most", [(3, 40), (6, 8)])
+def test_a_lasting_rise_is_accepted(sigmas, most):
+    watch = spikes.Spikes(sigmas, torch.device("cpu"))
+    assert not any(feed(watch, noise(128)))
+    found = feed(watch, noise(300) + 10)
+    assert found[0] and sum(found) <= most and not any(found[most:])
+
+
+def test_values_that_often_return_are_accepted():
+    """Were spikes left out of the window, all of them would be skipped."""
+    watch = spikes.Spikes(3, torch.device("cpu"))
+    values = noise(1000)
+    values[200::5] += 20
+    found = feed(watch, values)
+    assert found[200] and not any(found[600:])
+
+
+def test_a_spike_does_not_hide_the_next_one():
+    watch = spikes.Spikes(6, torch.device("cpu"))
+    values = noise(140)
+    values[100], values[110], values[130], values[135] = 1e6, 20, torch.nan, torch.inf
+    assert [i for i, spike in enumerate(feed(watch, values)) if spike] == [100, 110]
+    losses = watch.window[:, 0]  # the newest 128 of 138
+    assert losses.isfinite().all() and losses[-1] == values[-1] and losses.max() < 20
+
+
+def test_nothing_is_a_spike_before_enough_is_known():
+    watch = spikes.Spikes(6, torch.device("cpu"))
+    values = noise(65)
+    values[63] = values[64] = 1e3
+    assert not any(feed(watch, values[:64]))
+    watch.restore(None)
+    assert [any(feed(watch, part)) for part in (values[:63], values[62:63], values[64:])] == [
+        False, False, True]
