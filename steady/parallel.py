@@ -43,8 +43,10 @@ def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         store = next(dist.rendezvous("env://", rank, world_size))[0]
-        # torchrun keeps the store over a restart; the addresses in it are those of dead processes
-        store = dist.PrefixStore(f"attempt {restart_count()}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps this store over a restart; addresses in it are of dead processes. Where
+            # it makes a new one each time, the counts of hosts that joined later are different.
+            store = dist.PrefixStore(f"attempt {restart_count()}", store)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None,
