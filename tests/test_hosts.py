@@ -1,12 +1,14 @@
 """Several hosts, each a set of namespaces (tests/hosts.py), under the real torchrun."""
 
 import functools
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import TINY, TRAIN, column, wait_for
+import yaml
+from conftest import ROOT, TINY, TRAIN, column, wait_for
 from hosts import available, hosts, torchrun
 from test_parallel import assert_equal_runs, newest
 
@@ -124,6 +126,38 @@ def test_without_the_host_of_the_rendezvous_the_others_end(run, corpus, tmp_path
         assert "another rank is gone" in told and "RendezvousConnectionError" in told
         Launch(b, b, tmp_path, 2, [TRAIN, *flags], log="again").ends_with(0)
     assert_same_end(tmp_path / "whole", tmp_path / "r")
+
+
+def test_the_command_for_kubernetes(run, corpus, tmp_path):
+    """That of docs/kubernetes.yaml, with hosts as pods; a new one takes the evicted one's place."""
+    run(*FLAGS, "--max_steps", 20, "--out_dir", "big")
+    (tmp_path / "gated.py").write_text(GATED)
+    pod = [*yaml.safe_load_all((ROOT / "docs/kubernetes.yaml").read_text())][-1]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    flags = shlex.join([*map(str, FLAGS), "--data", str(corpus), "--max_steps", "20"])
+    command = container["args"][0]
+    for theirs, ours in (("train-0.steady", "host-a"), ("nproc_per_node=8", "nproc_per_node=1"),
+                         ("/runs/big", "r"), ("--data /runs/data", flags), ("train.py", "gated.py"),
+                         ("torchrun", f"{sys.executable} -m torch.distributed.run")):
+        assert theirs in command
+        command = command.replace(theirs, ours)
+
+    def start(index):
+        env = {each["name"]: each["value"] for each in container["env"]}
+        with open(tmp_path / f"pod{index}.log", "a") as file:
+            return pods[index].popen(
+                [*container["command"], command], env | {"JOB_COMPLETION_INDEX": str(index)},
+                cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+
+    with hosts(2) as pods:
+        processes = [start(0), start(1)]
+        wait_for(tmp_path / "r" / "checkpoints" / "step_00000008.pt")
+        processes[1].terminate()
+        (tmp_path / "lost").touch()
+        assert processes[1].wait(120) == 1  # what torchrun makes of the 143 of its processes
+        processes[1] = start(1)
+        assert [process.wait(120) for process in processes] == [0, 0]
+    assert_same_end(tmp_path / "big", tmp_path / "r")
 
 
 DOWNLOAD = """
