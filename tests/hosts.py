@@ -58,7 +58,7 @@ class Namespaces:
     def popen(self, command, env=None, **options) -> subprocess.Popen:
         """Start a command inside; its process id and signals are those of the command itself."""
         enter = ["nsenter", "--target", self.holder.pid, "--net", "--uts", "--mount",
-                 f"--wd={options.pop('cwd', os.getcwd())}"]
+                 "env", f"--chdir={options.pop('cwd', os.getcwd())}"]  # as seen from inside
         return subprocess.Popen([*map(str, enter), *map(str, command)],
                                 env=environment(env), start_new_session=True, **options)
 
