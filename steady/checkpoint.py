@@ -28,6 +28,7 @@ from steady.parts import (
     link_folder,
     load_parts,
     remove_strays,
+    require_shared,
 )
 from steady.retry import retry
 from steady.sealed import atomic_write, find_corruption, link_or_copy, write_checkpoint
@@ -388,6 +389,7 @@ def make_writer(run, backup) -> Writer | None:
     parts = None
     attempt = run.stop.broadcast_from_rank0(os.urandom(4).hex())
     if run.shards.size > 1 and run.shards.first:
+        require_shared(run.out_dir / "checkpoints")
         parts = PartWriter(run.rank, run.shards.size, shared_notes("checkpoints"), attempt)
     if run.rank and not parts:
         return None
@@ -453,6 +455,7 @@ def load_checkpoint(run, path: Path) -> dict:
     Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
     not belong to this run.
     """
+    require_shared(path)
     try:
         states = load_parts(path, "cpu", mmap=run.shards.size > 1 or path.is_dir())
         version = states[0]["format"]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from steady.cli import ConfigError
 from steady.retry import retry
 from steady.sealed import (
     atomic_write,
@@ -35,6 +36,15 @@ DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
 IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
 SHARED = "a file system that all hosts share"
+
+
+def require_shared(path: Path):
+    """Raise ConfigError if what rank 0 has made or verified is not seen on this host."""
+    for _ in range(50):  # some network file systems are seconds behind
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise ConfigError(f"{path}: is not seen on {os.uname().nodename}; expected {SHARED}")
 
 
 class Missing(OSError):

@@ -155,15 +155,17 @@ class Watchdog:
         notes = {**self.notes, self.rank: self.note()}
         silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
         own_silence = silence.pop(self.rank)
-        if any(notes[rank]["age"] + seconds <= notes[rank]["limit"]
-               for rank, seconds in silence.items()):
-            return None
+        silent = {rank: seconds for rank, seconds in silence.items() if seconds > self.silence}
+        for rank, note in notes.items():
+            patient = rank not in silent or note["phase"] == "start-up"
+            limit = note["limit"] if patient else self.seconds  # even a checkpoint sends notes
+            if note["age"] + silence.get(rank, 0.0) <= limit:
+                return None
         lost = self.store and own_silence > self.silence  # not even its own notes come back
         if not self.judges:  # the ranks that do may be gone
             lost = self.age > 1.5 * self.limit() + 10 * self.period
         if lost or not self.judges:
             return hangs.describe_lost(self.rank, notes[self.rank], own_silence) if lost else None
-        silent = {rank: seconds for rank, seconds in silence.items() if seconds > self.silence}
         try:
             return hangs.describe(notes, silent)
         except Exception as e:  # as where a fork's notes differ: to leave matters more

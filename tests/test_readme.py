@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch._dynamo  # noqa: F401  # by any first optimizer: once here, not in each fork
+import yaml
 from conftest import ROOT, TINY, Process, column
 from packaging.requirements import Requirement
+from torch.distributed.run import config_from_args, parse_args
 
 import config
 from steady.causes import CAUSES
@@ -141,6 +143,42 @@ def test_commands_are_valid(page):
             generate.read_flags(parser, argv)
 
 
+STUBS = {
+    "torchrun": 'printf "%s\\n" "$@" > args.$$',
+    "scontrol": 'printf "node%s\\n" 1 2',
+    "srun": 'for id in 0 1; do SLURM_NODEID=$id "$@"; done',
+    "ssh": 'eval "${!#}"',
+}
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "ssh.sh", "kubernetes.yaml"])
+def test_scripts_for_clusters(tmp_path, name):
+    """With stubs around them, they call torchrun twice, with flags that it and train.py know."""
+    for stub, text in STUBS.items():
+        (tmp_path / stub).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / stub).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOSTS": "node1 node2",
+           "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    command = ["bash", ROOT / "docs" / name, "--data", "some folder"]
+    if name == "kubernetes.yaml":
+        job = [*yaml.safe_load_all((ROOT / "docs" / name).read_text())][-1]["spec"]
+        container = job["template"]["spec"]["containers"][0]
+        assert f"--nnodes={job['completions']} " in container["args"][0]
+        command = ["srun", *container["command"],
+                   f"JOB_COMPLETION_INDEX=$SLURM_NODEID; {container['args'][0]}"]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
+    is_host = []
+    for path in tmp_path.glob("args.*"):
+        args = parse_args(path.read_text().splitlines())
+        launch = config_from_args(args)[0]
+        assert launch.max_nodes == 2 and args.training_script == "train.py"
+        assert re.fullmatch(r"(node1|train-0\.steady):\d+", args.rdzv_endpoint)
+        is_host.append(launch.rdzv_configs["is_host"])
+        cfg = config.parse(args.training_script_args)
+        assert cfg.auto_resume and cfg.data != config.parse([]).data
+    assert sorted(is_host) == ["0", "1"]
+
+
 # --- requirements ----------------------------------------------------------------------------
 
 
@@ -243,7 +281,8 @@ def test_options_and_files_exist(page):
     options = (config.Config, prepare.Options, generate.GenerateOptions, generate.ExportOptions)
     known = {f.name for kind in options for f in dataclasses.fields(kind)}
     known |= {f"no_{name}" for name in known} | {"help"}
-    known |= {"nnodes", "nproc_per_node", "max_restarts"}  # of torchrun
+    known |= {"nproc_per_node", "max_restarts", "nnodes", "local_addr"}  # of torchrun
+    known |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
     for script in ("tools/report.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))

@@ -1,0 +1,217 @@
+"""Several hosts, each a set of namespaces (tests/hosts.py), under the real torchrun."""
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TINY, TRAIN, column, wait_for
+from hosts import available, hosts, torchrun
+from test_parallel import assert_equal_runs, newest
+
+FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--save_interval", 4]
+
+# They make as many steps as the test wants: 10, until the file `lost` is there; then those who are
+# alone 10 more, until torchrun stops them to take another host in.
+GATED = """
+import os, sys, time
+import conftest
+from steady import faults
+calls = []
+def requested(self, *args):
+    calls.append(1)
+    alone = os.environ["WORLD_SIZE"] == "1"
+    while len(calls) > 10 and not self.received[0] and (alone or not os.path.exists("lost")):
+        time.sleep(0.01)
+    return plain(self, *args)
+plain, faults.Stop.requested = faults.Stop.requested, requested
+conftest.main(sys.argv[1:])
+"""
+
+
+@functools.cache
+def possible():
+    return available()
+
+
+@pytest.fixture(autouse=True)
+def needs_root():
+    if not possible():
+        pytest.skip("needs root, to make namespaces")
+
+
+pytestmark = pytest.mark.slow
+
+
+class Launch:
+    """torchrun on a host; what it and its processes print."""
+
+    def __init__(self, first, host, folder, nproc, script, log="log", **options):
+        self.log = folder / f"{host.name}.{log}"
+        with open(self.log, "w") as file:
+            self.process = host.popen(torchrun(first, host, nproc, script, **options), cwd=folder,
+                                      stdout=file, stderr=subprocess.STDOUT)
+
+    def ends_with(self, *codes):
+        assert self.process.wait(120) in codes, self.log.read_text()
+        return self.log.read_text()
+
+
+@pytest.mark.parametrize("way, nproc", [("ddp", 2), ("zero3", 1)])
+def test_two_hosts_train_as_one_process(run, corpus, tmp_path, way, nproc):
+    flags = [*FLAGS, "--max_steps", 6, "--parallel", way]
+    run(*flags, "--out_dir", "one")
+    with hosts(2) as (a, b):
+        launched = [Launch(a, host, tmp_path, nproc, [TRAIN, *flags, "--data", corpus,
+                                                      "--out_dir", "two"], nnodes=2)
+                    for host in (a, b)]
+        for each in launched:
+            each.ends_with(0)
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", rel=1e-5)
+
+
+def assert_same_end(one, other):
+    """The same losses and weights; the log of the step in which a host was lost may be missing."""
+    expected, found = column(one, "train/loss"), column(other, "train/loss")
+    assert len(found) >= len(expected) - 1
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=1e-5), step
+    expected, found = newest(one), newest(other)
+    assert (found["step"], found["position"]) == (expected["step"], expected["position"])
+    for name, tensor in expected["model"].items():
+        assert torch.allclose(tensor, found["model"][name], rtol=0, atol=1e-4), name
+
+
+@pytest.mark.parametrize("end, flags", [
+    ("kill", []),
+    pytest.param("cut_power", ["--hang_seconds", 5]),
+])
+def test_a_lost_host_is_done_without_and_taken_back(run, corpus, tmp_path, end, flags):
+    run(*FLAGS, "--max_steps", 40, "--out_dir", "whole")
+    (tmp_path / "gated.py").write_text(GATED)
+    script = ["gated.py", *FLAGS, *flags, "--data", corpus, "--max_steps", 40, "--out_dir", "r",
+              "--auto_resume"]
+    elastic = dict(nnodes="1:2", max_restarts=5)
+    checkpoints = tmp_path / "r" / "checkpoints"
+    with hosts(2) as (a, b):
+        first = Launch(a, a, tmp_path, 1, script, **elastic)
+        Launch(a, b, tmp_path, 1, script, **elastic)
+        wait_for(checkpoints / "step_00000008.pt")
+        getattr(b, end)()
+        (tmp_path / "lost").touch()
+        wait_for(checkpoints / "step_00000016.pt")
+        b.boot()
+        again = Launch(a, b, tmp_path, 1, script, log="again", **elastic)
+        again.ends_with(0)
+        told = first.ends_with(0)
+    assert [line[:11] for line in told.splitlines() if line.startswith("device")] == [
+        "device  2 x", "device  1 x", "device  2 x"]
+    assert_same_end(tmp_path / "whole", tmp_path / "r")
+
+
+def test_without_the_host_of_the_rendezvous_the_others_end(run, corpus, tmp_path):
+    run(*FLAGS, "--max_steps", 20, "--out_dir", "whole")
+    (tmp_path / "gated.py").write_text(GATED)
+    flags = [*FLAGS, "--data", corpus, "--max_steps", 20, "--out_dir", "r", "--auto_resume"]
+    elastic = dict(nnodes="1:2", max_restarts=5)
+    with hosts(2) as (a, b):
+        Launch(a, a, tmp_path, 1, ["gated.py", *flags], **elastic)
+        left = Launch(a, b, tmp_path, 1, ["gated.py", *flags], **elastic)
+        wait_for(tmp_path / "r" / "checkpoints" / "step_00000008.pt")
+        a.kill()
+        (tmp_path / "lost").touch()
+        told = left.ends_with(1)
+        assert "another rank is gone" in told and "RendezvousConnectionError" in told
+        Launch(b, b, tmp_path, 2, [TRAIN, *flags], log="again").ends_with(0)
+    assert_same_end(tmp_path / "whole", tmp_path / "r")
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_hosts_that_share_no_file_system(run, corpus, tmp_path, way):
+    """Refused before the first step: a resume, and parts that would never come together."""
+    flags = [*FLAGS, "--parallel", way, "--auto_resume"]
+    if way == "ddp":
+        run(*flags, "--out_dir", "disk-host-a/r")
+    with hosts(2, private=tmp_path / "disk") as (a, b):
+        told = [Launch(a, host, tmp_path, 1, [TRAIN, *flags, "--data", corpus, "--max_steps", 20,
+                                              "--out_dir", "disk/r"], nnodes=2)
+                for host in (a, b)]
+        one, other = (each.ends_with(1) for each in told)
+    assert "is not seen on host-b; expected a file system that all hosts share" in other
+    assert not re.search(r"step +\d+/20", one)
+
+
+def test_the_command_for_kubernetes(run, corpus, tmp_path):
+    """That of docs/kubernetes.yaml, with hosts as pods; a new one takes the evicted one's place."""
+    run(*FLAGS, "--max_steps", 20, "--out_dir", "big")
+    (tmp_path / "gated.py").write_text(GATED)
+    pod = [*yaml.safe_load_all((ROOT / "docs/kubernetes.yaml").read_text())][-1]["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    flags = shlex.join([*map(str, FLAGS), "--data", str(corpus), "--max_steps", "20"])
+    command = container["args"][0]
+    for theirs, ours in (("train-0.steady", "host-a"), ("nproc_per_node=8", "nproc_per_node=1"),
+                         ("/runs/big", "r"), ("--data /runs/data", flags), ("train.py", "gated.py"),
+                         ("torchrun", f"{sys.executable} -m torch.distributed.run")):
+        assert theirs in command
+        command = command.replace(theirs, ours)
+
+    def start(index):
+        env = {each["name"]: each["value"] for each in container["env"]}
+        with open(tmp_path / f"pod{index}.log", "a") as file:
+            return pods[index].popen(
+                [*container["command"], command], env | {"JOB_COMPLETION_INDEX": str(index)},
+                cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+
+    with hosts(2) as pods:
+        processes = [start(0), start(1)]
+        wait_for(tmp_path / "r" / "checkpoints" / "step_00000008.pt")
+        processes[1].terminate()
+        (tmp_path / "lost").touch()
+        assert processes[1].wait(120) == 1  # what torchrun makes of the 143 of its processes
+        processes[1] = start(1)
+        assert [process.wait(120) for process in processes] == [0, 0]
+    assert_same_end(tmp_path / "big", tmp_path / "r")
+
+
+DOWNLOAD = """
+import sys, time
+from urllib.request import urlopen
+for _ in range(int(sys.argv[1])):
+    try:
+        print(end=urlopen("http://host-a:8000/file", timeout=1).read().decode())
+        break
+    except OSError:
+        time.sleep(0.05)
+"""
+
+
+def download(host, tries=500) -> str:
+    command = [sys.executable, "-c", DOWNLOAD, tries]
+    return host.popen(command, stdout=subprocess.PIPE, text=True).communicate()[0]
+
+
+def test_hosts_are_hosts(tmp_path):
+    """Links, names, disks of their own, and that nothing is left of them."""
+    with hosts(2, private=tmp_path / "disk") as (a, b):
+        assert [host.call("hostname").strip() for host in (a, b)] == ["host-a", "host-b"]
+        a.popen(["sh", "-c", "echo mine > disk/file"], cwd=tmp_path).wait()
+        assert not b.call(f"ls {tmp_path}/disk")
+        assert (a.disk / "file").read_text() == "mine\n"
+        server = a.popen([sys.executable, "-m", "http.server", "-d", tmp_path / "disk"],
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        assert download(b) == "mine\n"
+        a.link(up=False)
+        assert download(b, tries=1) == ""
+        a.link(up=True)
+        sleep = b.popen(["sleep", "1000"])
+        b.cut_power()
+        assert sleep.wait(10) == -9
+        b.boot()
+        assert download(b) == "mine\n"
+        a.shape("tbf rate 10mbit burst 32kb latency 50ms")
+        assert "10Mbit" in a.call("tc qdisc show dev eth0")
+    assert server.wait(10) == -9
