@@ -61,6 +61,12 @@ def tiny_config(**changes) -> config.Config:
     return replace(config.resolve(config.parse([*TINY, "--vocab_size", "257"])), **changes)
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Two processes for all of the tests; for some of them none, which start at once."""
+    everything = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
+    return min(2, steady.device.usable_cores()) if everything else 0
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with train.bin and val.bin: lines of arithmetic, which a model can learn."""
