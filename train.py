@@ -39,6 +39,7 @@ from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save
 from steady.cli import ConfigError
 from steady.faults import check_finite
 from steady.muon import Muon
+from steady.parts import require_shared
 from steady.replicas import Replicas, ReplicasDiffer
 from steady.spikes import Spikes
 from steady.watchdog import PATIENT, Watchdog
@@ -476,6 +477,7 @@ def open_run_dir(run: Run):
         best = reconcile_best(run)
         print(rundir.describe(run), flush=True)
     run.out_dir, (run.best_loss, run.best_step) = run.stop.broadcast_from_rank0((run.out_dir, best))
+    require_shared(run.out_dir)
     run.writer = make_writer(run, backup)
 
 

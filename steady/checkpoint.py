@@ -389,7 +389,6 @@ def make_writer(run, backup) -> Writer | None:
     parts = None
     attempt = run.stop.broadcast_from_rank0(os.urandom(4).hex())
     if run.shards.size > 1 and run.shards.first:
-        require_shared(run.out_dir / "checkpoints")
         parts = PartWriter(run.rank, run.shards.size, shared_notes("checkpoints"), attempt)
     if run.rank and not parts:
         return None

@@ -40,11 +40,14 @@ SHARED = "a file system that all hosts share"
 
 def require_shared(path: Path):
     """Raise ConfigError if what rank 0 has made or verified is not seen on this host."""
-    for _ in range(50):  # some network file systems are seconds behind
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # which makes NFS forget that the name was not there
         if path.exists():
             return
         time.sleep(0.1)
-    raise ConfigError(f"{path}: is not seen on {os.uname().nodename}; expected {SHARED}")
+    raise ConfigError(f"{path}: is not seen on {os.uname().nodename}; expected {SHARED}: mount "
+                      "one, and choose an --out_dir on it")
 
 
 class Missing(OSError):
