@@ -247,10 +247,10 @@ class Config:
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
     hang_seconds: int = option(
-        300, "seconds without progress after which the stuck rank is named and all ranks leave; "
-        "six times as long at the start and between steps; 0 never", at_least=0)
+        300, "seconds without progress after which the stuck rank is named and the run ends; six "
+        "times as long at the start and between steps; 0 is never", at_least=0)
     check_replicas_interval: int = option(
-        0, "steps between comparisons of the weights of ranks that should hold the same",
+        0, "steps between comparisons of weights over the ranks that hold the same",
         at_least=0)
     world_size: int = option(
         1, "devices, for --estimate alone (else torchrun's --nproc_per_node)", at_least=1)
@@ -339,7 +339,7 @@ def resolve(cfg: Config) -> Config:
 
 
 def micro_batch_size(cfg: Config, world_size: int, most: int = 0, uneven: bool = False) -> int:
-    """Sequences per device and forward pass, a divisor of each rank's share of the batch.
+    """Sequences per device and forward pass: a divisor of each rank's share of the batch.
 
     most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
     uneven: where there is no divisor, it may leave surplus rows. Otherwise, or for more ranks than

@@ -102,7 +102,6 @@ class Monitor:
             self.dataset_totals = torch.zeros(2, len(datasets), device=device)
         # time
         self.current, self.since = "other", time.perf_counter()
-        self.marks = 0  # phases of the step so far, which the watchdog compares over the ranks
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
@@ -121,7 +120,7 @@ class Monitor:
         self.seconds[ended] += now - self.since
         if ended in OUTSIDE_PHASES:
             self.outside_seconds += now - self.since
-        self.current, self.since, self.marks = name, now, self.marks + 1
+        self.current, self.since = name, now
         if self.events:
             self.events.mark(name)
         return ended
@@ -167,7 +166,7 @@ class Monitor:
         """
         now = time.perf_counter()
         ms = (now - self.step_began - self.outside_seconds) * 1e3
-        self.step_began, self.outside_seconds, self.marks = now, 0.0, 0
+        self.step_began, self.outside_seconds = now, 0.0
         self.window_ms.append(ms)
         heapq.heappushpop(self.slowest, (ms, step))
         self.padded_tokens += size.tokens

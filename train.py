@@ -368,8 +368,11 @@ def set_up(argv: list[str]) -> Run:
     devices.configure(cfg, device)
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
-    parallel.join_ranks(rank, world_size, device, cfg.shard_size, PATIENT * cfg.hang_seconds)
-    watchdog = Watchdog(cfg.hang_seconds)
+    parallel.check_shard_size(cfg.shard_size, world_size)
+    patience = PATIENT * cfg.hang_seconds or 1800
+    store = parallel.meet(rank, world_size, patience)
+    watchdog = Watchdog(cfg.hang_seconds, store)
+    parallel.join_ranks(store, rank, world_size, device, patience)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
@@ -551,8 +554,9 @@ def train_with_recovery(run: Run) -> str:
             break
         except faults.NotFinite as e:
             faults.roll_back(run, e)
-        except ReplicasDiffer:
-            raise  # and save nothing
+        except ReplicasDiffer as e:
+            faults.set_doubtful_aside(run, e)
+            raise  # without a save
         except BaseException as e:
             faults.rescue(run)
             if faults.out_of_memory(e):

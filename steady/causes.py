@@ -36,7 +36,7 @@ CAUSES = {
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
     "contention": "CPU contention: other processes run on these cores",
-    "network": "exchanges between the ranks take longer, and no rank has more work of its own: the "
+    "network": "exchanges between the ranks take longer, and no rank is slower on average: the "
                "network or the links between them",
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
     "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from steady.checkpoint import (
     checkpoint_at,
     checkpoint_step,
     latest_valid,
+    list_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    set_aside,
 )
 from steady.cli import ConfigError
-from steady.parallel import gathered, rank_and_world
+from steady.parallel import RanksMissing, gathered, rank_and_world
 from steady.replicas import ReplicasDiffer
 from steady.telemetry import si
 
@@ -40,7 +43,9 @@ class Stop:
     def __init__(self, world_size: int):
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
-        self.group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.group = None
+        if world_size > 1:  # rank 0 may upload for hours while the others wait at the end
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         self.votes = self.exchange = None
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.before = {}  # signal number → the handler that ours replaces
@@ -154,16 +159,16 @@ def rescue(run):
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
-    signs = run.watchdog.last_signs()
-    if signs and not run.watchdog.verdict:
-        print(f"rank {run.rank}: {signs}", file=sys.stderr, flush=True)
-    if not run.writer:
-        return
-    if run.writer.parts:
-        run.writer.parts.hurry = True
-    if not run.clean or run.step == 0:
-        return
     try:
+        signs = run.watchdog.last_signs()
+        if signs and not run.watchdog.verdict:
+            print(f"rank {run.rank}: {signs}", file=sys.stderr, flush=True)
+        if not run.writer:
+            return
+        if run.writer.parts:
+            run.writer.parts.hurry = True
+        if not run.clean or run.step == 0:
+            return
         save_checkpoint(run, alone=True)
         run.writer.wait()
         if run.writer.parts and not checkpoint_at(run.writer.folder, run.step):
@@ -173,6 +178,21 @@ def rescue(run):
             print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
     except Exception as e:
         print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
+
+
+def set_doubtful_aside(run, error: ReplicasDiffer):
+    """Where a rank that writes checkpoints may be the wrong one, those since they last agreed.
+
+    Unless there would be none left: then the message has to do.
+    """
+    if run.rank or not run.writer or error.agreed is None:
+        return
+    run.writer.wait()
+    found = list_checkpoints(run.writer.folder)
+    doubtful = [path for path in found if checkpoint_step(path) > error.agreed]
+    for path in doubtful if len(doubtful) < len(found) else []:
+        set_aside(path)
+        print(f"warning: {path}: its weights are in doubt; set aside", flush=True)
 
 
 @torch.no_grad()
@@ -362,8 +382,8 @@ def exit_code(main, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)
         return 130
-    except (NotFinite, ReplicasDiffer) as e:
-        if rank0:
+    except (NotFinite, ReplicasDiffer, RanksMissing) as e:
+        if rank0 or isinstance(e, RanksMissing):  # which may be rank 0
             print(f"train.py: failed: {e}", file=sys.stderr)
         return 1
     except Exception as e:

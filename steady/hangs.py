@@ -6,24 +6,26 @@ where there is no progress, what `details` finds.
 
 import contextlib
 import json
-import multiprocessing
+import multiprocessing.process
 from pathlib import Path
 
 from steady.limits import cgroup_folders
+from steady.parallel import names
 from steady.telemetry import OUTSIDE_PHASES, duration
 
 HOUSE = Path(__file__).resolve().parent.parent
-DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+DEBUGGERS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy")
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
+NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger has some
+STATES = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "Z": "dead", "": "dead"}
 
 # --- what a rank can tell of itself ----------------------------------------------------------
 
 
 def details(phase: str, stack: list, thread: int) -> dict:
     """Of a rank without progress. stack: as of Watchdog.stack; thread: its id in the kernel."""
-    in_collective = any(file.endswith("distributed_c10d.py") for file, _, _ in stack[:6])
     return dict(
-        waits=phase == "waiting" or in_collective,
+        waits=waits(phase, stack),
         at=own_line(stack),
         disk=state_of("self", thread) == "D",
         workers=odd_workers(),
@@ -31,8 +33,14 @@ def details(phase: str, stack: list, thread: int) -> dict:
     )
 
 
+def waits(phase: str, stack: list) -> bool:
+    """Whether a rank is waiting for others."""
+    in_collective = any(file.endswith("distributed_c10d.py") for file, _, _ in stack[:NEAR])
+    return phase == "waiting" or in_collective
+
+
 def in_debugger(stack: list) -> bool:
-    return any(file.endswith(DEBUGGERS) for file, _, _ in stack)
+    return any(name in file for file, _, _ in stack[:NEAR] for name in DEBUGGERS)
 
 
 def in_checkpoint(stack: list) -> bool:
@@ -61,30 +69,25 @@ def state_of(pid: int | str, thread: int | str = "") -> str:
         return "" if Path("/proc/self").exists() else "S"
 
 
-def what_state(letter: str) -> str | None:
-    return {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "": "dead",
-            "Z": "dead"}.get(letter)
-
-
 def odd_workers() -> list[str]:
-    """Loader processes that cannot work, as "loader process 123 is stopped"."""
-    found = []
-    for worker in multiprocessing.active_children():
-        state = what_state(state_of(worker.pid))
-        if state:
-            found.append(f"loader process {worker.pid} is {state}")
-    return found
+    """Loader processes that cannot work, as "loader process 123 is stopped".
+
+    From a private list, {} where it has changed: active_children() would wait for dead ones, which
+    the loader itself does.
+    """
+    children = list(getattr(multiprocessing.process, "_children", ()))
+    states = {child.pid: STATES.get(state_of(child.pid)) for child in children}
+    return [f"loader process {pid} is {state}" for pid, state in states.items() if state]
 
 
-def gone(notes: dict[int, dict], host: str) -> dict[str, str]:
-    """rank → "stopped" or "dead", of the ranks on this host."""
-    here = {rank: what_state(state_of(note["pid"])) for rank, note in notes.items()
-            if note["host"] == host}
-    return {str(rank): state for rank, state in here.items() if state in ("stopped", "dead")}
+def gone(notes: dict[int, dict]) -> dict[str, str]:
+    """rank → "stopped" or "dead"; notes: of ranks on this host."""
+    states = {str(rank): STATES.get(state_of(note["pid"])) for rank, note in notes.items()}
+    return {rank: state for rank, state in states.items() if state in ("stopped", "dead")}
 
 
 def collectives() -> dict[str, list]:
-    """group → [collectives entered, the oldest that is not done, as text].
+    """group → [collectives entered, number and kind of the oldest that is not done].
 
     From PyTorch's flight recorder, whose interface is private: {} where it has changed.
     """
@@ -97,13 +100,15 @@ def collectives() -> dict[str, list]:
                 continue
             trace = json.loads(getattr(c10d, name)(includeCollectives=True, onlyActive=False))
             for entry in trace.get("entries", []):
-                entered, pending = found.get(entry["process_group"][0], (0, ""))
-                if not pending and not entry["retired"]:
+                group = entry["process_group"][0]
+                number = entry["collective_seq_id"]
+                _, oldest, kind = found.get(group, (0, 0, ""))
+                if not kind and not entry["retired"]:
                     sizes = " and ".join(map(str, entry["input_sizes"]))
-                    kind = entry["profiling_name"].partition(":")[2]
-                    pending = f"{kind} of {sizes}"
-                found[entry["process_group"][0]] = entry["collective_seq_id"], pending
-    return {group: list(each) for group, each in found.items()}
+                    oldest = number
+                    kind = f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
+                found[group] = [number, oldest, kind]
+    return found
 
 
 def out_of_memory_kills() -> int:
@@ -148,7 +153,7 @@ def describe_stuck(ranks: list[int], note: dict) -> str:
 
 
 def describe_silent(notes: dict[int, dict], silent: dict[int, float]) -> str:
-    """Of ranks that have sent no notes: stopped, dead, stuck with Python's lock, or out of reach.
+    """Ranks that have sent no notes: stopped, dead, stuck with Python's lock, or out of reach.
 
     The ranks on the same host know which.
     """
@@ -169,38 +174,58 @@ def describe_silent(notes: dict[int, dict], silent: dict[int, float]) -> str:
         else:
             why = "out of reach: its host or the network to it is gone"
         verb = "is" if len(ranks) == 1 else "are"
-        lines.append(f"{names(ranks)} (host {note['host']}) {verb} {why}; no sign for "
-                     f"{duration(silent[ranks[0]])}, last in {place(note)}")
+        lines.append(f"{names(ranks)} (host {note['host']}) {verb} {why}; last heard "
+                     f"{duration(silent[ranks[0]])} ago, in {place(note)}")
     return "; ".join(lines)
 
 
 def describe_waiting(notes: dict[int, dict]) -> str:
-    """Where every rank waits for others: which of them is elsewhere in the program."""
-    since = f"all have waited for {duration(notes[0]['age'])}, step {notes[0]['step'] + 1}"
-    places = {}
-    for rank in sorted(notes):
-        places.setdefault((notes[rank]["step"], notes[rank]["marks"]), []).append(rank)
-    # the fewest ranks; of two places with as many, whoever left something out has come further
-    odd = min(places, key=lambda place: (len(places[place]), [-n for n in place]))
+    """Where every rank waits for others: which of them is elsewhere in the program, if any."""
+    ranks = sorted(notes)
+    first = notes[ranks[0]]
+    since = f"all have waited for {duration(first['age'])} in step {first['step'] + 1}"
     doing = {rank: pending(note) + f" at {note['at']}" * bool(note["at"])
              for rank, note in notes.items()}
-    if len(places) > 1:
-        rank = places[odd][0]
-        other = next(each[0] for place, each in places.items() if place != odd)
-        return (f"{names(places[odd])} (host {notes[rank]['host']}) is in {doing[rank]} and the "
-                f"others are in {doing[other]}: it has left out an exchange or made one more; "
-                f"{since}")
-    if len({pending(note) for note in notes.values()}) > 1:
-        each = ", ".join(f"rank {rank} in {text}" for rank, text in sorted(doing.items()))
-        return f"the ranks are in different exchanges: {each}; {since}"
+    if disagree(list(notes.values())):
+        places = {}
+        for rank in ranks:
+            places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)
+        # the fewest ranks; of as many, whoever left something out has come further
+        odd = min(places.values(), key=lambda each: (len(each), -entered(notes[each[0]])))
+        other = next(each[0] for each in places.values() if each is not odd)
+        verb, it, have = ("is", "it", "has") if len(odd) == 1 else ("are", "they", "have")
+        return (f"{names(odd)} (host {notes[odd[0]]['host']}) {verb} in {doing[odd[0]]} and others "
+                f"in {doing[other]}: {it} {have} left out an exchange or made one more; {since}")
     hosts = len({note["host"] for note in notes.values()})
     where = f"the network between the {hosts} hosts" if hosts > 1 else "their connections"
-    return f"all ranks are in {doing[0]} and get no answer, {since}: {where}"
+    return f"all ranks are in {doing[ranks[0]]} and get no answer: check {where}; {since}"
+
+
+def disagree(notes: list[dict]) -> bool:
+    """Whether ranks do not make the same exchanges in the same order.
+
+    Two are in different ones that have the same number, or each lacks one that the other has begun.
+    A rank that is merely further has begun all that the others have.
+    """
+    for one in notes:
+        for two in notes:
+            groups = one["groups"].keys() & two["groups"].keys()
+            pairs = [(one["groups"][group], two["groups"][group]) for group in groups]
+            if any(a[0] < b[0] for a, b in pairs) and any(a[0] > b[0] for a, b in pairs):
+                return True
+            if any(a[1] == b[1] and a[2] and b[2] and a[2] != b[2] for a, b in pairs):
+                return True
+    return False
+
+
+def entered(note: dict) -> int:
+    """How many exchanges a rank has begun."""
+    return sum(group[0] for group in note["groups"].values())
 
 
 def pending(note: dict) -> str:
     """The exchanges that a rank has entered and that are not done."""
-    found = [kind for _, kind in note["groups"].values() if kind]
+    found = [kind for _, _, kind in note["groups"].values() if kind]
     return " and ".join(found) or "an exchange"
 
 
@@ -212,12 +237,12 @@ def describe_lost(rank: int, note: dict, seconds: float) -> str:
 
 def ranks_behind(notes: dict[int, dict]) -> set[int]:
     """The ranks that have not entered a collective which others of its group have entered."""
-    entered = {}  # group → {rank: how many}
+    counts = {}  # group → {rank: how many it has entered}
     for rank, note in notes.items():
-        for group, (count, _) in note.get("groups", {}).items():
-            entered.setdefault(group, {})[rank] = count
-    return {rank for counts in entered.values() for rank, count in counts.items()
-            if count < max(counts.values())}
+        for group, (count, _, _) in note["groups"].items():
+            counts.setdefault(group, {})[rank] = count
+    return {rank for each in counts.values() for rank, count in each.items()
+            if count < max(each.values())}
 
 
 def alike(ranks: list[int], notes: dict[int, dict], also=lambda rank: None) -> list[list[int]]:
@@ -236,16 +261,3 @@ def place(note: dict) -> str:
     if note["phase"] in OUTSIDE_PHASES:
         return f"{note['phase']} after step {note['step']}"
     return f"{note['phase']} of step {note['step'] + 1}"
-
-
-def names(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
-    runs = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}"
-                      for a, b in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

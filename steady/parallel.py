@@ -36,44 +36,50 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def join_ranks(rank: int, world_size: int, device: torch.device, shard_size: int = 0,
-               patience: float = 0):
-    """Join the process group, if there are several ranks. Raises ConfigError before that.
+class RanksMissing(Exception):
+    """Some ranks have not started."""
 
-    patience: seconds after which it raises RuntimeError, naming the ranks that have not come; 0 is
-    half an hour.
+
+def meet(rank: int, world_size: int, patience: float):
+    """The store of all ranks once they have come, None for one rank.
+
+    Raises RanksMissing, which names the others, after `patience` seconds.
     """
-    check_shard_size(shard_size, world_size)
+    if world_size == 1:
+        return None
+    if dist.is_initialized():  # by an earlier run of this process
+        return shared_notes("again")
+    timeout, of_torchrun = timedelta(seconds=patience), "TORCHELASTIC_USE_AGENT_STORE"
+    of_torchrun = os.environ.get(of_torchrun) == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, timeout=timeout,
+        is_master=rank == 0 and not of_torchrun, wait_for_workers=False, multi_tenant=True)
+    if of_torchrun:
+        # It keeps this store over a restart; addresses in it are of dead processes. Where it makes
+        # a new one each time, the counts of hosts that joined later are different.
+        store = dist.PrefixStore(f"attempt {restart_count()}", store)
+    keys = [f"here {each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {names(missing)} of "
+                           f"{world_size} to start") from None
+    return store
+
+
+def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
+    """Join the process group, if there are several ranks; its time-out exceeds `patience`."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
-        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
-            is_master=rank == 0 and not of_torchrun, wait_for_workers=False, multi_tenant=True)
-        if of_torchrun:
-            # It keeps this store over a restart; addresses in it are of dead processes. Where it
-            # makes a new one each time, the counts of hosts that joined later are different.
-            store = dist.PrefixStore(f"attempt {restart_count()}", store)
-        meet(store, rank, world_size, patience or 1800)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-            device_id=device if cuda else None,
+            device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
-
-
-def meet(store, rank: int, world_size: int, patience: float):
-    """Wait for all ranks; raises RuntimeError that names those that do not come."""
-    keys = [f"here {each}" for each in range(world_size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timedelta(seconds=patience))
-    except dist.DistStoreError:
-        missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(f"rank {rank} has waited {patience:.0f} s for rank "
-                           f"{', '.join(missing)} of {world_size} to start") from None
 
 
 def check_shard_size(shard_size: int, world_size: int):
@@ -81,6 +87,19 @@ def check_shard_size(shard_size: int, world_size: int):
     if shard_size and world_size > 1 and world_size % shard_size:
         raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
                           "processes")
+
+
+def names(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
+    runs = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}"
+                      for a, b in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def shared_notes(name: str):

@@ -46,7 +46,7 @@ def require_shared(path: Path):
         if path.exists():
             return
         time.sleep(0.1)
-    raise ConfigError(f"{path}: is not seen on {os.uname().nodename}; expected {SHARED}: mount "
+    raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {SHARED}: mount "
                       "one, and choose an --out_dir on it")
 
 

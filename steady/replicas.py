@@ -1,7 +1,7 @@
 """Do ranks that should hold the same weights hold the same bits?
 
-They part where a GPU miscalculates, or where a fork changes weights on one rank alone; DDP averages
-gradients and never compares weights.
+They diverge when a GPU miscalculates, or when a fork changes weights on one rank alone; DDP
+averages gradients and never compares weights.
 """
 
 from collections import Counter
@@ -10,13 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steady.hangs import names
+from steady.parallel import names
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class ReplicasDiffer(Exception):
-    """Ranks that should hold the same weights hold different ones."""
+    """Ranks that should hold the same weights hold different ones.
+
+    agreed: the step since when checkpoints may be wrong; None if those who write them are right.
+    """
+
+    def __init__(self, text: str, agreed: int | None):
+        super().__init__(text)
+        self.agreed = agreed
 
 
 class Replicas:
@@ -44,13 +51,13 @@ class Replicas:
         """Raises ReplicasDiffer, on every rank. table: what `take` gave on each, [ranks, n]."""
         if not table.size:
             return
-        lines = [line for first in range(self.size)
-                 if (line := difference(table, range(first, len(table), self.size),
-                                        list(self.parameters)))]
+        groups = [range(first, len(table), self.size) for first in range(self.size)]
+        found = [difference(table, ranks, list(self.parameters)) for ranks in groups]
+        lines = [text for text, _ in found if text]
         if lines:
-            raise ReplicasDiffer(f"step {self.step}: {'; '.join(lines)}. They agreed at step "
-                                 f"{self.agreed}: --resume a checkpoint that is no later, if that "
-                                 "of rank 0 is in doubt")
+            doubtful = any(in_doubt for _, in_doubt in found)
+            raise ReplicasDiffer(f"step {self.step}: {'; '.join(lines)}; they last agreed at step "
+                                 f"{self.agreed}", self.agreed if doubtful else None)
         self.agreed = self.step
 
 
@@ -66,18 +73,20 @@ def checksums(parameters: list[Tensor]) -> Tensor:
     return torch.stack((sums & 0xFFFFFF, (sums >> 24) & 0xFFFFFF), 1).float().flatten()
 
 
-def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> str:
-    """Which of the ranks differs from most others, and in what; "" if none does."""
+def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[str, bool]:
+    """(which of the ranks differs from most others, and in what; "" if none does; whether the first
+    of them, which writes checkpoints, may be wrong)."""
     rows = {rank: tuple(table[rank]) for rank in ranks}
     (usual, count), *others = Counter(rows.values()).most_common()
     if not others:
-        return ""
+        return "", False
     odd = [rank for rank in ranks if rows[rank] != usual]
     differs = (table[odd] != np.array(usual)).any(0).reshape(-1, 2).any(1)
     layers = [name for name, each in zip(parameters, differs, strict=True) if each]
     where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
-    usual_ranks = [rank for rank in ranks if rows[rank] == usual]
     if count == others[0][1]:
-        return (f"{names(sorted(odd + usual_ranks))} hold different weights, in {where}; which of "
-                "them is wrong cannot be told")
-    return f"{names(odd)} holds other weights than {names(usual_ranks)}, in {where}"
+        return (f"{names([*ranks])} hold different weights, in {where}; which of them is wrong "
+                "cannot be told"), True
+    hold = "holds" if len(odd) == 1 else "hold"
+    rest = [rank for rank in ranks if rank not in odd]
+    return f"{names(odd)} {hold} other weights than {names(rest)}, in {where}", ranks[0] in odd

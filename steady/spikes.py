@@ -42,6 +42,7 @@ class Spikes:
         seen = self.window.masked_fill(self.window.isinf(), torch.nan)
         mean = seen.nanmean(0)
         deviation = (seen - mean).square().nanmean(0).sqrt()
+        deviation = deviation.maximum(1e-6 * mean.abs())  # rounding of equal values is no spike
         limit = torch.where(seen[-NEEDED].isnan(), torch.inf, mean + self.sigmas * deviation)
         finite = latest.isfinite().all()
         spike = finite & (latest > limit).any()

@@ -122,6 +122,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     for row in dropped:
         if "hang" in row:  # why there was a restart
             file.write(json.dumps(row | {"step": start_step}) + "\n")
+    file.flush()
     return file, [row for _, row in kept], dropped
 
 

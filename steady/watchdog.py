@@ -1,10 +1,9 @@
-"""Notices that training stands still, says which rank is stuck, where and since when, and leaves.
+"""Notices that training stands still, says which rank is stuck, where and since when, and ends it.
 
-Two threads beside the training thread of each rank, so that they run while that one is stuck in
-C++, in a collective, in I/O or in a loop. One looks and judges. The other tells the other ranks
-what it saw and hears what they saw, through torchrun's store, and may block where a network is
-gone. A step does nothing for it: the monitor knows the phase anyway. steady/hangs.py finds the
-words.
+A second thread looks after the training thread and judges, a third exchanges notes with the other
+ranks through torchrun's store, where it may block as a network is gone. So they also run while
+training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: the
+monitor knows its phase anyway. steady/hangs.py finds the words.
 
 A thread that keeps Python's lock for ever, as a loop in a C extension may, stops these two as well:
 then the other ranks say so. One process alone does not notice.
@@ -19,39 +18,47 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
+
+import torch.distributed as dist
 
 from steady import hangs, parallel
 from steady.telemetry import OUTSIDE_PHASES, duration
 
 PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
 SLOWER = 5  # times the longest that a phase has taken recently
-LAST_WORDS = 10.0  # seconds in which files may still be written before the process leaves
+FORGETS = 0.999  # of which so much is left with each look that finds it in another phase
+LAST_WORDS = 10.0  # seconds in which files may still be written before the process ends
 
-numbers = itertools.count()  # of the watchdogs of this process
+made = itertools.count()  # watchdogs of this process: --verify_resume needs two
 
 
 class Watchdog:
     """Watches the thread that makes it, until the end of its context; made on all ranks together.
 
-    seconds: without progress that are always allowed; 0 is off. `run` is set once there is one.
+    seconds: without progress that are always allowed; 0 is off. store: of all ranks, None for one.
+    `run` is set once there is one.
     """
 
-    def __init__(self, seconds: float):
-        self.seconds, self.period, self.run = seconds, min(1.0, seconds / 10), None
-        self.silence = 8 * self.period  # without a note, after which a rank counts as silent
-        self.rank, self.local_rank, self.world_size, self.local_size = parallel.rank_and_world()
+    def __init__(self, seconds: float, store=None):
+        self.rank, local_rank, self.world_size, local_size = parallel.rank_and_world()
+        first = self.rank - local_rank
+        self.on_this_host = range(first, first + local_size)
+        self.informed = {0, 1, first}  # of the ranks that this one reads, those that read all
+        self.seconds, self.run = seconds, None
+        # a thousand ranks send four thousand notes a second to those of 128 hosts that read all
+        self.period = max(min(1.0, seconds / 10), self.world_size / 256)
+        self.quiet = 8 * self.period  # seconds without a note after which a rank counts as silent
         self.thread, self.native_id = threading.get_ident(), threading.get_native_id()
         self.where, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began)
-        self.recent = {}  # phase → its longest times of late
+        self.longest = {}  # phase → seconds it took recently
         self.awake = 0.0  # seconds, without those in which this process was stopped
         self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
-        self.kills = hangs.out_of_memory_kills()
+        self.kills, self.kills_read = hangs.out_of_memory_kills(), 0.0
         self.verdict, self.ended, self.store = None, threading.Event(), None
-        number = next(numbers)
-        if seconds and self.world_size > 1:  # its own connection: the other one may be waiting
-            self.store = parallel.shared_notes(f"watchdog {number}").clone()
+        number = next(made)
+        if seconds and store:  # a connection of its own: the other one may be waiting
+            self.store = dist.PrefixStore(f"watchdog {number}", store).clone()
             self.publish()
             threading.Thread(target=self.talk, name="watchdog", daemon=True).start()
             threading.Thread(target=self.look, name="watchdog", daemon=True).start()
@@ -66,35 +73,46 @@ class Watchdog:
     # --- this rank ---
 
     def look(self):
-        """Every period: is there progress, and if not, whose fault is it?"""
-        before = time.monotonic()
+        """Every period: is there progress, and if not, which rank is to blame?"""
+        before, warned = time.monotonic(), False
         while not self.ended.wait(self.period):
             now = time.monotonic()
             passed = min(now - before, 2 * self.period)  # more if it was stopped, or starved
             before, self.awake = now, self.awake + passed
-            self.measure(passed)
-            text = self.verdict or self.judge()
+            try:
+                self.measure(passed)
+                text = self.verdict or self.judge()
+            except Exception as e:  # such as a fork's notes: to go on looking matters more
+                text = None
+                if not warned:
+                    print(f"warning: the watchdog: {e!r}", file=sys.stderr, flush=True)
+                warned = True
             if text and not self.ended.is_set():
-                self.leave(text)
+                self.end(text)
 
     def measure(self, passed: float):
         """Count how long the training thread has been where it is."""
         monitor, where = self.run and self.run.monitor, self.where
         if monitor:
             where = self.run.step, monitor.current, monitor.since
-        if where != self.where:
-            self.recent.setdefault(self.where[1], deque(maxlen=20)).append(self.age)
-            self.where, self.age = where, 0.0
-        elif not hangs.in_debugger(self.stack()):
-            self.age += passed
+        if where == self.where:
+            if not hangs.in_debugger(self.stack()):
+                self.age += passed
+            return
+        step, phase, _ = self.where
+        if monitor and step > self.run.first_step:
+            self.longest[phase] = max(self.age, FORGETS * self.longest.get(phase, 0.0))
+        self.where, self.age = where, 0.0
+        if self.awake - self.kills_read > 60:  # earlier ones were not of what comes next
+            self.kills, self.kills_read = hangs.out_of_memory_kills(), self.awake
 
     def limit(self) -> float:
         """Seconds that it may be there: more where compilation or files take their time."""
         step, phase, _ = self.where
         patient = self.run is None or step <= self.run.first_step or phase in OUTSIDE_PHASES
         patient = patient or self.age > self.seconds and hangs.in_checkpoint(self.stack())
-        longest = max(self.recent.get(phase, (0.0,)))
-        return max(self.seconds * (PATIENT if patient else 1), SLOWER * longest)
+        least = self.seconds * (PATIENT if patient else 1)
+        return max(least, SLOWER * self.longest.get(phase, 0.0))
 
     def stack(self) -> list[tuple[str, int, str]]:
         """(file, line, function) of the training thread's Python frames, the innermost first."""
@@ -108,13 +126,17 @@ class Watchdog:
         """What the other ranks should know of this one; more once it makes no progress."""
         step, phase, _ = self.where
         note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
-                    marks=self.run.monitor.marks if self.run and self.run.monitor else 0,
                     host=socket.gethostname(), pid=os.getpid())
-        if self.age > self.period:
+        if self.age > self.seconds / 5:  # the rest takes milliseconds
             note |= hangs.details(phase, self.stack(), self.native_id)
-            note["gone"] = hangs.gone(self.notes, note["host"])
+            note["gone"] = hangs.gone(self.neighbours())
             note["killed"] = hangs.out_of_memory_kills() > self.kills
         return note
+
+    def neighbours(self) -> dict[int, dict]:
+        """The notes of the other ranks on this host."""
+        return {rank: self.notes[rank] for rank in self.on_this_host
+                if rank in self.notes and rank != self.rank}
 
     # --- the others ---
 
@@ -130,8 +152,9 @@ class Watchdog:
         self.store.set(str(self.rank), json.dumps(self.note()))
 
     def listen(self):
-        first = self.rank - self.local_rank
-        ranks = range(self.world_size) if self.judges else range(first, first + self.local_size)
+        ranks = sorted(self.informed.union(self.on_this_host))
+        if self.rank in self.informed:
+            ranks = range(self.world_size)
         keys = [str(rank) for rank in ranks]
         if self.store.check(keys):  # else some have not come that far
             for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
@@ -141,11 +164,6 @@ class Watchdog:
         if self.store.check(["verdict"]):
             self.verdict = self.store.get("verdict").decode()
 
-    @property
-    def judges(self) -> bool:
-        """Whether it reads the notes of all ranks: one of each host, since they grow as ranks²."""
-        return self.rank < 2 or self.local_rank == 0
-
     # --- the verdict ---
 
     def judge(self) -> str | None:
@@ -154,60 +172,59 @@ class Watchdog:
             return None
         notes = {**self.notes, self.rank: self.note()}
         silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
-        own_silence = silence.pop(self.rank)
-        silent = {rank: seconds for rank, seconds in silence.items() if seconds > self.silence}
+        if self.store and silence[self.rank] > self.quiet:  # not even its own notes come back
+            return hangs.describe_lost(self.rank, notes[self.rank], silence[self.rank])
+        silent = {rank: seconds for rank, seconds in silence.items()
+                  if seconds > self.quiet and rank != self.rank}
         for rank, note in notes.items():
-            patient = rank not in silent or note["phase"] == "start-up"
-            limit = note["limit"] if patient else self.seconds  # even a checkpoint sends notes
-            if note["age"] + silence.get(rank, 0.0) <= limit:
+            if rank in silent:  # even a rank that is busy with a checkpoint sends notes
+                starts = note["phase"] == "start-up"
+                waiting, limit = silent[rank], note["limit"] if starts else self.seconds
+            else:
+                waiting, limit = note["age"], note["limit"]
+            if waiting <= limit:
                 return None
-        lost = self.store and own_silence > self.silence  # not even its own notes come back
-        if not self.judges:  # the ranks that do may be gone
-            lost = self.age > 1.5 * self.limit() + 10 * self.period
-        if lost or not self.judges:
-            return hangs.describe_lost(self.rank, notes[self.rank], own_silence) if lost else None
-        try:
-            return hangs.describe(notes, silent)
-        except Exception as e:  # as where a fork's notes differ: to leave matters more
-            return f"{hangs.describe_stuck([self.rank], notes[self.rank])} ({e!r} in the watchdog)"
+        if self.store and self.rank not in self.informed and not self.informed <= silent.keys():
+            return None  # they know more
+        return hangs.describe(notes, silent)
 
     def last_signs(self) -> str:
         """After an error: what is known of the ranks and processes that are gone, or ""."""
-        gone = hangs.gone(self.notes, socket.gethostname())
+        gone = hangs.gone(self.neighbours())
         lines = [f"rank {rank} is {state}" for rank, state in gone.items()]
         if hangs.out_of_memory_kills() > self.kills:
             lines.append("the kernel has killed a process on this machine for lack of memory")
         return "; ".join(lines)
 
-    def leave(self, text: str):
+    def end(self, text: str):
         """Say it, once for all ranks, write this rank's stacks, and end the process.
 
         A rank that waits for others does so a little longer: when they are gone its collective
         fails, and the training thread saves the last step and ends in its own way.
         """
-        waits = self.note().get("waits")
-        thread = threading.Thread(target=self.last_words, args=(text,), daemon=True)
-        thread.start()
-        thread.join(LAST_WORDS)  # it may block, as where a disk does not answer
-        left = LAST_WORDS * bool(waits)
-        while left > 0 and self.age < 2 * PATIENT * self.seconds:
+        waits = hangs.waits(self.where[1], self.stack())
+        words = threading.Thread(target=self.last_words, args=(text,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS)  # it may block, as where a disk does not answer
+        left, saving = LAST_WORDS if waits else 0.0, self.seconds
+        while left > 0 and saving > 0:
             time.sleep(self.period)
-            left -= 0 if hangs.in_checkpoint(self.stack()) else self.period
-            self.age += self.period
+            if hangs.in_checkpoint(self.stack()):
+                saving -= self.period
+            else:
+                left -= self.period
         os._exit(1)
 
     def last_words(self, text: str):
         speaks = self.verdict is None
         if speaks and self.store:
-            asking = threading.Thread(target=self.tell, args=(text,), daemon=True)
+            asking = threading.Thread(target=self.ask_to_speak, args=(text,), daemon=True)
             asking.start()
             asking.join(2 * self.period + 1)
             speaks = self.verdict in (None, self.signed(text))
         folder = self.run and self.run.out_dir
-        if speaks:
-            where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
-            print(f"train.py: failed: no progress: {text}{where}; --auto-resume continues from "
-                  "the newest checkpoint", file=sys.stderr, flush=True)
+        if speaks:  # in a thread of its own: the screen may block, and so may the disk
+            threading.Thread(target=self.say, args=(text, folder), daemon=True).start()
         if folder and folder.is_dir():
             with contextlib.suppress(OSError):
                 self.write_files(folder, text if speaks else None)
@@ -215,12 +232,18 @@ class Watchdog:
             self.run.writer.wait()  # for a checkpoint on its way to the disk
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
-    def tell(self, text: str):
+    def ask_to_speak(self, text: str):
+        """The first rank to tell the others does so on the screen, too."""
         with contextlib.suppress(Exception):
             self.verdict = self.store.compare_set("verdict", "", self.signed(text)).decode()
 
     def signed(self, text: str) -> str:
         return f"rank {self.rank} says: {text}"
+
+    def say(self, text: str, folder: Path | None):
+        where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
+        print(f"train.py: failed: no progress: {text}{where}; --auto-resume continues from the "
+              "newest checkpoint", file=sys.stderr, flush=True)
 
     def write_files(self, folder: Path, text: str | None):
         step, phase, _ = self.where

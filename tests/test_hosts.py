@@ -141,7 +141,7 @@ def test_hosts_that_share_no_file_system(run, corpus, tmp_path, way, begun):
                                               "--out_dir", "disk/r"], nnodes=2)
                 for host in (a, b)]
         one, other = (each.ends_with(1) for each in told)
-    assert "is not seen on host-b; expected a file system that all hosts share: mount" in other
+    assert "not visible on host-b; expected a file system that all hosts share: mount" in other
     assert not re.search(r"step +\d+/20", one)
 
 

@@ -15,6 +15,7 @@ from conftest import TINY, Process, processes, rows
 import data
 import train
 from steady import hangs
+from steady.parallel import names
 from steady.replicas import Replicas, ReplicasDiffer, checksums
 from steady.report import report
 from steady.watchdog import PATIENT, Watchdog
@@ -28,7 +29,7 @@ FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log
 def watch(seconds=10, step=50, **run) -> Watchdog:
     """A watchdog without threads, of a run that is far from its first steps."""
     watchdog = Watchdog(seconds)
-    monitor = SimpleNamespace(current="forward", since=1.0, marks=0)
+    monitor = SimpleNamespace(current="forward", since=1.0)
     watchdog.run = SimpleNamespace(monitor=monitor, step=step, first_step=1, out_dir=None, **run)
     watchdog.measure(0.0)
     return watchdog
@@ -70,7 +71,7 @@ def test_start_up_may_take_longer():
     assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
 
 
-def test_a_checkpoint_that_is_waited_for_may_take_longer(monkeypatch):
+def test_a_checkpoint_that_is_waited_for_may_take_longer():
     watchdog = watch(10)
     watchdog.stack = lambda: [("threading.py", 1, "join"), ("/x/steady/checkpoint.py", 2, "wait")]
     assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
@@ -96,15 +97,19 @@ def test_progress_counts_and_a_debugger_does_not():
         begin(watchdog, "forward")
         watchdog.measure(5.0)
         assert not watchdog.judge()
-    watchdog.stack = lambda: [("/lib/python3.12/bdb.py", 5, "trace_dispatch")]
-    assert seconds_until_judged(watchdog) is None
+    for debugger in ("/lib/python3.12/bdb.py", "/site-packages/debugpy/_vendored/pydevd/x.py"):
+        watchdog.stack = lambda file=debugger: [("threading.py", 1, "wait"), (file, 5, "dispatch")]
+        assert seconds_until_judged(watchdog) is None
+    # started under one, which stands far out on the stack, but not stopped in it
+    watchdog.stack = lambda: [("mine.py", 1, "f")] * 20 + [("/x/debugpy/server.py", 5, "run")]
+    assert seconds_until_judged(watchdog) == 11
 
 
 def test_a_process_that_was_stopped_blames_nobody(monkeypatch):
     """Ctrl-Z for an hour: the clock has jumped when the next look comes."""
     watchdog, clock, left = watch(10), [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watchdog.leave = left.append
+    watchdog.end = left.append
 
     def wait(period):
         clock[0] += 3600
@@ -127,8 +132,8 @@ def test_off():
 def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, kind="", **other):
     waits = phase == "waiting" if waits is None else waits
     kind = kind or "all_reduce of [4160]" * waits
-    return dict(step=step, phase=phase, age=age, limit=60, marks=5, host=host, pid=1, waits=waits,
-                at="", disk=False, workers=[], groups={"0": [entered, kind]}) | other
+    return dict(step=step, phase=phase, age=age, limit=60, host=host, pid=1, waits=waits,
+                at="", disk=False, workers=[], groups={"0": [entered, entered, kind]}) | other
 
 
 def test_a_rank_is_stuck_in_data():
@@ -155,7 +160,7 @@ def test_all_ranks_wait_for_the_same_disk():
 
 @pytest.mark.parametrize("gone, killed, words", [
     ({"1": "stopped"}, False, "rank 1 (host a) is stopped"),
-    ({"1": "dead"}, False, "rank 1 (host a) is dead; no sign"),
+    ({"1": "dead"}, False, "rank 1 (host a) is dead; last heard"),
     ({"1": "dead"}, True, "is dead: the kernel has killed a process for lack of memory"),
     ({}, False, "keeps Python's lock"),
 ])
@@ -169,29 +174,139 @@ def test_a_host_is_out_of_reach():
     notes = {0: note(), 1: note(), 2: note("forward", "b", age=0), 3: note("forward", "b", age=0)}
     text = hangs.describe(notes, {2: 90.0, 3: 90.0})
     assert text.startswith("ranks 2, 3 (host b) are out of reach: its host or the network")
-    assert "last in forward of step 812; ranks 0, 1 wait for them" in text
+    assert "ago, in forward of step 812; ranks 0, 1 wait for them" in text
 
 
 def test_an_exchange_was_left_out():
     notes = {rank: note() for rank in range(3)}
-    notes[1] |= dict(marks=9, groups={"0": [7, "broadcast of [2]"]}, at="mine.py:3 in f")
+    notes[1] |= dict(groups={"0": [7, 7, "broadcast of [2]"]}, at="mine.py:3 in f")
     assert hangs.describe(notes, {}).startswith(
-        "rank 1 (host a) is in broadcast of [2] at mine.py:3 in f and the others are in "
-        "all_reduce of [4160]: it has left out an exchange")
-    # of two ranks, the one that has come further
-    assert hangs.describe({0: notes[0], 1: notes[1]}, {}).startswith("rank 1 ")
-    assert hangs.describe({0: notes[1], 1: notes[0]}, {}).startswith("rank 0 ")
+        "rank 1 (host a) is in broadcast of [2] at mine.py:3 in f and others in all_reduce of "
+        "[4160]: it has left out an exchange or made one more; all have waited for 1m30s")
+    # one of two: it is in the next exchange, of another group, which the other has not begun
+    one = note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]})
+    two = note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"]})
+    two["groups"]["2"] = [1, 0, ""]  # it has come further
+    assert hangs.describe({0: one, 1: two}, {}).startswith("rank 1 ")
+    assert hangs.describe({0: two, 1: one}, {}).startswith("rank 0 ")
 
 
 def test_the_network_between_hosts():
     notes = {0: note(), 1: note(host="b")}
-    assert "get no answer" in hangs.describe(notes, {})
-    assert "the network between the 2 hosts" in hangs.describe(notes, {})
+    assert "all_reduce of [4160] and get no answer" in hangs.describe(notes, {})
+    assert "check the network between the 2 hosts" in hangs.describe(notes, {})
+    # an exchange may be done on one rank while the other lacks the last packet
+    notes[1]["groups"] = {"0": [8, 8, "broadcast of [2]"]}
+    assert "check the network" in hangs.describe(notes, {})
+
+
+# --- what a rank concludes from them ---------------------------------------------------------
+
+
+def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) -> Watchdog:
+    """Rank `rank` of 16 on two hosts, which waits for 200 s and knows these notes."""
+    names = ("RANK", rank), ("LOCAL_RANK", rank % 8), ("WORLD_SIZE", 16), ("LOCAL_WORLD_SIZE", 8)
+    for name, value in names:
+        monkeypatch.setenv(name, str(value))
+    watchdog = watch(seconds)
+    watchdog.store, watchdog.awake = object(), 1000.0
+    begin(watchdog, "waiting")
+    watchdog.measure(0.0)
+    watchdog.age = 200.0
+    known = range(16) if rank in watchdog.informed else {*watchdog.informed, *range(8, 16)}
+    for each in known:
+        other = note(host="ab"[each // 8], age=200.0, beat=5)
+        watchdog.notes[each] = other | notes.get(each, {})
+        watchdog.heard[each] = 1000.0 - (100.0 if each in silent else 1.0)
+    return watchdog
+
+
+@pytest.mark.parametrize("rank, notes, silent, words", [
+    # rank 0 may take that long for a checkpoint: nobody says anything
+    (1, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
+    (8, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
+    (9, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
+    (0, {5: dict(phase="start-up", limit=360, waits=False)}, (), None),
+    # a rank that knows little leaves it to those that know more, unless they are gone
+    (9, {}, (3, 4), None),
+    (9, {}, (0, 1), None),
+    (9, {}, (0, 1, 8), "ranks 0, 1 (host a) are out of reach"),
+    (9, {8: dict(pid=2**22 + 1)}, (0, 1, 8), "rank 8 (host b) is dead"),
+    (8, {}, range(8), "ranks 0 to 7 (host a) are out of reach: its host or the network"),
+    (0, {3: dict(phase="data", waits=False)}, (), "rank 3 (host a) has been in data"),
+    (1, {}, (0,), "rank 0 (host a) is"),
+    # its own notes do not come back
+    (8, {}, range(16), "no answer from torchrun's store"),
+    (9, {}, range(16), "no answer from torchrun's store"),
+])
+def test_what_a_rank_of_many_concludes(rank, notes, silent, words, monkeypatch):
+    text = watch_several(rank, notes, silent, monkeypatch=monkeypatch).judge()
+    assert words in text if words else text is None
+
+
+def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):
+    """A hiccup of the store while rank 0 has been in a checkpoint for longer than others may."""
+    watchdog = watch_several(1, {0: dict(phase="checkpoint", age=200.0, limit=360, waits=False)},
+                             monkeypatch=monkeypatch)
+    watchdog.heard |= dict.fromkeys((0, *range(2, 16)), 1000.0 - 10.0)
+    assert watchdog.judge() is None
+
+
+def test_one_rank_speaks_for_all(monkeypatch):
+    """Two come to a verdict at once; a store that does not answer lets each speak."""
+    class Store:
+        verdict = ""
+
+        def compare_set(self, key, expected, desired):
+            self.verdict = self.verdict or desired
+            return self.verdict.encode()
+
+    class Gone:
+        def compare_set(self, *args):
+            time.sleep(1000)
+
+    def speakers(store) -> int:
+        said = []
+        for rank in (0, 1):
+            watchdog = watch_several(rank, {}, monkeypatch=monkeypatch)
+            watchdog.store, watchdog.period, watchdog.run.writer = store, 0.01, None
+            watchdog.say = lambda *args: said.append(args)
+            watchdog.last_words("the text")
+        return len(said)
+
+    assert speakers(Store()) == 1
+    assert speakers(Gone()) == 2
+
+
+def test_an_error_in_the_watchdog_does_not_end_it(capsys):
+    watchdog, looks = watch(10), []
+    watchdog.end = looks.append
+
+    def judge():
+        looks.append(1)
+        if len(looks) < 3:
+            raise KeyError("of a fork")
+        return "found"
+
+    watchdog.judge = judge
+    watchdog.ended = SimpleNamespace(wait=lambda period: "found" in looks, is_set=lambda: False)
+    watchdog.look()
+    assert looks == [1, 1, 1, "found"]
+    assert capsys.readouterr().err.count("warning: the watchdog: KeyError('of a fork')") == 1
+
+
+def test_the_last_signs_of_a_rank(monkeypatch):
+    watchdog = watch_several(0, {3: dict(pid=2**22 + 1)}, monkeypatch=monkeypatch)
+    for rank in range(8):
+        watchdog.notes[rank]["pid"] = 2**22 + 1 if rank == 3 else os.getpid()
+    assert watchdog.last_signs() == "rank 3 is dead"
+    monkeypatch.setattr(hangs, "out_of_memory_kills", lambda: watchdog.kills + 1)
+    assert watchdog.last_signs().endswith("killed a process on this machine for lack of memory")
 
 
 def test_names_of_ranks():
-    assert hangs.names([3]) == "rank 3"
-    assert hangs.names([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"
+    assert names([3]) == "rank 3"
+    assert names([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"
 
 
 def test_states_of_processes():
@@ -202,16 +317,15 @@ def test_states_of_processes():
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     os.waitpid(child, os.WUNTRACED)
-    notes = {0: dict(host="here", pid=os.getpid()), 1: dict(host="here", pid=child),
-             2: dict(host="there", pid=child)}
+    notes = {0: dict(pid=os.getpid()), 1: dict(pid=child)}
     try:
-        assert hangs.gone(notes, "here") == {"1": "stopped"}
+        assert hangs.gone(notes) == {"1": "stopped"}
         os.kill(child, signal.SIGKILL)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert hangs.gone(notes, "here") == {"1": "dead"}
+        assert hangs.gone(notes) == {"1": "dead"}
     finally:
         os.waitpid(child, 0)
-    assert hangs.gone(notes, "here") == {"1": "dead"}
+    assert hangs.gone(notes) == {"1": "dead"}
 
 
 # --- real runs -------------------------------------------------------------------------------
@@ -344,6 +458,7 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     group[1].kill(signal.SIGKILL)
     group[1].code()
     assert "rank 0 has waited 6 s for rank 1 of 3 to start" in group[0].text()
+    assert "Traceback" not in group[0].text()
 
 
 # --- replicas --------------------------------------------------------------------------------
@@ -364,44 +479,49 @@ def test_a_bit_that_flips_changes_the_checksum():
     assert checksums(parameters).equal(before)
 
 
-def test_which_rank_differs_in_what():
-    replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, 1, 10, 20)
-    good = [1.0, 2.0, 3.0, 4.0]
-    replicas.compare(np.array([good] * 3))
-    bad = [1.0, 2.0, 3.0, 5.0]
-    with pytest.raises(ReplicasDiffer, match="rank 1 holds other weights than ranks 0, 2, in "
-                                             "blocks.0.up.weight"):
-        replicas.compare(np.array([good, bad, good]))
-    with pytest.raises(ReplicasDiffer, match="ranks 0, 1 hold different weights, .* cannot be"):
-        replicas.compare(np.array([good, bad]))
+@pytest.mark.parametrize("size, bad, words, agreed", [
+    (1, [1], "rank 1 holds other weights than ranks 0, 2, 3, in blocks.0.up.weight;", None),
+    (1, [0], "rank 0 holds other weights than ranks 1 to 3", 20),
+    (1, [2, 3], "ranks 0 to 3 hold different weights, .* cannot be told", 20),
     # copies of a model on two ranks each: ranks 0 and 2, 1 and 3 hold the same
-    replicas.size = 2
-    replicas.compare(np.array([good, bad, good, bad]))
-    with pytest.raises(ReplicasDiffer, match="ranks 1, 3 hold"):
-        replicas.compare(np.array([good, bad, good, good]))
+    (2, [1, 3], None, None),
+    (2, [3], "ranks 1, 3 hold different weights", 20),
+])
+def test_which_rank_differs_in_what(size, bad, words, agreed):
+    replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, size, 10, 20)
+    table = np.array([[1.0, 2.0, 3.0, 5.0 if rank in bad else 4.0] for rank in range(4)])
+    if words is None:
+        return replicas.compare(table)
+    with pytest.raises(ReplicasDiffer, match=words) as caught:
+        replicas.compare(table)
+    assert caught.value.agreed == agreed and "last agreed at step 20" in str(caught.value)
 
 
-def test_a_replica_that_drifts_ends_the_run_and_saves_nothing(corpus, tmp_path):
+@pytest.mark.parametrize("drifts, kept", [
+    (1, ["step_00000004.pt", "step_00000006.pt"]),
+    (0, ["step_00000004.pt", "step_00000006.pt.set-aside"]),  # it writes the checkpoints
+])
+def test_a_replica_that_drifts_ends_the_run(corpus, tmp_path, drifts, kept):
     def hook(rank):
         plain = train.tidy_memory
 
         def tidy_memory(run):
             plain(run)
-            if rank == 1 and run.step == 7:
+            if rank == drifts and run.step == 5:
                 weight = next(run.model.blocks[1].parameters())
                 weight.data.view(torch.int32).view(-1)[5] ^= 1
 
         train.tidy_memory = tidy_memory
 
     flags = [*TINY, "--data", corpus, *FLAGS, "--batch_size", "6", "--log_interval", "4",
-             "--save_interval", "4", "--check_replicas_interval", "2"]
+             "--save_interval", "2", "--keep_checkpoints", "2", "--check_replicas_interval", "4"]
     group = processes(tmp_path, 3, flags, hook)
     assert [process.code() for process in group] == [1, 1, 1]
     text = group[0].text()
-    assert "failed: step 8: rank 1 holds other weights than ranks 0, 2, in blocks.1" in text
+    others = "ranks 0, 2" if drifts else "ranks 1, 2"
+    assert f"failed: step 8: rank {drifts} holds other weights than {others}, in blocks.1" in text
     assert "agreed at step 4" in text and "Traceback" not in text
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step*"))
-    assert names == ["step_00000004.pt"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step*")) == kept
 
 
 def test_replicas_that_agree(run, tmp_path):
