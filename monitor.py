@@ -345,6 +345,7 @@ class Monitor:
     def close(self) -> str:
         """Write the last row; returns the report of the run, which TensorBoard also shows."""
         self.phase(self.current)
+        self.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.add(self.seconds)
         self.goodput.close()
         self.machine.close()

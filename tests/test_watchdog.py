@@ -14,7 +14,7 @@ from conftest import TINY, Process, processes, rows
 
 import data
 import train
-from steady import hangs
+from steady import checkpoint, hangs, telemetry
 from steady.parallel import names
 from steady.replicas import Replicas, ReplicasDiffer, checksums
 from steady.report import report
@@ -371,6 +371,21 @@ def test_one_process_alone_whose_data_does_not_come(corpus, tmp_path):
     assert again.code() == 0, again.text()
     assert hang_of(tmp_path)["step"] == 30  # where it went on: the reason is kept
     assert any("in data of step 50" in line for line in report(tmp_path / "run")["verdict"])
+
+
+def test_the_last_upload_may_take_longer(corpus, tmp_path):
+    def hook():
+        plain = telemetry.Sinks.close
+
+        def close(self):
+            time.sleep(1.6)  # as wandb.finish may
+            plain(self)
+
+        telemetry.Sinks.close = close
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, "--hang_seconds", "1",
+                                 "--no_tensorboard"], hook)
+    assert process.code() == 0, process.text()
 
 
 def stuck(kind: str):
