@@ -120,7 +120,7 @@ def files_of_run(out_dir: Path) -> list[Path]:
 
     Raises ConfigError if one of its folders is a link.
     """
-    for name in ("checkpoints", "tensorboard", "tokenizer", KEPT):
+    for name in ("checkpoints", "tensorboard", "tokenizer", "stacks", KEPT):
         if (out_dir / name).is_symlink():
             raise ConfigError(f"--overwrite: {out_dir / name} is a link, which is not deleted; "
                               "remove it yourself, or choose another --out_dir")
@@ -130,6 +130,7 @@ def files_of_run(out_dir: Path) -> list[Path]:
     found += (part for p in checkpoints if p.is_dir() and not p.is_symlink()
               for part in p.glob("*") if PART.fullmatch(part.name) or part.name == MANIFEST)
     found += (out_dir / "tensorboard").glob("events.out.tfevents.*")
+    found += (out_dir / "stacks").glob("rank_*.txt")
     found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
     return [p for p in found if p.is_file() and not p.is_symlink()]
 

@@ -57,13 +57,16 @@ def test_a_second_set_aside_keeps_the_first(run, tmp_path):
 
 def test_overwrite_deletes_only_the_files_of_a_run(run, tmp_path):
     run("--out_dir", "r")
+    (tmp_path / "r/stacks").mkdir()
+    (tmp_path / "r/stacks/rank_3.txt").write_text("of a hang of the old run")
     others = [tmp_path / "r" / name for name in ("notes.txt", "checkpoints/mine.pt",
-                                                 "tensorboard/mine.txt")]
+                                                 "tensorboard/mine.txt", "stacks/mine.txt")]
     for path in others:
         path.write_text("mine")
     run("--out_dir", "r", "--overwrite", "--max_steps", 4)
     assert all(path.read_text() == "mine" for path in others)
     assert [p.name for p in list_checkpoints(tmp_path / "r/checkpoints")] == ["step_00000004.pt"]
+    assert not (tmp_path / "r/stacks/rank_3.txt").exists()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "lock", "metrics.jsonl"])
