@@ -248,7 +248,7 @@ class Config:
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
     hang_seconds: int = option(
         300, "seconds without progress after which the stuck rank is named and the run ends; six "
-        "times as long at the start and between steps; 0 is never", at_least=0)
+        "times as long at the start and between steps; 0 is never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
         0, "steps between comparisons of weights over the ranks that hold the same",
         at_least=0)

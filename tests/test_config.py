@@ -87,6 +87,7 @@ def test_every_preset_and_size_is_valid(preset):
     (["--preset", "fst"], ["fst", "fast"]),
     (["--model", "gpt5"], ["gpt5", "gpt2-124m"]),
     (["--max_steps", "0"], ["max_steps", "at least 1"]),
+    (["--hang_seconds", "1" + 20 * "0"], ["hang_seconds", "at most"]),
     (["--d_model", "-64"], ["d_model", "at least 1"]),
     (["--n_head", "0"], ["n_head", "at least 1"]),
     (["--dropout", "1.5"], ["dropout", "1.5", "below 1"]),
