@@ -42,13 +42,14 @@ class Spikes:
         seen = self.window.masked_fill(self.window.isinf(), torch.nan)
         mean = seen.nanmean(0)
         deviation = (seen - mean).square().nanmean(0).sqrt()
-        deviation = deviation.maximum(1e-6 * mean.abs())  # rounding of equal values is no spike
-        limit = torch.where(seen[-NEEDED].isnan(), torch.inf, mean + self.sigmas * deviation)
+        unknown = seen[-NEEDED].isnan() | (deviation == 0)  # then no step would raise the limit
+        limit = torch.where(unknown, torch.inf, mean + self.sigmas * deviation)
         finite = latest.isfinite().all()
         spike = finite & (latest > limit).any()
         longer = torch.cat((self.window[1:], latest.minimum(limit)[None]))
         self.window = torch.where(finite, longer, self.window)
-        self.excess = torch.where(spike, ((latest - mean) / deviation).max(), 0.0)
+        sigmas = torch.where(latest > limit, (latest - mean) / deviation, 0.0)
+        self.excess = torch.where(spike, sigmas.max(), 0.0)
         return spike.float()
 
 

@@ -44,7 +44,7 @@ class Watchdog:
         self.rank, local_rank, self.world_size, local_size = parallel.rank_and_world()
         first = self.rank - local_rank
         self.on_this_host = range(first, first + local_size)
-        self.informed = {0, 1, first}  # of the ranks that this one reads, those that read all
+        self.informed = {0, min(1, self.world_size - 1), first}  # that this one reads and read all
         self.seconds, self.run = seconds, None
         # a thousand ranks send four thousand notes a second to those of 128 hosts that read all
         self.period = max(min(1.0, seconds / 10), self.world_size / 256)
@@ -126,7 +126,7 @@ class Watchdog:
         """What the other ranks should know of this one; more once it makes no progress."""
         step, phase, _ = self.where
         note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
-                    host=socket.gethostname(), pid=os.getpid())
+                    host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
         if self.age > self.seconds / 5:  # the rest takes milliseconds
             note |= hangs.details(phase, self.stack(), self.native_id)
             note["gone"] = hangs.gone(self.neighbours())
@@ -146,6 +146,8 @@ class Watchdog:
             with contextlib.suppress(Exception):  # without a store, `judge` notices the silence
                 self.publish()
                 self.listen()
+        with contextlib.suppress(Exception):
+            self.publish()  # that it has ended: its silence means nothing
 
     def publish(self):
         self.beat += 1
@@ -170,7 +172,9 @@ class Watchdog:
         """What is wrong; None while some rank may be making progress."""
         if self.age <= self.limit():
             return None
-        notes = {**self.notes, self.rank: self.note()}
+        ended = {rank for rank, note in self.notes.items() if note["ended"]}
+        notes = {rank: note for rank, note in self.notes.items() if rank not in ended}
+        notes[self.rank] = self.note()
         silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
         if self.store and silence[self.rank] > self.quiet:  # not even its own notes come back
             return hangs.describe_lost(self.rank, notes[self.rank], silence[self.rank])
@@ -184,7 +188,7 @@ class Watchdog:
                 waiting, limit = note["age"], note["limit"]
             if waiting <= limit:
                 return None
-        if self.store and self.rank not in self.informed and not self.informed <= silent.keys():
+        if self.rank not in self.informed and not self.informed <= ended.union(silent):
             return None  # they know more
         return hangs.describe(notes, silent)
 

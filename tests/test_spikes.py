@@ -205,3 +205,12 @@ def test_nothing_is_a_spike_before_enough_is_known():
     watch.restore(None)
     assert [any(feed(watch, part)) for part in (values[:63], values[62:63], values[64:])] == [
         False, False, True]
+
+
+@pytest.mark.parametrize("sigmas", [3, 1e39])
+def test_values_that_never_changed_forbid_no_change(sigmas):
+    watch, one = spikes.Spikes(sigmas, torch.device("cpu")), torch.tensor(1.0)
+    for _ in range(200):
+        assert watch.find(2 * one, one) == 0
+    skipped = sum(watch.find(5 + torch.rand(()), one).item() for _ in range(100))
+    assert skipped < 60 and watch.excess.isfinite() and not watch.window.isnan().any()

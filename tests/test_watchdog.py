@@ -132,8 +132,9 @@ def test_off():
 def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, kind="", **other):
     waits = phase == "waiting" if waits is None else waits
     kind = kind or "all_reduce of [4160]" * waits
-    return dict(step=step, phase=phase, age=age, limit=60, host=host, pid=1, waits=waits,
-                at="", disk=False, workers=[], groups={"0": [entered, entered, kind]}) | other
+    return dict(step=step, phase=phase, age=age, limit=60, host=host, pid=1, ended=False,
+                waits=waits, at="", disk=False, workers=[],
+                groups={"0": [entered, entered, kind]}) | other
 
 
 def test_a_rank_is_stuck_in_data():
@@ -440,6 +441,25 @@ def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
     words = {"stopped": "rank 3 (host .*) is stopped", "no answer": "rank 3 .* keeps Python's lock"}
     expected = words.get(kind, r"rank 3 \(host .*\) has been in forward of step 60")
     assert re.search(f"no progress: {expected}", printed), printed
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
+    """Rank 0 writes the last checkpoint, rank 1 waits for its end and watches no more."""
+    def hook(rank):
+        plain = checkpoint.write_checkpoint
+
+        def write_checkpoint(path, state):
+            time.sleep(1000 if path.name == "step_00000012.pt" else 0)
+            plain(path, state)
+
+        checkpoint.write_checkpoint = write_checkpoint
+
+    group = processes(tmp_path, 2, [*TINY, "--data", corpus, "--out_dir", "run", "--hang_seconds",
+                                    "1"], hook)
+    assert [process.code() for process in group] == [1, 1]
+    assert "no progress: rank 0 (host" in group[0].text()
+    assert "steady/checkpoint.py" in group[0].text() and "rank 1 (" not in group[0].text()
 
 
 @pytest.mark.slow
