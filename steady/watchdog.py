@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -217,6 +218,8 @@ class Watchdog:
                 saving -= self.period
             else:
                 left -= self.period
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is stopped would stay
         os._exit(1)
 
     def last_words(self, text: str):
