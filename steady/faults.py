@@ -25,6 +25,7 @@ from steady.checkpoint import (
     set_aside,
 )
 from steady.cli import ConfigError
+from steady.hangs import LEFT_OUT
 from steady.parallel import RanksMissing, gathered, rank_and_world
 from steady.replicas import ReplicasDiffer
 from steady.telemetry import si
@@ -167,8 +168,8 @@ def rescue(run):
             return
         if run.writer.parts:
             run.writer.parts.hurry = True
-        if not run.clean or run.step == 0:
-            return
+        if not run.clean or run.step == 0 or LEFT_OUT in (run.watchdog.verdict or ""):
+            return  # after an exchange that was left out, sums may be of different steps
         save_checkpoint(run, alone=True)
         run.writer.wait()
         if run.writer.parts and not checkpoint_at(run.writer.folder, run.step):

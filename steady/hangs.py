@@ -15,6 +15,7 @@ from steady.telemetry import OUTSIDE_PHASES, duration
 
 HOUSE = Path(__file__).resolve().parent.parent
 DEBUGGERS = ("/pdb.py", "/bdb.py", "pydevd", "debugpy")
+LEFT_OUT = "left out an exchange"
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
 NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger has some
 STATES = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "Z": "dead", "": "dead"}
@@ -195,7 +196,7 @@ def describe_waiting(notes: dict[int, dict]) -> str:
         other = next(each[0] for each in places.values() if each is not odd)
         verb, it, have = ("is", "it", "has") if len(odd) == 1 else ("are", "they", "have")
         return (f"{names(odd)} (host {notes[odd[0]]['host']}) {verb} in {doing[odd[0]]} and others "
-                f"in {doing[other]}: {it} {have} left out an exchange or made one more; {since}")
+                f"in {doing[other]}: {it} {have} {LEFT_OUT} or made one more; {since}")
     hosts = len({note["host"] for note in notes.values()})
     where = f"the network between the {hosts} hosts" if hosts > 1 else "their connections"
     return f"all ranks are in {doing[ranks[0]]} and get no answer: check {where}; {since}"

@@ -14,7 +14,7 @@ from conftest import TINY, Process, processes, rows
 
 import data
 import train
-from steady import checkpoint, hangs, telemetry
+from steady import checkpoint, faults, hangs, telemetry
 from steady.parallel import names
 from steady.replicas import Replicas, ReplicasDiffer, checksums
 from steady.report import report
@@ -190,6 +190,21 @@ def test_an_exchange_was_left_out():
     two["groups"]["2"] = [1, 0, ""]  # it has come further
     assert hangs.describe({0: one, 1: two}, {}).startswith("rank 1 ")
     assert hangs.describe({0: two, 1: one}, {}).startswith("rank 0 ")
+
+
+def test_after_an_exchange_was_left_out_nothing_is_saved(monkeypatch):
+    saved = []
+    monkeypatch.setattr(faults, "save_checkpoint", lambda *args, **kwargs: saved.append(1))
+    notes = {rank: note() for rank in range(2)}
+    watchdog = SimpleNamespace(last_signs=lambda: "", verdict=hangs.describe(notes, {}))
+    writer = SimpleNamespace(parts=None, wait=lambda: None)
+    run = SimpleNamespace(watchdog=watchdog, writer=writer, clean=True, step=5, rank=1)
+    faults.rescue(run)
+    assert saved == [1]
+    notes[1]["groups"] = {"0": [7, 7, "broadcast of [2]"]}
+    watchdog.verdict = "rank 0 says: " + hangs.describe(notes, {})
+    faults.rescue(run)
+    assert saved == [1]
 
 
 def test_the_network_between_hosts():
