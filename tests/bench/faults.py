@@ -16,7 +16,6 @@ import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -230,7 +229,7 @@ def flip(run, dice: float):
 
 WORKS = {"sleep": partial(time.sleep, 10000), "loop": loop, "file": block_in_file,
          "lock": block_in_lock, "python's lock": keep_lock, "memory": take_memory,
-         "skip": None, "bit": None}
+         "die": lambda: os._exit(3), "skip": None, "bit": None}
 
 # --- one host --------------------------------------------------------------------------------
 
@@ -311,13 +310,18 @@ def final_state(folder: Path) -> dict:
 
 
 def ends_equal(expected: Path, folder: Path, bits: bool = True) -> bool:
-    """The same final weights; else the same losses of all steps that were logged, within 1e-5."""
+    """The same final weights and optimizers, bit by bit; else all validation losses to 1e-5."""
     if bits:
         return not compare(final_state(expected), final_state(folder))[1]
-    one, other = column(expected / "run", "train/loss"), column(folder / "run", "train/loss")
-    step = final_state(folder)["step"]
-    return step == STEPS and len(other) >= len(one) - 1 and all(
-        abs(one[k] - value) <= 1e-5 * abs(one[k]) for k, value in other.items())
+    one, other = column(expected / "run", "val/loss"), column(folder / "run", "val/loss")
+    return one.keys() == other.keys() and all(
+        abs(one[step] - loss) <= 1e-5 * loss for step, loss in other.items())
+
+
+def largest_difference(expected: Path, folder: Path) -> float:
+    """Of the final weights."""
+    one, other = (final_state(each)["model"] for each in (expected, folder))
+    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def children(pid: int) -> list[int]:
@@ -332,7 +336,7 @@ def say(kind: str, plan: dict) -> str:
     rank, place = plan["rank"], plan.get("place")
     where = rf".*{place} (of|after) step {plan['step']}\b" if place in PLACES else ""
     return {
-        "python's lock": rf"rank {rank} \(host .*keeps Python's lock{where}",
+        "python's lock": rf"rank {rank} \(host .*keeps Python's lock",
         "skip": rf"rank {rank} \(host .*left out an exchange or made one more",
         "SIGSTOP": rf"rank {rank} \(host .*is stopped",
         "SIGKILL": rf"rank {rank} (\(host .*\) )?is dead",
@@ -414,6 +418,8 @@ def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
     if kind == "bit" and (folder / "flipped").exists():
         expected += re.escape((folder / "flipped").read_text())
     right = next((text for text in soon if re.search(expected, text)), None)
+    if right and (last := re.search(r", last in (\w+) ", right)):  # of its last note: may be older
+        row["last_place_right"] = last[1] == plan.get("place")
     row |= dict(right=bool(right), said=right or (soon or ["nothing"])[0][:400],
                 notice=round(first - injected, 2) if said else None)
     made = steps_of(folder)
@@ -428,7 +434,9 @@ def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
         row |= dict(lost=max(s for _, _, s in until) - after[0][2] + 1,
                     back=round(after[0][0] - (first or injected), 2))
     with contextlib.suppress(Exception):
-        row["equal"] = ends_equal(references / f"{way}{ranks}", folder)
+        expected = references / f"{way}{ranks}"
+        row |= dict(equal=ends_equal(expected, folder), close=ends_equal(expected, folder, False),
+                    largest=largest_difference(expected, folder))
     if kind == "memory":
         with contextlib.suppress(OSError):
             Path((folder / "cgroup").read_text()).rmdir()
@@ -481,6 +489,143 @@ def at_once(jobs: list, most: int, done):
             collect()
 
 
+# --- several hosts ---------------------------------------------------------------------------
+
+HOST_KINDS = ["host: power cut", "host: killed", "host: link cut for good",
+              "host: link cut for 3 s", "host: 30 % loss for 20 s", "host: 10 Mbit/s",
+              "host: power cut where they meet"]
+HOST_SAYS = {
+    "host: killed": "another rank is gone|out of reach|network",
+    "host: power cut": "out of reach|network",
+    "host: power cut where they meet": "out of reach|network",
+    "host: link cut for good": "out of reach|network",
+    "host: 10 Mbit/s": "exchanges between the ranks take longer.*network",
+}
+LARGER = ["--d_model", 128, "--d_ff", 256, "--max_steps", 500, "--save_interval", 100,
+          "--eval_interval", 0]
+
+
+def make_host_plan(kind: str, rng: random.Random) -> tuple[dict, int, str]:
+    count, each = rng.choice([(2, 1), (2, 2), (3, 1)])
+    way = rng.choice(["ddp", "zero3"])
+    if kind == "host: 10 Mbit/s":
+        count, each, way = 2, 1, "ddp"
+    victim = 0 if kind.endswith("meet") else rng.randrange(1, count)
+    plan = dict(kind=kind, hosts=count, victim=victim,
+                step=200 if kind == "host: 10 Mbit/s" else rng.randrange(5, STEPS - 15))
+    return plan, count * each, way
+
+
+def run_hosts(kind: str, seed: int, references: Path, folder: Path) -> dict:
+    """A run on several hosts with a fault; what came of it, as a row."""
+    plan, ranks, way = make_host_plan(kind, random.Random(f"{kind} {seed}"))
+    count, each, gone = plan["hosts"], ranks // plan["hosts"], None
+    hang = 10 if kind.endswith(" s") else 5
+    flags = [*FLAGS, "--data", references / "corpus", "--parallel", way, "--hang_seconds", hang]
+    flags += LARGER if kind == "host: 10 Mbit/s" else []
+    script = [Path(__file__).resolve(), folder, "{}", *flags]
+    began = time.time()
+    with hosts.hosts(count) as made, contextlib.ExitStack() as stack:
+        victim = made[plan["victim"]]
+
+        def start(host):
+            log = stack.enter_context(open(folder / f"{host.name}.txt", "a"))
+            command = hosts.torchrun(made[0], host, each, script, nnodes=count, max_restarts=5,
+                                     conf=dict(join_timeout=30))
+            return host.popen(command, cwd=folder, stdout=log, stderr=log)
+
+        def has_said(seconds):
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: any(t > injected and BAD.search(text)
+                                       for t, _, text in lines(folder)), seconds)
+
+        launched = [start(host) for host in made]
+        wait_until(lambda: steps_of(folder)[-1:] and steps_of(folder)[-1][2] >= plan["step"], 200)
+        (folder / "injected").write_text(f"{time.time():.3f}")
+        injected = time.time()
+        if "power cut" in kind or "killed" in kind:
+            victim.kill() if "killed" in kind else victim.cut_power()
+            has_said(60)
+            if kind.endswith("meet"):
+                codes = [p.wait(120) for host, p in zip(made, launched, strict=True)
+                         if host is not victim]
+                gone = time.time()
+                assert all(codes)
+            victim.boot()
+            launched = [start(host) if host is victim or gone else p
+                        for host, p in zip(made, launched, strict=True)]
+        elif "for good" in kind:
+            victim.link(up=False)
+            for process in launched:
+                process.wait(200)
+            gone = time.time()
+            victim.link(up=True)
+            launched = [start(host) for host in made]
+        elif "3 s" in kind:
+            victim.link(up=False)
+            time.sleep(3)
+            victim.link(up=True)
+        elif "loss" in kind:
+            victim.lose(1 - 0.7 ** 0.5)  # at both ends of the link
+            time.sleep(20)
+            victim.call("iptables-legacy -F")
+        else:
+            victim.shape("tbf rate 10mbit burst 32kb latency 400ms")
+        codes = [process.wait(300) for process in launched]
+    row = dict(**plan, seed=seed, ranks=ranks, way=way, code=max(codes), hang_seconds=hang,
+               seconds=round(time.time() - began, 1))
+    printed = [(t, text) for t, _, text in lines(folder) if t > injected]
+    said = [(t, text) for t, text in printed if BAD.search(text)]
+    if kind == "host: 10 Mbit/s":
+        said = [(t, text) for t, text in printed if BAD.search(text) or "slower" in text
+                or "network" in text]
+    first = said[0][0] if said else None
+    texts = [text for _, text in said]
+    expected = HOST_SAYS.get(kind)
+    right = next((text for text in texts if expected and re.search(expected, text)), None)
+    blamed = any(re.search("no progress: rank .* has been in", text) and not
+                 re.search("network|out of reach", text) for text in texts)
+    row |= dict(right=bool(right) and not blamed if expected else not texts or not blamed,
+                said=right or (texts or ["nothing"])[0][:500], all=[t[:300] for t in texts][:6],
+                notice=round(first - injected, 2) if said else None,
+                pause=round(max((b[0] - a[0] for a, b in zip(steps_of(folder), steps_of(folder)[1:],
+                                                             strict=False)), default=0), 2))
+    if gone:
+        row["end"] = round(gone - injected, 2)
+    steps = steps_of(folder)
+    after = [each for each in steps if first and each[0] > (gone or first)]
+    if after:
+        row |= dict(lost=max(s for t, _, s in steps if t <= (gone or first)) - after[0][2] + 1,
+                    back=round(after[0][0] - (gone or first), 2))
+    with contextlib.suppress(Exception):
+        expected = references / f"{way}{ranks}"
+        if kind != "host: 10 Mbit/s":
+            row |= dict(equal=ends_equal(expected, folder),
+                        close=ends_equal(expected, folder, False),
+                        largest=largest_difference(expected, folder))
+    return row
+
+
+# --- no fault --------------------------------------------------------------------------------
+
+QUIET = [*TINY, "--n_layer", 1, "--d_model", 16, "--d_ff", 16, "--seq_len", 16, "--batch_size", 4,
+         "--max_steps", 10**7, "--log_interval", 100, "--eval_interval", 5000, "--save_interval",
+         2000, "--no_tensorboard", "--auto_resume", "--out_dir", "run", "--hang_seconds", 5]
+
+
+def quiet(ranks: int, seconds: float, references: Path, folder: Path) -> dict:
+    """How many steps are made without a fault, and what is said."""
+    pid = launch(folder, ranks, {}, [*QUIET, "--data", references / "corpus"])
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGTERM)
+    code = ended(pid, 60)
+    printed = [text for _, _, text in lines(folder)]
+    found = column(folder / "run", "train/loss")
+    return dict(kind="quiet", ranks=ranks, code=code, steps=max(found, default=0),
+                load=os.getloadavg(), alarms=[t for t in printed if "no progress" in t],
+                failed=[t for t in printed if "failed:" in t][:3])
+
+
 # --- the table -------------------------------------------------------------------------------
 
 
@@ -496,19 +641,21 @@ def table(rows: list[dict]) -> str:
     kinds = defaultdict(list)
     for row in rows:
         kinds[row["kind"]].append(row)
-    text = ["| fault | named rightly | seconds until the line | seconds from there to the next step "
-            "| steps lost | same end |", "|---|---|---|---|---|---|"]
+    text = ["| fault | named rightly | seconds until the line | from there to the next step "
+            "| steps lost | same bits | same losses |", "|---|---|---|---|---|---|---|"]
     for kind, each in kinds.items():
-        equal = [row for row in each if row.get("equal") is not None]
-        text.append(f"| {kind} | {sum(row['right'] for row in each)} of {len(each)} | "
-                    f"{middle(each, 'notice')} | {middle(each, 'back')} | {middle(each, 'lost')} | "
-                    f"{sum(row['equal'] for row in equal)} of {len(equal)} |")
+        counts = (f"{sum(bool(row.get(name)) for row in each)} of {len(each)}"
+                  for name in ("right", "equal", "close"))
+        right, equal, close = counts
+        text.append(f"| {kind} | {right} | {middle(each, 'notice')} | {middle(each, 'back')} | "
+                    f"{middle(each, 'lost')} | {equal} | {close} |")
     return "\n".join(text)
 
 
 def main(options) -> list[Figure]:
     times = 1 if options.quick else options.times
-    kinds = [kind for kind in KINDS if not options.only or options.only in kind]
+    known = KINDS + HOST_KINDS * hosts.available()
+    kinds = [kind for kind in known if options.only in kind]
     if options.quick:
         kinds = kinds[:1]
     rows = []
@@ -522,14 +669,24 @@ def main(options) -> list[Figure]:
 
     with tempfile.TemporaryDirectory(prefix="faults") as name:
         folder = Path(name)
-        plans = {(kind, n): make_plan(kind, random.Random(f"{kind} {n}")) for kind in kinds
+        make = {kind: make_host_plan if kind in HOST_KINDS else make_plan for kind in kinds}
+        plans = {(kind, n): make[kind](kind, random.Random(f"{kind} {n}")) for kind in kinds
                  for n in range(options.first, options.first + times)}
         make_references(folder, sorted({(way, ranks) for _, ranks, way in plans.values()}))
+        if options.only == "quiet":
+            for ranks in (1, 2, 4):
+                (folder / str(ranks)).mkdir()
+            at_once([(quiet, ranks, 60 * options.minutes, folder, folder / str(ranks))
+                     for ranks in (1, 2, 4)], 3, done)
+            alarms = sum(len(row["alarms"]) for row in rows)
+            steps = sum(row["steps"] for row in rows)
+            return [Figure("false alarms", f"{steps:,} steps", [alarms], "<= 0")]
         jobs = []
         for kind, n in sorted(plans, key=lambda each: each[1]):
             place = folder / f"{kinds.index(kind)}.{n}"
             place.mkdir()
-            jobs.append((run_one, kind, n, folder, place))
+            call = run_hosts if kind in HOST_KINDS else run_one
+            jobs.append((call, kind, n, folder, place))
         alone = [job for job in jobs if job[1] == "memory"]  # the kernel counts these for all
         at_once([job for job in jobs if job not in alone], options.at_once, done)
         at_once(alone, 1, done)
