@@ -162,10 +162,12 @@ class Watchdog:
             if note["age"] + silence.get(rank, 0.0) <= limit:
                 return None
         lost = self.store and own_silence > self.silence  # not even its own notes come back
-        if not self.judges:  # the ranks that do may be gone
-            lost = self.age > 1.5 * self.limit() + 10 * self.period
-        if lost or not self.judges:
-            return hangs.describe_lost(self.rank, notes[self.rank], own_silence) if lost else None
+        if not self.judges:
+            gone = lost or self.rank - self.local_rank in silent  # the one of this host that does
+            if not gone or self.age <= 1.5 * self.limit() + 10 * self.period:
+                return None
+        if lost:
+            return hangs.describe_lost(self.rank, notes[self.rank], own_silence)
         try:
             return hangs.describe(notes, silent)
         except Exception as e:  # as where a fork's notes differ: to leave matters more

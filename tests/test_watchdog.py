@@ -115,6 +115,27 @@ def test_a_process_that_was_stopped_blames_nobody(monkeypatch):
     assert not left and watchdog.age < 10
 
 
+def test_a_rank_that_does_not_judge_leaves_it_to_the_one_of_its_host(monkeypatch):
+    """Which knows of all ranks, as of a checkpoint that one of another host is writing."""
+    watchdog = watch(10)
+    watchdog.rank, watchdog.local_rank, watchdog.store = 3, 1, True
+    begin(watchdog, "waiting")
+    watchdog.measure(0.0)
+    watchdog.notes = {2: note(age=90.0)}
+
+    def hear(*ranks):
+        watchdog.heard = dict.fromkeys(ranks, watchdog.awake)
+        return watchdog.judge()
+
+    for _ in range(100):
+        watchdog.measure(1.0)
+        watchdog.awake += 1.0
+        assert not hear(2, 3)
+    assert "rank 2 (host a) is " in hear(3)  # silent
+    watchdog.heard = {}
+    assert "no answer from torchrun's store for 1m40s" in watchdog.judge()
+
+
 def test_off():
     before = threading.active_count()
     with Watchdog(0):

@@ -10,6 +10,7 @@ have torch imported already. Each fault happens once in a run. --rows FILE keeps
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -72,6 +73,7 @@ def worker(folder: str, plan: dict, flags: list):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT
                       else signal.SIG_DFL)  # not those of the agent, of which this is a fork
+    ctypes.CDLL(None).prctl(1, 0)  # and no signal at its death, which torchrun does not send
     rank = int(os.environ["RANK"])
     os.chdir(folder)
     torch.set_num_threads(1)
