@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -196,6 +197,8 @@ class Watchdog:
             time.sleep(self.period)
             left -= 0 if hangs.in_checkpoint(self.stack()) else self.period
             self.age += self.period
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is stopped would not notice
         os._exit(1)
 
     def last_words(self, text: str):

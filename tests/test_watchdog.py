@@ -335,6 +335,31 @@ def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
 
 
 @pytest.mark.slow
+def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp_path):
+    def hook():
+        plain = data.Mixture.batch
+
+        def batch(self, start, stop):
+            if start >= 50 * 8:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return plain(self, start, stop)
+
+        data.Mixture.batch = batch
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *FLAGS, "--num_workers", "1",
+                                 "--hang_seconds", "3"], hook)
+    assert process.code() == 1
+    found = re.search(r"in data of step \d+ .*loader process (\d+) is stopped", process.text())
+    assert found, process.text()
+    for _ in range(1000):
+        if hangs.what_state(hangs.state_of(found[1])) == "dead":
+            return
+        time.sleep(0.01)
+    os.kill(int(found[1]), signal.SIGKILL)
+    raise AssertionError("it is still there")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_exchange_that_one_rank_skips(corpus, tmp_path, ranks):
     def hook(rank):
