@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
     faults = parser.add_argument_group("faults")
     faults.add_argument("--times", type=int, default=20, help="of each fault")
-    faults.add_argument("--only", metavar="NAME", default="", help="faults with this in the name")
+    faults.add_argument("--only", metavar="NAME", default="", help="a part of faults' names, as a "
+                        "regular expression")
     faults.add_argument("--first", type=int, default=0, help="seed of the first")
     faults.add_argument("--minutes", type=float, default=20, help="of quiet runs")
     faults.add_argument("--at_once", type=int, default=3, help="runs")

@@ -1,7 +1,7 @@
 """The same faults in other programs: what they say, how soon, and whether they come back.
 
     pip install accelerate
-    python -m tests.bench.peers [--times 3] [--rows FILE]
+    python -m tests.bench.peers [--times 3] [--program plain_ddp] [--rows FILE]
 
 Under torchrun --max_restarts=2, two ranks, a checkpoint every 20 steps, and a process group that
 times out after 60 s (defaults: 30 minutes for gloo, 10 for NCCL).
@@ -95,6 +95,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--at_once", type=int, default=4)
+    parser.add_argument("--program", choices=["hf_trainer", "plain_ddp"])
     parser.add_argument("--rows")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="peers") as name:
@@ -112,7 +113,7 @@ def main():
                 with open(options.rows, "a") as file:
                     file.write(json.dumps(row) + "\n")
 
-        programs = ["hf_trainer", "plain_ddp"]
+        programs = [options.program] if options.program else ["hf_trainer", "plain_ddp"]
         with ThreadPoolExecutor(options.at_once) as pool:
             list(pool.map(lambda p: call(p, "undisturbed", 0), programs))
             jobs = [(p, kind, n) for n in range(options.times) for kind in KINDS for p in programs]

@@ -5,6 +5,7 @@ Needs `pip install accelerate`. Resumes as its documentation says.
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ class Note(TrainerCallback):
 
 def main():
     planted.begin()
+    # or ddp_timeout is not heeded on a CPU (transformers 5.23, accelerate 1.15)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
