@@ -14,6 +14,7 @@ from steady.telemetry import OUTSIDE_PHASES, duration
 
 HOUSE = Path(__file__).resolve().parent.parent
 DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+LEFT_OUT = "it has left out an exchange"
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
 
 # --- what a rank can tell of itself ----------------------------------------------------------
@@ -188,8 +189,7 @@ def describe_waiting(notes: dict[int, dict]) -> str:
         rank = places[odd][0]
         other = next(each[0] for place, each in places.items() if place != odd)
         return (f"{names(places[odd])} (host {notes[rank]['host']}) is in {doing[rank]} and the "
-                f"others are in {doing[other]}: it has left out an exchange or made one more; "
-                f"{since}")
+                f"others are in {doing[other]}: {LEFT_OUT} or made one more; {since}")
     if len({pending(note) for note in notes.values()}) > 1:
         each = ", ".join(f"rank {rank} in {text}" for rank, text in sorted(doing.items()))
         return f"the ranks are in different exchanges: {each}; {since}"

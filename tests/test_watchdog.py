@@ -14,7 +14,7 @@ from conftest import TINY, Process, processes, rows
 
 import data
 import train
-from steady import hangs
+from steady import faults, hangs
 from steady.replicas import Replicas, ReplicasDiffer, checksums
 from steady.report import report
 from steady.watchdog import PATIENT, Watchdog
@@ -202,6 +202,22 @@ def test_an_exchange_was_left_out():
     # of two ranks, the one that has come further
     assert hangs.describe({0: notes[0], 1: notes[1]}, {}).startswith("rank 1 ")
     assert hangs.describe({0: notes[1], 1: notes[0]}, {}).startswith("rank 0 ")
+
+
+def test_after_an_exchange_was_left_out_nothing_is_saved(monkeypatch):
+    """A sum may be of gradients of different steps."""
+    saved = []
+    monkeypatch.setattr(faults, "save_checkpoint", lambda *args, **kwargs: saved.append(1))
+    notes = {rank: note() for rank in range(2)}
+    watchdog = SimpleNamespace(last_signs=lambda: "", verdict=hangs.describe(notes, {}))
+    writer = SimpleNamespace(parts=None, wait=lambda: None)
+    run = SimpleNamespace(watchdog=watchdog, writer=writer, clean=True, step=5, rank=1)
+    faults.rescue(run)
+    assert saved == [1]
+    notes[1] |= dict(marks=9, groups={"0": [7, "broadcast of [2]"]})
+    watchdog.verdict = "rank 0 says: " + hangs.describe(notes, {})
+    faults.rescue(run)
+    assert saved == [1]
 
 
 def test_the_network_between_hosts():
