@@ -506,7 +506,7 @@ HOST_SAYS = {
     "host: link cut for good": "out of reach|network",
     "host: 10 Mbit/s": "exchanges between the ranks take longer.*network",
 }
-LARGER = ["--d_model", 128, "--d_ff", 256, "--max_steps", 500, "--save_interval", 100,
+LARGER = ["--d_model", 64, "--d_ff", 128, "--max_steps", 330, "--save_interval", 100,
           "--eval_interval", 0]
 
 
