@@ -101,7 +101,8 @@ def test_several_at_once_make_one_table_and_one_file(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "training")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "training")]
+                         + ["faults"])
 def test_every_benchmark_runs(name):
     told = bench(name, "--quick")
     if name == "scaling":

@@ -27,7 +27,7 @@ from tests.bench.common import Figure, picture, table
 NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "parallel",
          "loading", "resume", "preparation", "documents", "million", "slowdowns", "startup",
          "scaling"]
-ON_REQUEST = ["crash", "diagnosis", "gpu", "spikes"]
+ON_REQUEST = ["crash", "diagnosis", "faults", "gpu", "spikes"]
 
 
 def machine() -> dict:
@@ -69,6 +69,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
     parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
+    faults = parser.add_argument_group("faults")
+    faults.add_argument("--times", type=int, default=20, help="of each fault")
+    faults.add_argument("--only", metavar="NAME", default="", help="a part of faults' names, as a "
+                        "regular expression")
+    faults.add_argument("--first", type=int, default=0, help="seed of the first")
+    faults.add_argument("--minutes", type=float, default=20, help="of quiet runs")
+    faults.add_argument("--at_once", type=int, default=3, help="runs")
+    faults.add_argument("--rows", metavar="FILE", help="append a row for each run")
     options = parser.parse_args(argv)
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
