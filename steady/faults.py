@@ -388,7 +388,8 @@ def exit_code(main, argv: list[str]) -> int:
             print(f"train.py: failed: {e}", file=sys.stderr)
         return 1
     except Exception as e:
-        if dist.is_initialized() and LOST_CONNECTION.search(str(e)):
+        # an OSError is of the pipe to a loader process
+        if dist.is_initialized() and LOST_CONNECTION.search(str(e)) and not isinstance(e, OSError):
             reason = str(e).splitlines()[0]  # the rank that is gone has the traceback that matters
             print(f"train.py: failed: another rank is gone: {reason}", file=sys.stderr)
         else:

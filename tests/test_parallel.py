@@ -13,7 +13,13 @@ import config
 import train
 from model import Transformer
 from steady import parallel, parts
-from steady.checkpoint import compare, find_damage, list_checkpoints, read_state
+from steady.checkpoint import (
+    checkpoint_at,
+    compare,
+    find_damage,
+    list_checkpoints,
+    read_state,
+)
 from steady.tokens import write_tokens
 from tools import estimate
 
@@ -84,6 +90,17 @@ def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision)
     run(*flags, "--out_dir", "ddp", ranks=2)
     run(*flags, "--out_dir", "zero3", "--parallel", "zero3", ranks=2)
     assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3", rel=5e-3)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_three_ranks_resume_bit_for_bit(run, tmp_path, way):
+    flags = ["--batch_size", "6", "--parallel", way, "--save_interval", "5", "--eval_interval", "0"]
+    run(*flags, "--out_dir", "straight", ranks=3)
+    middle = checkpoint_at(tmp_path / "straight" / "checkpoints", 5)
+    run(*flags, "--out_dir", "again", "--resume", middle, ranks=3)
+    one, other = newest(tmp_path / "straight"), newest(tmp_path / "again")
+    assert compare(one["model"], other["model"])[1] == []
+    assert compare(one["optimizers"], other["optimizers"])[1] == []
 
 
 def test_initial_values_do_not_depend_on_the_ranks(run, tmp_path):
