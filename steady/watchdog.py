@@ -209,13 +209,13 @@ class Watchdog:
         fails, and the training thread saves the last step and ends in its own way.
         """
         waits = hangs.waits(self.where[1], self.stack())
+        words = threading.Thread(target=self.last_words, args=(text,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS)  # it may block, as where a disk does not answer
         for rank, note in self.neighbours().items():
             if self.awake - self.heard[rank] > self.quiet and not note["ended"]:
                 with contextlib.suppress(OSError):  # stopped, or stuck: torchrun would wait 30 s
                     os.kill(note["pid"], signal.SIGKILL)
-        words = threading.Thread(target=self.last_words, args=(text,), daemon=True)
-        words.start()
-        words.join(LAST_WORDS)  # it may block, as where a disk does not answer
         left, saving = LAST_WORDS if waits else 0.0, self.seconds
         while left > 0 and saving > 0:
             time.sleep(self.period)
