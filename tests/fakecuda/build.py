@@ -1,8 +1,13 @@
-"""Build the libraries of the fake device: device.c, driver.c, and a success for everything else."""
+"""Build the libraries of the fake device: device.c, driver.c, and a success for everything else.
+
+python tests/fakecuda/build.py FOLDER: for the CUDA build of torch of this interpreter. A process
+sees the device with LD_PRELOAD=FOLDER/device.so and LD_LIBRARY_PATH=FOLDER.
+"""
 
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,8 +31,7 @@ HOST_DEFINES = """
 """
 
 
-def build(folder: Path) -> dict[str, str]:
-    """The environment variables of a process that is to see the fake device."""
+def build(folder: Path):
     site = Path(importlib.util.find_spec("torch").origin).parent.parent
     libraries = site / "torch" / "lib"
     include = next(site.glob("nvidia/*/include/driver_types.h")).parent
@@ -42,7 +46,6 @@ def build(folder: Path) -> dict[str, str]:
               if re.fullmatch(r"cu[A-Z]\w*", name)}
     compile_library(folder / "libcuda.so.1", HERE / "driver.c", driver,
                     ["-Wl,-soname,libcuda.so.1"])
-    return dict(LD_PRELOAD=str(folder / "device.so"), LD_LIBRARY_PATH=str(folder))
 
 
 def undefined(libraries: list[Path]) -> set[str]:
@@ -60,3 +63,7 @@ def compile_library(path: Path, source: Path, names: set[str], flags: list[str])
                               for name in sorted(names)))
     subprocess.run(["gcc", "-std=gnu11", "-shared", "-fPIC", "-w", "-O1", *flags, str(source),
                     str(others), "-o", str(path)], check=True)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -1,9 +1,9 @@
 /* CUDA's runtime, cuBLAS and NCCL for a GPU that computes nothing: kernels are counted and not run.
 
    Its memory is addresses without contents, so that a model may be larger than this machine. A copy
-   to the host brings zeros; one byte, which is a flag such as the result of `all()`, is true. Every
-   other function of those libraries that torch calls does nothing and returns success: see
-   build.py. */
+   to the host brings zeros, or what was copied there since the last kernel, as DDP does to agree
+   on something; one byte, which is a flag such as the result of `all()`, is true. Every other
+   function of those libraries that torch calls does nothing and returns success: see build.py. */
 
 #define _GNU_SOURCE
 #include <driver_types.h>
@@ -92,10 +92,25 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
   out->devicePointer = out->hostPointer = (void *)p;
   return cudaSuccess;
 }
+static struct { const void *at; size_t size, launches; char bytes[4096]; } newest[16];
 static cudaError_t copy(void *to, const void *from, size_t size) {
-  if (!on_device(to)) tell(pinned(to) ? "to host" : "to pageable host", size);
-  else if (!on_device(from)) tell(pinned(from) ? "from host" : "from pageable host", size);
-  if (!on_device(to)) memset(to, size == 1, size);
+  static int next;
+  if (on_device(to) && on_device(from)) return cudaSuccess;
+  if (on_device(to)) {
+    tell(pinned(from) ? "from host" : "from pageable host", size);
+    if (size > sizeof newest->bytes) return cudaSuccess;
+    next = (next + 1) % 16;
+    newest[next].at = to, newest[next].size = size, newest[next].launches = launches;
+    memcpy(newest[next].bytes, from, size);
+    return cudaSuccess;
+  }
+  tell(pinned(to) ? "to host" : "to pageable host", size);
+  memset(to, size == 1, size);
+  for (int i = 1; i <= 16 && size > 1; i++) { /* the oldest first */
+    int k = (next + i) % 16;
+    if (newest[k].at == from && newest[k].size == size && newest[k].launches == launches)
+      memcpy(to, newest[k].bytes, size);
+  }
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind,
