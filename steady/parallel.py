@@ -357,4 +357,7 @@ def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
     parameters = inspect.signature(ddp).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
-    return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    # Or it would wait for the GPU at every 100th step, for times that only its own log reads.
+    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    return wrapped
