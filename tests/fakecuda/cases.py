@@ -168,7 +168,8 @@ def test_large_models(go, corpus, tmp_path, flags):
     printed, steps = go(
         *flags, "--data", corpus, "--seq_len", "512", "--device", "cuda", "--no_compile",
         "--max_steps", "4", "--log_interval", "1", "--eval_interval", "0", "--save_interval", "0",
-        "--no_tensorboard", "--num_workers", "0", "--out_dir", tmp_path / "r", bare=True)
+        "--no_tensorboard", "--num_workers", "0", "--memory_interval", "1",
+        "--out_dir", tmp_path / "r", bare=True)
     assert "bf16, flash attention" in printed
     assert 1 < column(tmp_path / "r", "memory/peak_gb")[4] < 20
 
@@ -237,7 +238,7 @@ def test_out_of_memory(go, corpus):
     printed, _ = go(*big, "--micro_batch_size", "64", memory=10**9, expect=1)
     assert "out of memory (" in printed and "try --micro_batch_size 32" in printed
     printed, _ = go(*big, "--micro_batch_size", "auto", memory=10**9, expect=0)
-    assert re.search(r"micro-batches of (4|8|16),", printed)
+    assert 1 < int(re.search(r"micro-batches of (\d+),", printed)[1]) < 64
 
 
 def no_comparison():
