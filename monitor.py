@@ -204,7 +204,7 @@ class Monitor:
         checksums = self.replicas.take() if self.replicas else []
         parts = [*totals, *weights, self.losses, self.grad_norms, self.excess, checksums,
                  [nonfinite], [self.machine.probe_us], self.own_ms(step)]
-        values = torch.cat([self.on_device(part) for part in parts])
+        values = self.on_device([value for part in parts for value in part])
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
@@ -237,11 +237,11 @@ class Monitor:
         return row | slowest_rank(own, probes[:, 0])
 
     def on_device(self, values: list) -> Tensor:
-        """A list of numbers, or one of tensors of a single element, as [n] in fp32."""
-        if values and isinstance(values[0], Tensor):
-            values = torch.stack(values).detach().reshape(-1)
-            return values.to(self.device, torch.float32, non_blocking=True)
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
+        numbers = [value for value in values if not isinstance(value, Tensor)]
+        numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=self.device).unbind())
+        return torch.stack([value.detach().to(self.device, torch.float32).reshape(())
+                            if isinstance(value, Tensor) else next(numbers) for value in values])
 
     def own_ms(self, step: int) -> list[float]:
         """ms per step of this rank's own work by phase, without waiting for other ranks."""

@@ -33,4 +33,6 @@ def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
         layer = re.match(r"(.*?\.\d+)\.|[^.]*", name)
         groups.setdefault("/" + (layer[1] or layer[0]), []).append(i)
     norms = norms.float()
-    return {"": norms.norm()} | {group: norms[i].norm() for group, i in groups.items()}
+    each = norms.unbind()  # indexing with a list would copy it to the device and wait for that
+    return {"": norms.norm()} | {group: torch.stack([each[i] for i in members]).norm()
+                                 for group, members in groups.items()}

@@ -376,12 +376,13 @@ def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
     parameters = inspect.signature(ddp).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
-    model = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
-    reducer = model.reducer
-    if device.type == "cpu" and hasattr(reducer, "_push_all_rebuilt_params"):
-        # DDP lays its buckets out anew after the first step of a process, and gloo then adds in
+    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    # Or it would wait for the GPU at every 100th step, for times that only its own log reads.
+    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    if device.type == "cpu" and hasattr(wrapped.reducer, "_push_all_rebuilt_params"):
+        # It lays its buckets out anew after the first step of a process, and gloo then adds in
         # another order: with three ranks or more, a restart would change the last bits. On a GPU,
         # where the order in which gradients are ready saves time, bits differ anyway.
-        reducer._push_all_rebuilt_params()
-        reducer._rebuild_buckets()
-    return model
+        wrapped.reducer._push_all_rebuilt_params()
+        wrapped.reducer._rebuild_buckets()
+    return wrapped

@@ -61,6 +61,7 @@ def tiny_config(**changes) -> config.Config:
     return replace(config.resolve(config.parse([*TINY, "--vocab_size", "257"])), **changes)
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist where only some tests are run
 def pytest_xdist_auto_num_workers(config) -> int:
     """Two processes for all of the tests; for some of them none, which start at once."""
     everything = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword

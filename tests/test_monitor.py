@@ -288,6 +288,24 @@ def test_metrics_are_means_over_the_interval(tmp_path, clock):
     assert [row["train/tokens"] for row in rows(tmp_path)] == [1000, 4000, 8000]
 
 
+def test_numbers_go_to_the_device_in_one_copy(tmp_path, clock, monkeypatch):
+    """Each would wait for a GPU."""
+    m, copies, plain = make(tmp_path, log_interval=2), [], torch.tensor
+    for k in range(3):
+        m.log(f"health/{k}", torch.tensor(2.0), torch.tensor(True) if k else 1)
+
+    def tensor(values, *args, **how):
+        copies.append(values)
+        return plain(values, *args, **how)
+
+    m.losses = m.grad_norms = [torch.tensor(3.0)]
+    monkeypatch.setattr(torch, "tensor", tensor)
+    row = m.gather_values(2, 0.0)
+    assert len(copies) == 1
+    assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
+    assert row["train/loss"] == 3.0
+
+
 def test_ranks_are_averaged_in_one_exchange(tmp_path, clock):
     sent = []
 

@@ -1,0 +1,274 @@
+"""The program on the fake device: run by tests/test_fakecuda.py, which provides it.
+
+What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
+"""
+
+import json
+import re
+
+import pytest
+from conftest import TINY, Process, column, processes
+from fakecuda.watch import COUNTERS, watch
+
+SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
+         "--no_tensorboard", "--eval_interval", "0", "--save_interval", "0"]
+BATCH = "from host data.py <genexpr>"  # page-locked, so nothing waits for it
+PAGEABLE_BATCH = "from pageable host data.py <genexpr>"
+LOG = {
+    "from pageable host monitor.py on_device": 1,  # times of this rank
+    "to pageable host monitor.py gather_values": 1,
+    "synchronize monitor.py on_device": 1,
+    "synchronize monitor.py gather_values": 1,
+    "synchronize monitor.py phase": 1,  # what is queued belongs to the steps
+}
+PHASE = "synchronize monitor.py phase"
+EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize train.py evaluate": 1}
+SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
+          "to host train.py sample": 1, "to pageable host train.py sample": 1}
+SAVE = {PHASE: 1}  # and copies to page-locked memory, for which a thread waits
+COPIED = "to host steady/checkpoint.py copy_to_host"
+
+
+@pytest.fixture
+def go(corpus, tmp_path):
+    """go(*flags) → (printed, steps): a run in tmp_path with SMALL and the corpus.
+
+    steps[n]: what host and device exchanged in step n, as {kind and function: times}. ranks:
+    processes; steps are those of rank 0. hook: called first in each. memory: bytes of the device.
+    """
+
+    def go(*flags, bare=False, ranks=1, hook=None, memory=80 * 10**9, expect=0):
+        flags = [*([] if bare else [*SMALL, "--data", str(corpus)]), *map(str, flags)]
+        found = [tmp_path / f"steps{rank}.json" for rank in range(ranks)]
+
+        def prepare(rank=0):
+            if hook:
+                hook()
+            watch(found[rank], memory)
+
+        if ranks == 1:
+            group = [Process(tmp_path, flags, prepare)]
+        else:
+            group = processes(tmp_path, ranks, flags, prepare)
+        codes = [process.code(300) for process in group]
+        printed = "".join(process.text() for process in group)
+        for process in group:
+            process.log.unlink()
+        assert codes == [expect] * ranks, printed
+        return printed, {int(step): without_lines(counts)
+                         for step, counts in json.loads(found[0].read_text()).items()}
+
+    return go
+
+
+def without_lines(counts: dict) -> dict:
+    """{"kind file:line function": times} without the lines, added up."""
+    out = {}
+    for name, n in counts.items():
+        name = re.sub(r":\d+ ", " ", name)
+        out[name] = out.get(name, 0) + n
+    return out
+
+
+def exchanged(counts: dict) -> dict:
+    return {name: n for name, n in counts.items() if name not in COUNTERS}
+
+
+def total(*parts: dict) -> dict:
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1):
+    """Ordinary steps copy their batches, each of so many tensors, from page-locked memory; a log
+    adds LOG. One micro-batch is read ahead, in the first step; the last one also ends the run."""
+    last = max(steps)
+    for step, counts in steps.items():
+        if step in (0, last):
+            continue
+        expected = {BATCH: tensors * (micro_batches + (step == 1))}
+        assert exchanged(counts) == total(expected, LOG if step in logs else {}), step
+        assert not counts.get("frees") or step == 1, step
+
+
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--optimizer", "adamw"],
+    ["--precision", "fp32"],
+    ["--precision", "fp16"],
+    ["--precision", "fp16", "--optimizer", "adamw"],
+    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32"],
+    ["--dropout", "0.1", "--activation_checkpointing", "full"],
+    ["--attention", "efficient", "--n_kv_head", "2"],
+    ["--qk_norm", "--qkv_bias", "--tie_embeddings"],
+    ["--skip_spikes", "6"],
+    ["--check_replicas_interval", "3"],
+    ["--monitor", "full"],
+    ["--monitor", "full", "--health_interval", "3", "--precision", "fp16"],
+    ["--monitor", "off"],
+    ["--num_workers", "2"],
+], ids=" ".join)
+def test_an_ordinary_step_waits_for_nothing(go, flags):
+    _, steps = go(*flags)
+    check(steps, logs=[1, 4, 8])
+    assert sorted(steps) == list(range(13))
+
+
+def test_accumulation(go):
+    _, steps = go("--micro_batch_size", "2")
+    check(steps, logs=[1, 4, 8], micro_batches=4)
+
+
+def test_an_item_in_the_loop_is_found(go):
+    def hook():
+        import train
+
+        update = train.update
+
+        def asking(run):
+            norm = update(run)
+            norm.item()
+            return norm
+
+        train.update = asking
+    _, steps = go(hook=hook)
+    with pytest.raises(AssertionError):
+        check(steps, logs=[1, 4, 8])
+    assert [step for step in steps if "synchronize train.py train" in steps[step]] == [
+        *range(1, 13)]
+
+
+@pytest.mark.parametrize("flags", [["--packing"], ["--data_mode", "documents"]], ids=" ".join)
+def test_documents(go, tmp_path, flags):
+    """Tokens, targets and, packed, numbers of documents are copied from page-locked memory."""
+    _, steps = go(*flags)
+    check(steps, logs=[1, 4, 8], tensors=3 if "--packing" in flags else 2)
+
+
+def test_a_mixture(go, corpus):
+    other = corpus.parent / "other"
+    if not other.exists():
+        other.symlink_to(corpus)
+    _, steps = go("--data", f"{corpus}:3", f"{other}:1")
+    check(steps, logs=[1, 4, 8], tensors=2)  # tokens, and which dataset
+
+
+@pytest.mark.parametrize("preset", ["fast", "max_throughput", "low_memory", "debug"])
+def test_presets(go, preset):
+    _, steps = go("--preset", preset, "--no_detect_anomaly")  # which waits for each operation
+    check(steps, logs=[1, 4, 8], micro_batches=8 if preset == "low_memory" else 1)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--model", "gpt2-124m", "--batch_size", "16", "--micro_batch_size", "8"],
+    ["--model", "350m", "--batch_size", "2", "--activation_checkpointing", "full"],
+], ids=" ".join)
+def test_large_models(go, corpus, tmp_path, flags):
+    """Of torch's own allocator, so as on a GPU: the memory that a step takes."""
+    printed, steps = go(
+        *flags, "--data", corpus, "--seq_len", "512", "--device", "cuda", "--no_compile",
+        "--max_steps", "4", "--log_interval", "1", "--eval_interval", "0", "--save_interval", "0",
+        "--no_tensorboard", "--num_workers", "0", "--memory_interval", "1",
+        "--out_dir", tmp_path / "r", bare=True)
+    assert "bf16, flash attention" in printed
+    assert 1 < column(tmp_path / "r", "memory/peak_gb")[4] < 20
+
+
+def test_evaluation_sample_and_checkpoint(go, tmp_path):
+    _, steps = go("--eval_interval", "3", "--eval_steps", "2", "--sample_interval", "5",
+                  "--save_interval", "7", "--out_dir", tmp_path / "r")
+    found = {step: exchanged(counts) for step, counts in steps.items()}
+    assert found[2] == {BATCH: 1}
+    copies = found[3].pop(COPIED)  # a new best is saved
+    assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 2}, EVALUATION, SAVE)
+    assert found[5] == total({BATCH: 1}, SAMPLE)
+    assert found[7] == total({BATCH: 1}, SAVE, {COPIED: copies})
+
+
+def test_resuming_evaluating_and_generating(go, tmp_path):
+    out = ["--out_dir", tmp_path / "r", "--save_interval", "4"]
+    go(*out, "--max_steps", "8", "--precision", "fp16")
+    printed, steps = go(*out, "--auto-resume", "--precision", "fp16")
+    assert "step_00000008.pt" in printed
+    check({step: counts for step, counts in steps.items() if step > 9}, logs=[])
+    printed, _ = go("--check_checkpoints", tmp_path / "r", bare=True)
+    assert "INVALID" not in printed and printed.count("valid") >= 3
+    newest = tmp_path / "r/checkpoints/step_00000012.pt"
+    go("--eval_only", "--resume", newest)
+    go("--init_from", "none", "--resume", newest, "--skip_spikes", "4", "--max_steps", "14")
+
+
+def test_text_from_a_checkpoint(go, tmp_path):
+    go("--out_dir", tmp_path / "r", "--save_interval", "12")
+
+    def hook():
+        from tools import commands, generate
+
+        commands.main = generate.main
+
+    _, steps = go("generate", tmp_path / "r", "--device", "cuda", bare=True, hook=hook)
+    # every token is printed, and asked whether it is the last: here, each of them is
+    found = steps[0]
+    assert found["synchronize tools/generate.py stream"] == 1
+    assert found["synchronize model.py generate"] == 2, found
+
+
+def test_rolling_back(go, tmp_path):
+    def hook():
+        import monitor
+
+        gather = monitor.Monitor.gather_values
+
+        def bad(self, step, nonfinite):
+            row = gather(self, step, nonfinite)
+            if step == 8 and not list(tmp_path.glob("rolled")):
+                (tmp_path / "rolled").touch()
+                self.nonfinite_in_a_row = 99
+            return row
+
+        monitor.Monitor.gather_values = bad
+    printed, steps = go("--save_interval", "6", "--on_nonfinite", "rollback", hook=hook,
+                        expect=0)
+    assert "step_00000006.pt, on with sample 64" in printed
+
+
+def test_out_of_memory(go, corpus):
+    big = ["--d_model", "512", "--n_head", "8", "--n_kv_head", "8", "--seq_len", "512",
+           "--batch_size", "64", "--d_ff", "1024"]
+    printed, _ = go(*big, "--micro_batch_size", "64", memory=10**9, expect=1)
+    assert "out of memory (" in printed and "try --micro_batch_size 32" in printed
+    printed, _ = go(*big, "--micro_batch_size", "auto", memory=10**9, expect=0)
+    assert 1 < int(re.search(r"micro-batches of (\d+),", printed)[1]) < 64
+
+
+def no_comparison():
+    """DDP compares the shapes of parameters over the ranks, whose exchange brings zeros here."""
+    from torch.nn.parallel import distributed
+
+    distributed._verify_param_shape_across_processes = lambda *_: None
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+def test_two_ranks(go, tmp_path, way):
+    """torch's own DDP and fully_shard call a NCCL that moves nothing; gloo is real."""
+    flags = ["--parallel", way, "--out_dir", tmp_path / "r", "--save_interval", "5",
+             "--eval_interval", "6", "--monitor", "full", "--check_replicas_interval", "3",
+             "--skip_spikes", "6", "--micro_batch_size", "2"]
+    steps = go(*flags, ranks=2, hook=no_comparison)[1]
+    if way != "ddp":  # which waits in its first steps
+        assert {step: waited(steps[step]) for step in (2, 3, 7, 8, 9, 11)} == {
+            2: {}, 3: {}, 7: {}, 8: LOG, 9: {}, 11: {}}
+    printed, _ = go(*flags, "--auto-resume", "--max_steps", "14", ranks=2, hook=no_comparison)
+    assert "step_00000012" in printed
+
+
+def test_ddp_waits_in_its_first_steps_alone(go):
+    """torch times the first 10 steps, and would time every 100th."""
+    steps = go("--max_steps", "104", "--log_interval", "50", ranks=2, hook=no_comparison)[1]
+    later = {step: waited(counts) for step, counts in steps.items() if 12 < step < 104}
+    assert later == {step: LOG if step in (50, 100) else {} for step in later}
+
+
+def waited(counts: dict) -> dict:
+    """But for copies from page-locked memory, as fully_shard makes some of its own."""
+    return {name: n for name, n in exchanged(counts).items() if not name.startswith("from host")}

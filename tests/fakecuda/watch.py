@@ -1,0 +1,83 @@
+"""What host and device exchange, by step and line, in a process that sees the fake device."""
+
+import ctypes
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
+COUNTERS = ("launches", "allocations", "frees")
+
+
+class Watch:
+    """The steps of a run so far: step → {"kind line": times} and the device's counters.
+
+    Step 0 is what comes before the first one. What belongs to a step lasts until the next begins:
+    its log, evaluation, sample and checkpoint. The end of the run belongs to the last step.
+    """
+
+    def __init__(self, memory: int = 80 * 10**9):
+        self.device = ctypes.CDLL(None)  # the preloaded library
+        self.device.fake_set_memory(ctypes.c_size_t(memory))
+        self.listener = LISTENER(self.exchange)
+        self.device.fake_listen(self.listener)
+        self.steps, self.before, self.step = {}, Counter(), 0
+
+    def counters(self) -> Counter:
+        return Counter({name: getattr(self.device, f"fake_{name}")() for name in COUNTERS})
+
+    def begin(self, step: int):
+        """What comes from now on belongs to `step`."""
+        now = self.counters()
+        found = self.steps.setdefault(self.step, Counter())
+        found.update(now - self.before)
+        self.before, self.step = now, step
+
+    def exchange(self, kind: bytes, size: int):
+        if threading.current_thread() is not threading.main_thread() and beside_training():
+            return
+        self.steps.setdefault(self.step, Counter())[f"{kind.decode()} {caller()}"] += 1
+
+    def write(self, path: Path):
+        self.begin(self.step)
+        path.write_text(json.dumps(self.steps))
+
+
+def beside_training() -> bool:
+    """Whether this is a thread of Python's, such as the writer of checkpoints; not autograd's."""
+    return not isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def caller() -> str:
+    """The innermost line of the program that led here: "monitor.py:227 gather_values"."""
+    frame = sys._getframe()
+    while frame:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests"):
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return "backward"
+
+
+def watch(path: Path, memory: int = 80 * 10**9):
+    """Watch the run that this process is about to make; writes JSON to `path` at its end."""
+    import train
+    from tools import commands
+
+    found, main, seed = Watch(memory), commands.main, train.seed_everything
+
+    def seed_everything(number, step, rank):  # with which each step begins
+        found.begin(step + 1)
+        seed(number, step, rank)
+
+    def watched(argv):
+        try:
+            return main(argv)
+        finally:
+            found.write(path)
+
+    train.seed_everything, commands.main = seed_everything, watched
