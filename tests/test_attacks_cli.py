@@ -277,7 +277,7 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
     draw = random.Random(20)
     run("--out_dir", "whole", "--save_interval", 6)
     monkeypatch.setattr(train, "train_with_recovery", lambda run: "")
-    monkeypatch.setattr(train, "sample", lambda run: "")
+    monkeypatch.setattr(train, "show_sample", lambda run, title: None)
     monkeypatch.setattr(commands, "verify_resume", lambda argv, cfg: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of stdlib, made once
     kinds = ["flags", "flags", "flags", "yaml", "tokens", "checkpoint"]

@@ -227,7 +227,7 @@ class Countdown:
 
     signal, save, left = 0, False, 0
 
-    def requested(self) -> bool:
+    def requested(self, monitor) -> bool:
         self.left -= 1
         return self.left < 0
 
