@@ -185,6 +185,17 @@ def test_what_is_said_is_said_again_when_more_is_known():
     assert event["blames"] == "program" and updated and updated[0]["updated"] < rows[-1]["step"]
 
 
+def event_of_waiting(more) -> dict:
+    """The one event where ranks wait; more: late → the columns that say how long, and for whom."""
+    rows = made(wobbles=0.02, more=more)
+    for row in rows:
+        row["perf/step_ms"] += row["perf/waiting_ms"]
+        row["perf/step_ms_median"] = row["perf/step_ms"]
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    (event,) = detect(rows)[0]
+    return event
+
+
 @pytest.mark.parametrize("slower, says", [(1.8, "its machine is the slower one"),
                                           (1.0, "so it is its share of the work")])
 def test_a_slow_rank_or_its_machine(slower, says):
@@ -193,12 +204,7 @@ def test_a_slow_rank_or_its_machine(slower, says):
                 "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": slower if late else 1.0,
                 "perf/waiting_ms": 10.0 * late}
 
-    rows = made(wobbles=0.02, more=more)
-    for row in rows:
-        row["perf/step_ms"] += row["perf/waiting_ms"]
-        row["perf/step_ms_median"] = row["perf/step_ms"]
-        row["perf/tflops"] = 1 / row["perf/step_ms"]
-    (event,) = detect(rows)[0]
+    event = event_of_waiting(more)
     assert "rank 3 is slow" in event["causes"][0] and says in event["causes"][0]
     assert event["blames"] == ("machine" if slower > 1 else "program")
 
@@ -208,12 +214,7 @@ def test_a_slow_network_is_no_slow_rank():
         return {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.02, "perf/waiting_ms":
                 2.0 + 10.0 * late, "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": 1.0}
 
-    rows = made(wobbles=0.02, more=more)
-    for row in rows:
-        row["perf/step_ms"] += row["perf/waiting_ms"]
-        row["perf/step_ms_median"] = row["perf/step_ms"]
-        row["perf/tflops"] = 1 / row["perf/step_ms"]
-    (event,) = detect(rows)[0]
+    event = event_of_waiting(more)
     assert "the network or the links" in event["causes"][0] and event["blames"] == "machine"
 
 
