@@ -164,7 +164,7 @@ class Watchdog:
             for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
                 note = json.loads(text)
                 if note["beat"] != self.notes.get(rank, {}).get("beat"):
-                    self.notes[rank], self.heard[rank] = note, self.awake
+                    self.heard[rank], self.notes[rank] = self.awake, note  # in this order: `end`
         if self.store.check(["verdict"]):
             self.verdict = self.store.get("verdict").decode()
 
