@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -154,12 +155,16 @@ def roll_back(run, error: NotFinite):
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
+rescuing = threading.Lock()  # the watchdog may do it for a training thread that never comes back
+
+
 def rescue(run):
     """After an error, save the last completed step, unless an update has begun since.
 
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
+    rescuing.acquire()
     try:
         signs = run.watchdog.last_signs()
         if signs and not run.watchdog.verdict:
@@ -179,6 +184,8 @@ def rescue(run):
             print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
     except Exception as e:
         print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
+    finally:
+        rescuing.release()
 
 
 def set_doubtful_aside(run, error: ReplicasDiffer):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from steady import hangs, parallel
+from steady import faults, hangs, parallel
 from steady.telemetry import OUTSIDE_PHASES, duration
 
 PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
@@ -129,7 +129,7 @@ class Watchdog:
         step, phase, _ = self.where
         note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
                     host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
-        if self.age > self.seconds / 5:  # the rest takes milliseconds
+        if self.age > min(LAST_WORDS, self.seconds / 5):  # the rest takes milliseconds
             note |= hangs.details(phase, self.stack(), self.native_id)
             note["gone"] = hangs.gone(self.neighbours())
             note["killed"] = hangs.out_of_memory_kills() > self.kills
@@ -170,8 +170,21 @@ class Watchdog:
 
     # --- the verdict ---
 
+    def dead_neighbours(self) -> list[int]:
+        """The ranks on this host that died while this one waits; gloo misses one in fifty."""
+        if self.age <= min(LAST_WORDS, self.seconds):
+            return []
+        if not hangs.waits(self.where[1], self.stack()):
+            return []
+        running = {r: note for r, note in self.neighbours().items() if not note["ended"]}
+        return [int(r) for r, state in hangs.gone(running).items() if state == "dead"]
+
     def judge(self) -> str | None:
         """What is wrong; None while some rank may be making progress."""
+        dead = self.dead_neighbours()
+        if dead:
+            notes = {rank: self.notes[rank] for rank in dead} | {self.rank: self.note()}
+            return hangs.describe(notes, {rank: self.awake - self.heard[rank] for rank in dead})
         if self.age <= self.limit():
             return None
         ended = {rank for rank, note in self.notes.items() if note["ended"]}
@@ -223,6 +236,11 @@ class Watchdog:
                 saving -= self.period
             else:
                 left -= self.period
+        if waits and self.dead_neighbours() and self.run and self.run.shards.size == 1:
+            # The exchange cannot come to its end any more, so the weights stay what they are.
+            rescuing = threading.Thread(target=faults.rescue, args=(self.run,), daemon=True)
+            rescuing.start()
+            rescuing.join(self.seconds)  # a GPU may not answer
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stopped would stay
         os._exit(1)

@@ -14,7 +14,7 @@ from conftest import TINY, Process, processes, rows
 
 import data
 import train
-from steady import checkpoint, faults, hangs, telemetry
+from steady import checkpoint, faults, hangs, telemetry, watchdog
 from steady.parallel import names
 from steady.replicas import Replicas, ReplicasDiffer, checksums
 from steady.report import report
@@ -268,6 +268,26 @@ def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):
     assert watchdog.judge() is None
 
 
+@pytest.mark.parametrize("phase, age, ended, blamed", [
+    ("waiting", 11.0, False, True),  # gloo does not always notice that another rank has died
+    ("waiting", 9.0, False, False),
+    ("forward", 11.0, False, False),
+    ("waiting", 11.0, True, False),
+])
+def test_a_dead_neighbour_is_not_waited_for(phase, age, ended, blamed, monkeypatch):
+    dead = dict(pid=2**22 + 1, phase="backward", ended=ended)
+    watchdog = watch_several(8, {9: dead}, seconds=300, monkeypatch=monkeypatch)
+    begin(watchdog, phase)
+    watchdog.measure(0.0)
+    watchdog.age = age
+    text = watchdog.judge()
+    if not blamed:
+        assert text is None
+    else:
+        assert "rank 9 (host b) is dead; last heard 1s ago" in text
+        assert text.endswith("; rank 8 waits for it in an exchange")
+
+
 def test_one_rank_speaks_for_all(monkeypatch):
     """Two come to a verdict at once; a store that does not answer lets each speak."""
     class Store:
@@ -444,6 +464,33 @@ def test_a_rank_that_hangs_is_named_and_loses_no_step(corpus, tmp_path):
     assert "test_watchdog.py" in printed and "in stuck; rank 0 waits for it in all_r" in printed
     assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
     assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
+
+
+def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
+    """Rank 0 would wait for ever; its watchdog saves the last step in its stead."""
+    def hook(rank):
+        watchdog.LAST_WORDS = 1.0
+        plain = faults.Stop.requested
+
+        def requested(self, monitor):
+            if self.steps == 50:
+                monitor.phase("waiting")
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(1000)
+            self.steps += 1
+            return plain(self, monitor)
+
+        faults.Stop.requested, faults.Stop.steps = requested, 0
+
+    flags = [*TINY, "--data", corpus, *FLAGS, "--monitor", "off"]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [1, -9]
+    printed = group[0].text()
+    assert re.search(r"no progress: rank 1 \(host .*\) is dead", printed), printed
+    assert "saved the last completed step, 50" in printed
+    path = tmp_path / "run/checkpoints/step_00000050.pt"
+    assert path.exists() and checkpoint.find_corruption(path) is None
 
 
 @pytest.mark.slow
