@@ -32,6 +32,8 @@ CAUSES = {
     "loop": "something in the loop grows, such as a list that is traversed each time",
     # of the machine
     "clocks": "lower GPU clocks: its temperature or its power limit",
+    "heat": "lower GPU clocks: it is too hot ({celsius:.0f} °C), look at its cooling",
+    "power": "lower GPU clocks: its power limit holds it back at {watts:.0f} W, see nvidia-smi -pl",
     "stopped": "the process is stopped and continued by signals: find out what sends SIGSTOP",
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
@@ -193,7 +195,7 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
     if goes_on(after, "machine/stops"):
         left.take(CAUSES["stopped"], left.total, of_machine=True)
     if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
-        left.take(CAUSES["clocks"], left.total, of_machine=True)
+        left.take(lower_clocks(old, new), left.total, of_machine=True)
     waits = {name: added(old, new, column) for name, column in WAITS.items()}
     waits = {name: ms for name, ms in waits.items() if ms > 0.1 * left.total}
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
@@ -221,6 +223,16 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
             most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)
             text = CAUSES["memory probe"].format(ratio=ratio)
             left.take(text, most, [phase], of_machine=True)
+
+
+def lower_clocks(old: dict, new: dict) -> str:
+    """Why the clocks of a GPU are lower, where it says so at half of the readings or more."""
+    for name in ("heat", "power"):
+        column = f"machine/gpu_throttled_by_{name}"
+        if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
+            return CAUSES[name].format(celsius=new.get("machine/gpu_celsius", math.nan),
+                                       watts=new.get("machine/gpu_watts", math.nan))
+    return CAUSES["clocks"]
 
 
 def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:

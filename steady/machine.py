@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from steady import nvml
 from steady.retry import retry
 
 SECONDS_BETWEEN = 0.25  # readings that cost more than a few microseconds: 0.1 % of the time
@@ -97,6 +98,7 @@ class Machine:
         self.looked = False  # whether the last call of `read` did what takes longer
         self.steps_between = 0  # steps since then
         self.probe_us = 0.0  # the newest of the device that trains
+        self.gpu, self.gpu_read = nvml.open_gpu(device), -math.inf
         gc.callbacks.append(self.on_gc)
         self.before = None
         if threading.current_thread() is threading.main_thread():
@@ -138,6 +140,9 @@ class Machine:
             new = self.counters()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
             self.slow_read, self.steps_between = (time.perf_counter(), new), 0
+        if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
+            row |= self.gpu.read()
+            self.gpu_read = time.perf_counter()
         return row
 
     def queue_seconds(self) -> float:

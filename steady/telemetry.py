@@ -239,8 +239,6 @@ def memory(device: torch.device) -> dict[str, float]:
         out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
         out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
         out["memory/alloc_retries"] = stats["num_alloc_retries"]
-        with contextlib.suppress(Exception):  # needs nvidia-ml-py
-            out["perf/clock_mhz"] = torch.cuda.clock_rate(device)
     return out
 
 

@@ -2,12 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from steady import machine
+from steady import machine, nvml
 from steady.causes import CAUSES
 from steady.report import describe_event, worth_saying
 from steady.slowdowns import SlowdownDetector, change_point
@@ -158,6 +159,17 @@ def test_what_the_kernel_says_is_the_machine(column, ms, cause):
     assert event["blames"] == "machine" and event["causes"][0].startswith(CAUSES[cause])
 
 
+@pytest.mark.parametrize("name, words", [
+    ("heat", "it is too hot (88 °C)"), ("power", "holds it back at 650 W")])
+def test_why_the_clocks_of_a_gpu_are_lower(name, words):
+    def more(late):
+        return {"perf/clock_mhz": 1400 if late else 1900, "machine/gpu_celsius": 88 if late else 60,
+                "machine/gpu_watts": 650.0, f"machine/gpu_throttled_by_{name}": int(late)}
+
+    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))[0]
+    assert event["blames"] == "machine" and words in event["causes"][0]
+
+
 def test_a_neighbour_that_takes_the_bandwidth():
     rows = made(wobbles=0.02, phase="optimizer", share=0.08)
     for row in rows[PLANTED:]:
@@ -244,6 +256,58 @@ def test_the_machine_is_read():
         assert reader.probe_us == row["machine/cpu_probe_us"]
     finally:
         reader.close()
+
+
+class FakeNvml:
+    """As the driver's library: functions that return 0 and write to their last argument."""
+
+    values = dict(ClockInfo=1410, Temperature=84, PowerUsage=350_500,
+                  CurrentClocksThrottleReasons=0x20)
+
+    def __getattr__(self, name):
+        if name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID"):
+            return lambda *_: 0
+        if name == "nvmlDeviceGetTotalEccErrors":
+            return lambda *_: 3  # not supported
+        value = self.values.get(name.removeprefix("nvmlDeviceGet"))
+        if value is None:
+            raise AttributeError(name)
+
+        def get(handle, *arguments):
+            arguments[-1]._obj.value = value
+            return 0
+        return get
+
+
+def test_a_gpu_is_read(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    library = FakeNvml()
+    library.nvmlDeviceGetHandleByUUID = lambda uuid, _: found.append(uuid) or 0
+    gpu = nvml.Gpu(torch.device("cuda"), library)
+    assert found == [b"GPU-1-2"]
+    assert gpu.read() == {
+        "perf/clock_mhz": 1410, "machine/gpu_celsius": 84, "machine/gpu_watts": 350.5,
+        "machine/gpu_throttled_by_heat": 1, "machine/gpu_throttled_by_power": 0}
+    reader = machine.Machine(torch.device("cpu"))
+    try:
+        reader.gpu = gpu
+        assert reader.read(1)["machine/gpu_celsius"] == 84
+        assert "machine/gpu_celsius" not in reader.read(1)  # at most once a second
+    finally:
+        reader.close()
+
+
+def test_a_gpu_without_nvml(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    library = FakeNvml()
+    library.nvmlDeviceGetHandleByUUID = lambda *_: 6  # not found, as of a part of one
+    with pytest.raises(ValueError, match="NVML error 6"):
+        nvml.Gpu(torch.device("cuda"), library)
+    assert nvml.open_gpu(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda _: library)
+    assert nvml.open_gpu(torch.device("cuda")) is None
 
 
 def test_stops_are_counted():
