@@ -1,4 +1,4 @@
-"""The order of the samples, datasets and their mixture, and the loader.
+"""Datasets and their mixture, documents into rows, and the loader.
 
 The sample at global position g (0, 1, 2, … over the whole run) is a function of (seed, g) alone,
 and each step takes the next batch_size positions. So a run resumes at any step in constant time,
@@ -23,11 +23,10 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import IGNORE, Config
 from steady.cli import ConfigError
-from steady.device import usable_cores
-from steady.order import mix, mixture_pattern, permute
+from steady.order import Order
 from steady.packing import pack
 from steady.retry import retry
-from steady.tokens import TokenFile, decode, find_files, read_sidecars, split_weight, stdlib
+from steady.tokens import TokenFile, decode, find_sources, read_sidecars
 
 # --- samples ---------------------------------------------------------------------------------
 
@@ -232,11 +231,10 @@ class Documents(Dataset):
 class Mixture:
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
-    WINDOW = 4096  # positions ordered at once: 0.4 µs each; 64 at once: 2.4 µs each
     ROUND = 8  # padded rows are a multiple of this long, which suits matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
-        self.datasets, self.seed = datasets, seed
+        self.datasets = datasets
         self.seq_len, self.mode = datasets[0].seq_len, datasets[0].mode
         self.row_lengths_vary = datasets[0].row_lengths_vary
         self.has_prompts = any(d.has_prompts for d in datasets)
@@ -254,67 +252,15 @@ class Mixture:
         self.fingerprint = [
             [f.path.name, f.n_tokens, f.meta.get("checksum", ""), retry(f.sample)] for f in files
         ]
-        self.pattern = mixture_pattern([d.weight for d in datasets])
-        self.rank_in_pattern = np.zeros_like(self.pattern)
-        for k in range(len(datasets)):
-            mine = self.pattern == k
-            self.rank_in_pattern[mine] = np.arange(mine.sum())
-        self.window, self.group = self.WINDOW, None
-        self.cached_window = None, None
+        self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, put documents of similar lengths into a batch, which saves padding.
 
-        Each window of `steps` batches is sorted by length, cut into batches, and those are
-        shuffled. So a step's samples are still a function of (seed, batch_size, g). Does nothing
-        with 0 steps, or where all rows are of one length.
+        Does nothing with 0 steps, or where all rows are of one length.
         """
         if steps and self.row_lengths_vary:
-            self.window, self.group = steps * batch_size, batch_size
-            self.cached_window = None, None
-
-    def epochs(self, position: int) -> list[float]:
-        """Epochs of each dataset that come before this position."""
-        cycle, r = divmod(position, len(self.pattern))
-        done = []
-        for k, dataset in enumerate(self.datasets):
-            n = cycle * int((self.pattern == k).sum()) + int((self.pattern[:r] == k).sum())
-            done.append(n / dataset.n_samples)
-        return done
-
-    def order(self, start: int, stop: int) -> np.ndarray:
-        """[2, stop - start]: the dataset and its sample at each global position."""
-        windows = range(start // self.window, (stop - 1) // self.window + 1)
-        found = [self.order_of_window(w) for w in windows]
-        found = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
-        first = windows[0] * self.window
-        return found[:, start - first : stop - first]
-
-    def order_of_window(self, window: int) -> np.ndarray:
-        cached, found = self.cached_window
-        if cached == window:
-            return found
-        g = np.arange(window * self.window, (window + 1) * self.window, dtype=np.uint64)
-        cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
-        source = self.pattern[r]
-        sample = np.empty_like(g)
-        for k in np.unique(source):
-            mine, n = np.flatnonzero(source == k), self.datasets[k].n_samples
-            per_cycle = np.uint64((self.pattern == k).sum())
-            index = cycle[mine] * per_cycle + self.rank_in_pattern[r[mine]].astype(np.uint64)
-            epoch, i = np.divmod(index, np.uint64(n))
-            key = mix(mix(np.uint64([self.seed]) + np.uint64(int(k) << 32)) + epoch)
-            sample[mine] = permute(i, n, key)
-        found = np.stack((source, sample.astype(np.int64)))
-        if self.group:
-            by_length = np.argsort(self.per_sample("lengths", *found), kind="stable")
-            by_length = by_length.reshape(-1, self.group)
-            n = len(by_length)
-            key = np.full(n, mix(np.uint64([self.seed]) ^ ~np.uint64(window))[0])
-            shuffled = permute(np.arange(n, dtype=np.uint64), n, key).astype(np.int64)
-            found = found[:, by_length[shuffled].ravel()]
-        self.cached_window = window, found
-        return found
+            self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 
     def per_sample(self, what: str, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """"lengths" or "targets" of each sample."""
@@ -410,30 +356,14 @@ def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
     mode: "stream", "documents", or "auto": documents where some file has prompts, or for packing.
     None where there is no validation data beside --data.
     """
-    found, sources = [], [split_weight(spec) for spec in paths]
-    if len({weight is None for _, weight in sources}) > 1:
-        raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
-    for path, weight in sources:
-        optional = split == "val" and option == "--data"
-        if optional and Path(path).is_file():
-            continue  # a training file has no validation data beside it
-        folder = stdlib() if path == "stdlib" else path
-        files = find_files(folder, split, option)
-        if files:
-            found.append((path, files, weight))
-        elif not optional:
-            raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
-    if not found:
+    sources = find_sources(paths, split, option)
+    if not sources:
         return None
-    names = [Path(path).stem for path, *_ in found]
-    if len(set(names)) < len(names):  # a/train.bin and b/train.bin
-        names = [str(path) for path, *_ in found]
-    prompts = any(Path(f"{file}.mask").exists() for _, files, _ in found for file in files)
+    prompts = any(Path(f"{file}.mask").exists() for _, files, _ in sources for file in files)
     make = Stream
     if mode == "documents" or mode == "auto" and (packing or prompts):
         make = partial(Documents, packing=packing)
-    datasets = [make(name, files, seq_len, weight)
-                for name, (_, files, weight) in zip(names, found, strict=True)]
+    datasets = [make(name, files, seq_len, weight) for name, files, weight in sources]
     return Mixture(datasets, seed, vocab_size)
 
 
@@ -476,18 +406,6 @@ def eval_samples(cfg: Config, data: Mixture) -> int:
 
 
 # --- the loader ------------------------------------------------------------------------------
-
-
-def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
-    """Loader processes for this rank.
-
-    auto is 0 on a CPU: a batch of 64 x 1,024 tokens takes 0.23 ms to read from the page cache and
-    1.8 ms to get from another process, which also takes a core from the model. With CUDA it is
-    up to 2, so that a page that must come from the disk does not delay kernel launches.
-    """
-    if num_workers != "auto":
-        return int(num_workers)
-    return min(2, usable_cores() // local_world_size) if device.type == "cuda" else 0
 
 
 def leave_signals_to_parent(worker: int):

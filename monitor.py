@@ -9,10 +9,7 @@ the report in steady/report.py; `python monitor.py RUN_DIR` prints it.
 """
 
 import contextlib
-import heapq
 import sys
-import time
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +19,15 @@ from torch import Tensor
 
 from config import IGNORE, Config
 from steady.anomalies import AnomalyDetector
-from steady.device_times import DeviceTimes
+from steady.clock import Clock
 from steady.goodput import Goodput
 from steady.health import measure_update
 from steady.limits import Resources
 from steady.machine import Machine
+from steady.parallel import on_device
 from steady.report import describe_end, describe_event, report, report_text, worth_saying
 from steady.slowdowns import SlowdownDetector
 from steady.telemetry import (
-    OUTSIDE_PHASES,
-    OWN_PHASES,
     PHASES,
     STEP_PHASES,
     Sinks,
@@ -101,29 +97,11 @@ class Monitor:
         if cfg.loss_by_dataset and cfg.monitor != "off" and len(datasets) > 1:
             self.dataset_totals = torch.zeros(2, len(datasets), device=device)
         # time
-        self.current, self.since = "other", time.perf_counter()
-        self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
-        self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
-        self.window_ms = deque(maxlen=cfg.window_size)  # of the newest steps since the last log
-        self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
-        self.events = DeviceTimes() if device.type == "cuda" and cfg.monitor != "off" else None
+        self.clock = Clock(device, cfg.window_size, cfg.monitor != "off")
+        self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.read_step = Machine(device), start_step
 
     # --- what the loop calls ---
-
-    def phase(self, name: str) -> str:
-        """Begin the phase `name`; returns the phase that this ends."""
-        if name in OUTSIDE_PHASES and name != self.current and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what is still queued belongs to the steps
-        now = time.perf_counter()
-        ended = self.current
-        self.seconds[ended] += now - self.since
-        if ended in OUTSIDE_PHASES:
-            self.outside_seconds += now - self.since
-        self.current, self.since = name, now
-        if self.events:
-            self.events.mark(name)
-        return ended
 
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
@@ -164,11 +142,7 @@ class Monitor:
         grad_norm: of all ranks, on the device; size: tokens of all ranks; nonfinite: steps in a row
         that were skipped; spikes: the Spikes of --skip_spikes.
         """
-        now = time.perf_counter()
-        ms = (now - self.step_began - self.outside_seconds) * 1e3
-        self.step_began, self.outside_seconds = now, 0.0
-        self.window_ms.append(ms)
-        heapq.heappushpop(self.slowest, (ms, step))
+        self.clock.end_step(step)
         self.padded_tokens += size.tokens
         self.tokens += size.real_tokens
         loss, self.step_loss = self.step_loss, None
@@ -177,8 +151,6 @@ class Monitor:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
         self.excess += [spikes.excess] if spikes else []
-        if self.events:
-            self.events.end()
         if self.replicas:
             self.replicas.measure(step)
         if self.due(step):
@@ -187,8 +159,8 @@ class Monitor:
             previous = self.phase("logging")
             self.write_row(step, row | self.readings(step))
             self.phase(previous)
-        if self.events and step % max(1, self.cfg.log_interval // 8) == 0:
-            self.events.begin(self.current)
+        if step % max(1, self.cfg.log_interval // 8) == 0:
+            self.clock.sample_step()
 
     # --- a log ---
 
@@ -199,25 +171,28 @@ class Monitor:
                 self.log(f"train/loss/{name}", *self.dataset_totals[:, k])
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         names = sorted(self.gathered)  # in the same order on every rank
-        totals = [[self.gathered[name][0]] for name in names]
-        weights = [[self.gathered[name][1]] for name in names]
-        checksums = self.replicas.take() if self.replicas else []
-        parts = [*totals, *weights, self.losses, self.grad_norms, self.excess, checksums,
-                 [nonfinite], [self.machine.probe_us], self.own_ms(step)]
-        values = self.on_device([value for part in parts for value in part])
+        parts = dict(
+            totals=[self.gathered[name][0] for name in names],
+            weights=[self.gathered[name][1] for name in names],
+            losses=self.losses, norms=self.grad_norms, excess=self.excess,
+            checksums=self.replicas.take() if self.replicas else [],
+            nonfinite=[nonfinite], probes=[self.machine.probe_us],
+            own=self.clock.own_ms(step - self.logged_step),
+        )
+        values = on_device([value for part in parts.values() for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
-        n = len(names)
-        cuts = np.cumsum([n, n, *map(len, parts[2 * n : -1])])
-        totals, weights, losses, norms, excess, checksums, nonfinite, probes, own = np.split(
-            table, cuts, axis=1)
+        ends = np.cumsum([len(part) for part in parts.values()])
+        found = dict(zip(parts, np.split(table, ends[:-1], axis=1), strict=True))
+        losses, norms, excess = found["losses"], found["norms"], found["excess"]
         if self.replicas:
-            self.replicas.compare(checksums)
-        self.nonfinite_in_a_row = int(nonfinite[0, 0])
+            self.replicas.compare(found["checksums"])
+        self.nonfinite_in_a_row = int(found["nonfinite"][0, 0])
         self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
-        sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
+        sums = zip(names, found["totals"].sum(0).tolist(), found["weights"].sum(0).tolist(),
+                   strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
         row["train/loss"] = float(losses.mean())
         bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
@@ -234,29 +209,13 @@ class Monitor:
                     self.warn(at, text + hint)
         if self.dataset_totals is not None:
             row |= self.epochs()
-        return row | slowest_rank(own, probes[:, 0])
-
-    def on_device(self, values: list) -> Tensor:
-        """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
-        numbers = [value for value in values if not isinstance(value, Tensor)]
-        numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=self.device).unbind())
-        return torch.stack([value.detach().to(self.device, torch.float32).reshape(())
-                            if isinstance(value, Tensor) else next(numbers) for value in values])
-
-    def own_ms(self, step: int) -> list[float]:
-        """ms per step of this rank's own work by phase, without waiting for other ranks."""
-        self.phase(self.current)
-        if self.events:
-            mean = self.events.means()
-            return [mean.get(name, 0.0) for name in OWN_PHASES]
-        return [self.seconds[name] / (step - self.logged_step) * 1e3 for name in OWN_PHASES]
+        return row | slowest_rank(found["own"], found["probes"][:, 0])
 
     def clocks(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
-        self.phase(self.current)
-        steps = step - self.logged_step
+        steps, seconds = step - self.logged_step, self.clock.take_seconds()
         tokens, real_tokens = self.padded_tokens / steps, (self.tokens - self.logged_tokens) / steps
-        ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+        ms = {name: s / steps * 1e3 for name, s in seconds.items()}
         step_ms = sum(ms[name] for name in STEP_PHASES)
         flops = tokens * self.flops_per_token / step_ms * 1e3
         row = {
@@ -275,9 +234,8 @@ class Monitor:
             # the first step of a process compiles, allocates and fills caches
             self.goodput.add_startup(step_ms / 1e3)
             row["perf/startup_s"] = self.goodput.startup
-            self.seconds |= dict.fromkeys(STEP_PHASES, 0.0)
-        self.goodput.add(self.seconds)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+            seconds |= dict.fromkeys(STEP_PHASES, 0.0)
+        self.goodput.add(seconds)
         self.logged_step, self.logged_tokens, self.padded_tokens = step, self.tokens, 0
         return row if self.cfg.monitor == "off" else row | self.by_phase(ms)
 
@@ -295,11 +253,7 @@ class Monitor:
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
         """ms per step in each phase, from the host's clock or from CUDA events."""
-        window = list(self.window_ms)
-        self.window_ms.clear()
-        if self.events:  # the host's clock does not see where a GPU spends its time
-            ms = ms | dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
-            window = self.events.take_steps()
+        ms, window = self.clock.take_steps(ms)
         shown = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
         row = {f"perf/{name}_ms": ms[name] for name in shown}
         if window:
@@ -344,17 +298,15 @@ class Monitor:
 
     def close(self) -> str:
         """Write the last row; returns the report of the run, which TensorBoard also shows."""
-        self.phase(self.current)
-        self.current = "logging"  # for the watchdog: an upload of W&B takes its time
-        self.goodput.add(self.seconds)
+        self.goodput.add(self.clock.take_seconds())
+        self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.close()
         self.machine.close()
         text = ""
         if self.out_dir:
             end = {"end": self.goodput.row()}  # with what came after the last log
-            if self.device.type != "cuda":
-                found = sorted(self.slowest, reverse=True)
-                end["slowest"] = [[step, round(ms, 3)] for ms, step in found if step]
+            if slowest := self.clock.slowest_steps():
+                end["slowest"] = slowest
             self.write(self.logged_step, end)
             text = report_text(report(self.out_dir))
             self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.logged_step)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import config
 from config import IGNORE, Config
-from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader, pick_workers
+from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
@@ -391,7 +391,7 @@ def set_up(argv: list[str]) -> Run:
     run = Run(
         cfg=cfg, out_dir=start.out_dir if start else out_dir, lock=start and start.lock,
         rank=rank, world_size=world_size, device=device, dtype=dtype, micro_batch=micro_batch,
-        workers=pick_workers(cfg.num_workers, device, local_world_size),
+        workers=devices.pick_workers(cfg.num_workers, device, local_world_size),
         train_data=train_data, val_data=val_data,
         model=model, shards=shards, parameters=parameters, tensors=shards.tensors_of(model),
         ddp=parallel.distribute(model, device, world_size),
@@ -457,7 +457,7 @@ def restore(run: Run, checkpoint: Path):
     run.resumed_from = checkpoint
     if run.rank or run.cfg.eval_only:
         return
-    if run.train_data.group and run.position % run.cfg.batch_size:
+    if run.train_data.order.group and run.position % run.cfg.batch_size:
         print("warning: --batch_size has changed inside a --group_window, so some documents of "
               "that window come twice or not at all")
     if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > run.step:
@@ -489,7 +489,7 @@ def make_monitor(run: Run) -> Monitor:
     cfg, data = run.cfg, run.train_data
 
     def epochs() -> dict[str, float]:
-        done = zip(data.datasets, data.epochs(run.position), strict=True)
+        done = zip(data.datasets, data.order.epochs(run.position), strict=True)
         return {f"train/epochs/{dataset.name}": n for dataset, n in done}
 
     peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else devices.peak_flops(run.device, run.dtype)

@@ -96,6 +96,18 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
+    """Loader processes for this rank.
+
+    auto is 0 on a CPU: a batch of 64 x 1,024 tokens takes 0.23 ms to read from the page cache and
+    1.8 ms to get from another process, which also takes a core from the model. With CUDA it is
+    up to 2, so that a page that must come from the disk does not delay kernel launches.
+    """
+    if num_workers != "auto":
+        return int(num_workers)
+    return min(2, usable_cores() // local_world_size) if device.type == "cuda" else 0
+
+
 def configure(cfg, device: torch.device):
     """Set process-wide state: memory allocation, attention backend, anomaly detection."""
     keep_freed_memory(device)

@@ -4,6 +4,7 @@ Everything is a function of its arguments, so a run resumes at any position in c
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -53,3 +54,73 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     counts = [max(1, n) for n in counts]  # a small dataset is rare, but never left out
     slots = [(Fraction(2 * i + 1, 2 * c), k) for k, c in enumerate(counts) for i in range(c)]
     return np.array([k for _, k in sorted(slots)])
+
+
+class Order:
+    """The dataset and its sample at each global position of a run: a function of (seed, position).
+
+    sizes: how many samples each dataset has; weights: its share of the mixture.
+    """
+
+    WINDOW = 4096  # positions ordered at once: 0.4 µs each; 64 at once: 2.4 µs each
+
+    def __init__(self, sizes: list[int], weights: list[Fraction], seed: int):
+        self.sizes, self.seed = sizes, seed
+        self.pattern = mixture_pattern(weights)
+        self.rank_in_pattern = np.zeros_like(self.pattern)
+        for k in range(len(sizes)):
+            mine = self.pattern == k
+            self.rank_in_pattern[mine] = np.arange(mine.sum())
+        self.window, self.group, self.lengths = self.WINDOW, None, None
+        self.cached_window = None, None
+
+    def group_by_length(self, steps: int, batch_size: int, lengths: Callable):
+        """From now on, sort each window of `steps` batches by length, cut it into batches, and
+        shuffle those. So a step's samples are still a function of (seed, batch_size, position).
+
+        lengths: (dataset of each sample, its number there) → tokens of each.
+        """
+        self.window, self.group, self.lengths = steps * batch_size, batch_size, lengths
+        self.cached_window = None, None
+
+    def epochs(self, position: int) -> list[float]:
+        """Epochs of each dataset that come before this position."""
+        cycle, r = divmod(position, len(self.pattern))
+        done = []
+        for k, n in enumerate(self.sizes):
+            mine = self.pattern == k
+            done.append((cycle * int(mine.sum()) + int(mine[:r].sum())) / n)
+        return done
+
+    def __call__(self, start: int, stop: int) -> np.ndarray:
+        """[2, stop - start]: the dataset and its sample at each global position."""
+        windows = range(start // self.window, (stop - 1) // self.window + 1)
+        found = [self.of_window(w) for w in windows]
+        found = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
+        first = windows[0] * self.window
+        return found[:, start - first : stop - first]
+
+    def of_window(self, window: int) -> np.ndarray:
+        cached, found = self.cached_window
+        if cached == window:
+            return found
+        g = np.arange(window * self.window, (window + 1) * self.window, dtype=np.uint64)
+        cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
+        source = self.pattern[r]
+        sample = np.empty_like(g)
+        for k in np.unique(source):
+            mine, n = np.flatnonzero(source == k), self.sizes[k]
+            per_cycle = np.uint64((self.pattern == k).sum())
+            index = cycle[mine] * per_cycle + self.rank_in_pattern[r[mine]].astype(np.uint64)
+            epoch, i = np.divmod(index, np.uint64(n))
+            key = mix(mix(np.uint64([self.seed]) + np.uint64(int(k) << 32)) + epoch)
+            sample[mine] = permute(i, n, key)
+        found = np.stack((source, sample.astype(np.int64)))
+        if self.group:
+            by_length = np.argsort(self.lengths(*found), kind="stable").reshape(-1, self.group)
+            n = len(by_length)
+            key = np.full(n, mix(np.uint64([self.seed]) ^ ~np.uint64(window))[0])
+            shuffled = permute(np.arange(n, dtype=np.uint64), n, key).astype(np.int64)
+            found = found[:, by_length[shuffled].ravel()]
+        self.cached_window = window, found
+        return found

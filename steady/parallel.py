@@ -107,6 +107,14 @@ def shared_notes(name: str):
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
+def on_device(values: list, device: torch.device) -> Tensor:
+    """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
+    return torch.stack([value.detach().to(device, torch.float32).reshape(())
+                        if isinstance(value, Tensor) else next(numbers) for value in values])
+
+
 def gather(values: Tensor) -> Tensor:
     """[n] of each rank → [ranks, n], the same on every rank."""
     if not dist.is_initialized():
@@ -301,7 +309,7 @@ class Exchange:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, **options):
         monitor = self.monitor()
-        if monitor.current not in ("forward", "backward"):  # as in an evaluation
+        if monitor.clock.current not in ("forward", "backward"):  # as in an evaluation
             return self.call(output_tensor, input_tensor, group=group, **options)
         ended = monitor.phase("waiting")
         work = self.call(output_tensor, input_tensor, group=group, **options)

@@ -307,7 +307,7 @@ def describe(run) -> str:
     """Device, model, data and step of a run, in a few lines for the screen."""
     cfg, data = run.cfg, run.train_data
     parameters = sum(p.numel() for p in run.model.parameters())
-    epochs = [f"{n:.2f} epochs" for n in data.epochs(cfg.max_steps * cfg.batch_size)]
+    epochs = [f"{n:.2f} epochs" for n in data.order.epochs(cfg.max_steps * cfg.batch_size)]
     sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
     if len(epochs) > 1:
         total = sum(d.weight for d in data.datasets)

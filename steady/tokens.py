@@ -42,6 +42,29 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     return [root]
 
 
+def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
+    """(name, token files, weight or None) of each PATH[:WEIGHT] that `option` names.
+
+    Without those that have no validation data, where `option` is --data. Raises ConfigError.
+    """
+    found, sources = [], [split_weight(spec) for spec in paths]
+    if len({weight is None for _, weight in sources}) > 1:
+        raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    for path, weight in sources:
+        optional = split == "val" and option == "--data"
+        if optional and Path(path).is_file():
+            continue  # a training file has no validation data beside it
+        files = find_files(stdlib() if path == "stdlib" else path, split, option)
+        if files:
+            found.append((path, files, weight))
+        elif not optional:
+            raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
+    names = [Path(path).stem for path, *_ in found]
+    if len(set(names)) < len(names):  # a/train.bin and b/train.bin
+        names = [str(path) for path, *_ in found]
+    return [(name, files, weight) for name, (_, files, weight) in zip(names, found, strict=True)]
+
+
 class TokenFile:
     """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
 

@@ -96,7 +96,7 @@ class Watchdog:
         """Count how long the training thread has been where it is."""
         monitor, where = self.run and self.run.monitor, self.where
         if monitor:
-            where = self.run.step, monitor.current, monitor.since
+            where = self.run.step, monitor.clock.current, monitor.clock.since
         if where == self.where:
             if not hangs.in_debugger(self.stack()):
                 self.age += passed

@@ -12,8 +12,10 @@ import torch
 from conftest import ROOT, tiny_config
 
 import data
-from data import Mixture, Stream, load_mixture, mixture_pattern, permute
+from data import Mixture, Stream, load_mixture
+from steady import order as order_room
 from steady.cli import ConfigError
+from steady.order import mixture_pattern, permute
 from steady.tokens import TokenFile, decode, find_files, split_weight
 
 CPU = torch.device("cpu")
@@ -136,8 +138,8 @@ def test_worker_processes_change_nothing(tmp_path):
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
     mixture = load_mixture([str(token_folder(tmp_path, n=100_000))], "train", 10, seed=1)
-    plain, hashed = data.mix, []
-    monkeypatch.setattr(data, "mix", lambda x: hashed.append(len(x)) or plain(x))
+    plain, hashed = order_room.mix, []
+    monkeypatch.setattr(order_room, "mix", lambda x: hashed.append(len(x)) or plain(x))
 
     def work(position):
         hashed.clear()

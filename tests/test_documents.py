@@ -14,6 +14,7 @@ from config import IGNORE
 from data import Documents, Mixture, load_mixture
 from model import Transformer
 from steady.cli import ConfigError
+from steady.order import mixture_pattern
 from steady.packing import pack
 from steady.tokens import TokenWriter, byte_tokenizer
 from tools import prepare
@@ -226,7 +227,7 @@ def test_evaluation_takes_documents_by_length(folder):
     train_data, val_data = data.load_data(cfg)
     lengths = val_data.per_sample("lengths", *val_data.order(0, val_data.n_samples))
     assert (np.diff(lengths) >= 0).all()
-    assert train_data.window == cfg.group_window * cfg.batch_size
+    assert train_data.order.window == cfg.group_window * cfg.batch_size
 
 
 def test_grouping_changes_the_order_inside_a_window_alone(folder):
@@ -279,7 +280,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
                                       found.targets.tolist(), strict=True):
             kept = [pair for pair in zip(tokens, targets, strict=True) if pair != (256, IGNORE)]
             with open(tmp_path / "seen.txt", "a") as file:
-                print(self.seed, g, hash(tuple(kept)), file=file)
+                print(self.order.seed, g, hash(tuple(kept)), file=file)
         return found
 
     monkeypatch.setattr(Mixture, "batch", batch)
@@ -462,7 +463,7 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
 def test_a_small_dataset_is_not_left_out():
     from fractions import Fraction
 
-    pattern = data.mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
+    pattern = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
     assert np.bincount(pattern).tolist() == [10_000, 1, 1]
 
 
@@ -506,7 +507,7 @@ def test_epochs_count_what_was_handed_out(tmp_path):
     for position in (0, 1, 7, 10, 333, 12345):
         source = found.order(0, position)[0] if position else np.empty(0, int)
         counts = np.bincount(source, minlength=2)
-        assert found.epochs(position) == pytest.approx([counts[0] / 100, counts[1] / 33])
+        assert found.order.epochs(position) == pytest.approx([counts[0] / 100, counts[1] / 33])
 
 
 def test_documents_of_a_mixture(run, tmp_path):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-import monitor
 from config import Config
 from data import Size
 from monitor import Monitor
+from steady import clock as clocks
 from steady import device, goodput, machine, telemetry
-from steady.device_times import DeviceTimes
+from steady.clock import DeviceTimes
 from steady.report import report
 from steady.telemetry import PHASES, duration, open_metrics, si
 
@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, monkeypatch, tick: float = 0.0):
         self.now, self.tick = 0.0, tick
         self.start_process(monkeypatch)
-        for module in (monitor, telemetry, machine):
+        for module in (clocks, telemetry, machine):
             monkeypatch.setattr(module, "time", self)
 
     def start_process(self, monkeypatch):
@@ -546,7 +546,7 @@ def test_a_pool_that_is_in_use_lets_steps_go_by(device_clock):
 
 def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
     m = make(tmp_path)
-    m.events = DeviceTimes(FakeEvent)
+    m.clock.events = DeviceTimes(FakeEvent)
     for n in range(1, 9):
         spend(m, device_clock, data=1, forward=10, backward=20)
         device_clock.advance(0.01)
@@ -565,7 +565,8 @@ def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):
     def size(m):
         kept = dict(vars(m.slowdowns))
         kept["levels"] = {name: vars(level) for name, level in kept["levels"].items()}
-        return len(pickle.dumps((kept, m.anomalies.recent, m.gathered, m.losses, m.window_ms)))
+        lists = m.anomalies.recent, m.gathered, m.losses, m.clock.window_ms
+        return len(pickle.dumps((kept, lists)))
 
     # With a constant time between readings: noise would make slow-downs to keep, up to a bound.
     Clock(monkeypatch, tick=1e-4)

@@ -170,7 +170,7 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch, flags, rel)
         found = plain(self, start, stop)
         with open(tmp_path / "seen.txt", "a") as file:
             for g, row in zip(range(start, stop), found.tokens.tolist(), strict=True):
-                print(self.seed, g, hash(tuple(row)), file=file)
+                print(self.order.seed, g, hash(tuple(row)), file=file)
         return found
 
     monkeypatch.setattr(data.Mixture, "batch", batch)

@@ -29,15 +29,16 @@ FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log
 def watch(seconds=10, step=50, **run) -> Watchdog:
     """A watchdog without threads, of a run that is far from its first steps."""
     watchdog = Watchdog(seconds)
-    monitor = SimpleNamespace(current="forward", since=1.0)
+    clock = SimpleNamespace(current="forward", since=1.0)
+    monitor = SimpleNamespace(clock=clock)
     watchdog.run = SimpleNamespace(monitor=monitor, step=step, first_step=1, out_dir=None, **run)
     watchdog.measure(0.0)
     return watchdog
 
 
 def begin(watchdog: Watchdog, phase: str):
-    monitor = watchdog.run.monitor
-    monitor.current, monitor.since = phase, monitor.since + 1
+    clock = watchdog.run.monitor.clock
+    clock.current, clock.since = phase, clock.since + 1
 
 
 def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:

@@ -21,7 +21,7 @@ def show(run_dir: str, step: int):
         for row in (json.loads(line) for line in file if '"order"' in line):
             if row["step"] < step:
                 order, before = row["order"], row["step"]
-    data.seed, n = order["seed"], order["batch_size"]
+    data.order.seed, n = order["seed"], order["batch_size"]
     data.group_by_length(cfg.group_window, n)
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)

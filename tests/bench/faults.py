@@ -121,7 +121,7 @@ def plant(plan: dict):
     work = WORKS[plan["work"]]
 
     def phase() -> str:
-        return runs[0].monitor.current if runs and runs[0].monitor else ""
+        return runs[0].monitor.clock.current if runs and runs[0].monitor else ""
 
     def now(*phases) -> bool:
         number = step if place in BETWEEN or place == "after" else step - 1  # updates made

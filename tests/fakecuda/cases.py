@@ -15,13 +15,13 @@ SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--nu
 BATCH = "from host data.py <genexpr>"  # page-locked, so nothing waits for it
 PAGEABLE_BATCH = "from pageable host data.py <genexpr>"
 LOG = {
-    "from pageable host monitor.py on_device": 1,  # times of this rank
+    "from pageable host steady/parallel.py on_device": 1,  # times of this rank
     "to pageable host monitor.py gather_values": 1,
-    "synchronize monitor.py on_device": 1,
+    "synchronize steady/parallel.py on_device": 1,
     "synchronize monitor.py gather_values": 1,
-    "synchronize monitor.py phase": 1,  # what is queued belongs to the steps
+    "synchronize steady/clock.py phase": 1,  # what is queued belongs to the steps
 }
-PHASE = "synchronize monitor.py phase"
+PHASE = "synchronize steady/clock.py phase"
 EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize train.py evaluate": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
