@@ -49,7 +49,6 @@ PRESETS = {
 }
 
 IGNORE = -100  # a target that the loss ignores
-MICRO_BATCH_TOKENS = 16384  # at most, unless --micro_batch_size says otherwise
 
 
 @dataclass
@@ -336,29 +335,3 @@ def resolve(cfg: Config) -> Config:
     if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
         raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
     return cfg
-
-
-def micro_batch_size(cfg: Config, world_size: int, most: int = 0, uneven: bool = False) -> int:
-    """Sequences per device and forward pass: a divisor of each rank's share of the batch.
-
-    most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
-    uneven: where there is no divisor, it may leave surplus rows. Otherwise, or for more ranks than
-    sequences, raises ConfigError with the nearest possible batch sizes.
-    """
-    per_rank, rest = divmod(cfg.batch_size, world_size)
-    given = cfg.micro_batch_size not in (None, "auto")
-    limit = int(cfg.micro_batch_size) if given else most or MICRO_BATCH_TOKENS // cfg.seq_len or 1
-    if not given and not rest:
-        return max(m for m in range(1, min(per_rank, limit) + 1) if per_rank % m == 0)
-    unit = world_size * (limit if given else 1)
-    if cfg.batch_size % unit and not (uneven and per_rank):
-        below = cfg.batch_size // unit * unit
-        sizes = f"{below} or {below + unit}" if below else str(unit)
-        micro = f" of --micro_batch_size {cfg.micro_batch_size}" if given else ""
-        raise ConfigError(
-            f"--batch_size {cfg.batch_size}: expected a multiple of {unit} ({world_size} "
-            f"process{'es' * (world_size > 1)}{micro}); the nearest is {sizes}; once "
-            f"started, a run continues on any number of processes up to {cfg.batch_size} "
-            "(--auto_resume)")
-    share = -(-cfg.batch_size // world_size)  # the largest one
-    return -(-share // -(-share // limit))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from config import IGNORE, Config
 from steady.anomalies import AnomalyDetector
+from steady.cli import due
 from steady.clock import Clock
 from steady.goodput import Goodput
 from steady.health import measure_update
@@ -121,7 +122,7 @@ class Monitor:
         It always is in the first step of a process and the last step of the run, unless it is off.
         """
         every = self.cfg.log_interval if every is None else every
-        return every > 0 and (step % every == 0 or step in (self.first_step, self.cfg.max_steps))
+        return due(step, every, self.first_step, self.cfg.max_steps)
 
     def add_loss(self, loss: Tensor, losses: Tensor, batch):
         """A micro-batch's share of the step's mean loss, times the number of ranks, and its losses

@@ -33,16 +33,17 @@ from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, lo
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
-from steady import faults, parallel, rundir
+from steady import faults, memory, parallel, rundir
 from steady.backup import Backup
 from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
-from steady.cli import ConfigError
+from steady.cli import ConfigError, due
 from steady.faults import check_finite
+from steady.memory import tidy_memory
 from steady.muon import Muon
 from steady.parts import require_shared
 from steady.replicas import Replicas, ReplicasDiffer
 from steady.spikes import Spikes
-from steady.watchdog import PATIENT, Watchdog
+from steady.watchdog import Watchdog, join_ranks
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -77,18 +78,13 @@ def train(run: "Run"):
         check_finite(run)
         if evaluation_due(run):
             keep_best(run, evaluate(run))
-        if due(run.step, cfg.save_interval, last=cfg.max_steps) or run.stop.save:
+        if due(run.step, cfg.save_interval, cfg.max_steps) or run.stop.save:
             save_checkpoint(run)
         if due(run.step, cfg.sample_interval):
             show_sample(run)
         tidy_memory(run)
     if run.stop.signal:
         save_checkpoint(run)
-
-
-def due(step: int, every: int, last: int | None = None) -> bool:
-    """Whether `step` is a multiple of `every`, or the `last` one; never if `every` is 0."""
-    return every > 0 and (step % every == 0 or step == last)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -157,21 +153,6 @@ def update(run: "Run") -> Tensor:
     return grad_norm
 
 
-GC_INTERVAL = 1000  # steps between garbage collections
-
-
-def tidy_memory(run: "Run"):
-    """Collect garbage and return cached device memory at fixed steps, the same on all ranks."""
-    if run.device.type == "cuda" and due(run.step, run.cfg.cache_clear_interval):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(run.device)
-    if run.step == run.first_step:
-        gc.collect()
-        gc.freeze()  # what is alive now stays: later collections skip it
-    elif due(run.step, GC_INTERVAL):
-        gc.collect()
-
-
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                     parameters: dict[str, nn.Parameter] | None = None, shards=None) -> list:
     """The optimizers of a run; together they hold every parameter exactly once.
@@ -204,7 +185,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
 def evaluation_due(run: "Run") -> bool:
     """Also true on resuming at a step that a crash left without its evaluation."""
-    is_due = due(run.step, run.cfg.eval_interval, last=run.cfg.max_steps)
+    is_due = due(run.step, run.cfg.eval_interval, run.cfg.max_steps)
     return run.val_data is not None and is_due and run.evaluated_step < run.step
 
 
@@ -362,30 +343,26 @@ def set_up(argv: list[str]) -> Run:
     cfg, out_dir = choose_run(argv)
     rank, local_rank, world_size, local_world_size = parallel.rank_and_world()
     started = parallel.restart_count() > 0 or rundir.continues(cfg, out_dir)
-    micro_batch = config.micro_batch_size(cfg, world_size, uneven=started)
+    micro_batch = memory.micro_batch_size(cfg, world_size, uneven=started)
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     devices.configure(cfg, device)
     devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     train_data, val_data = load_data(cfg)
-    parallel.check_shard_size(cfg.shard_size, world_size)
-    patience = PATIENT * cfg.hang_seconds or 1800
-    store = parallel.meet(rank, world_size, patience)
-    watchdog = Watchdog(cfg.hang_seconds, store)
-    parallel.join_ranks(store, rank, world_size, device, patience)
+    watchdog = join_ranks(cfg, device)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
     found = start and (start.checkpoint, rundir.continues(cfg, start.out_dir))
     checkpoint, started = stop.broadcast_from_rank0(found)
     if not started:  # although torchrun has restarted its processes
-        config.micro_batch_size(cfg, world_size)
+        memory.micro_batch_size(cfg, world_size)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
-        fits = faults.largest_micro_batch(
+        fits = memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, checkpoint, device, dtype, shards.alone()), cfg,
             world_size, autocast, device)
-        micro_batch = config.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
+        micro_batch = memory.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
     model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
     parameters = shards.parameters_of(model)
     run = Run(
@@ -438,7 +415,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch
         model = huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
         shards.divide(model, dtype)
         return model.to(device)
-    faults.refuse_too_large(cfg, shards.size)
+    memory.refuse_too_large(cfg, shards.size)
     with torch.device("meta"):
         model = Transformer(cfg)
     shards.divide(model, dtype)
@@ -559,8 +536,8 @@ def train_with_recovery(run: Run) -> str:
             raise  # without a save
         except BaseException as e:
             faults.rescue(run)
-            if faults.out_of_memory(e):
-                raise MemoryError(faults.memory_advice(run, e)) from e
+            if memory.out_of_memory(e):
+                raise MemoryError(memory.memory_advice(run, e)) from e
             raise
         finally:
             if run.writer:

@@ -61,6 +61,11 @@ def check_bounds(options):
             raise ConfigError(f"--{f.name} {value}: expected {expected}")
 
 
+def due(step: int, every: int, *also: int) -> bool:
+    """Whether `step` is a multiple of an interval, or in `also`; never if the interval is 0."""
+    return every > 0 and (step % every == 0 or step in also)
+
+
 def expand_user(options, *names: str):
     """`options` with ~ and ~user replaced in the paths of these names. Raises ConfigError."""
     paths = {name: path for name in names if (path := getattr(options, name))}

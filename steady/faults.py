@@ -1,7 +1,6 @@
-"""When things go wrong: signals, non-finite steps, crashes, out of memory, error messages."""
+"""When things go wrong: signals, non-finite steps, crashes, error messages."""
 
 import contextlib
-import gc
 import os
 import re
 import signal
@@ -25,11 +24,11 @@ from steady.checkpoint import (
     save_checkpoint,
     set_aside,
 )
-from steady.cli import ConfigError
+from steady.cli import ConfigError, due
 from steady.hangs import LEFT_OUT
+from steady.memory import out_of_memory
 from steady.parallel import RanksMissing, gathered, rank_and_world
 from steady.replicas import ReplicasDiffer
-from steady.telemetry import si
 
 # --- signals ---------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ def check_finite(run):
     cfg, count = run.cfg, run.monitor.nonfinite_in_a_row
     if cfg.on_nonfinite == "skip" or count < cfg.max_nonfinite:
         return
-    if run.step % cfg.log_interval == 0 or run.step == cfg.max_steps:
+    if due(run.step, cfg.log_interval, cfg.max_steps):
         raise NotFinite(f"{count} steps in a row, up to step {run.step}, had a loss or gradient "
                         "that was not finite")
 
@@ -237,74 +236,6 @@ def autopsy(run, step: int, rank: int) -> dict:
         datasets=[data.datasets[k].name for k in sources],
         first_bad_layer=bad[0] if bad else None,
     )
-
-
-# --- memory ----------------------------------------------------------------------------------
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def refuse_too_large(cfg, ranks: int = 1):
-    """Raise ConfigError if one of `ranks` parts of the weights exceeds this machine's memory."""
-    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
-    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
-    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * weights / ranks > memory:
-        raise ConfigError(
-            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
-            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
-            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
-            "smaller sizes")
-
-
-def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> int:
-    """The largest power of two of sequences whose forward and backward pass fit into memory.
-
-    make_model: () → a model to try, which is gone afterwards.
-
-    On a CPU, where the kernel may kill the process before an allocation fails, up to 16,384 tokens.
-    """
-    per_rank = -(-cfg.batch_size // world_size)
-    model = make_model()
-    most = per_rank if device.type == "cuda" else min(per_rank, max(1, 16384 // cfg.seq_len))
-    kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
-    size = 1
-    try:
-        while True:
-            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
-            with autocast:
-                losses = model(tokens, tokens, tokens if cfg.packing else None)
-            losses.sum().backward()
-            if 2 * size > most:
-                break
-            size *= 2
-    except RuntimeError as e:
-        if not out_of_memory(e) or size == 1:
-            raise
-        size //= 2
-    del kept, model
-    gc.collect()  # fully_shard makes circles
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return size
-
-
-def memory_advice(run, error: BaseException) -> str:
-    """The error message: requested and free memory, and which --micro_batch_size to try."""
-    free = ""
-    if run.device.type == "cuda":
-        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
-        free = f" ({free:.1f} of {total:.1f} GB are free)"
-    per_rank, rest = divmod(run.cfg.batch_size, run.world_size)
-    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if rest or per_rank % m == 0]
-    advice = "try --activation_checkpointing full, or a shorter --seq_len"
-    if smaller:
-        advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
-    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
 
 
 # --- the end of the program ------------------------------------------------------------------

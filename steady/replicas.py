@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steady.cli import due
 from steady.parallel import names
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -38,7 +39,7 @@ class Replicas:
         self.newest, self.step, self.agreed = [], 0, agreed
 
     def measure(self, step: int):
-        if self.every and step % self.every == 0:
+        if due(step, self.every):
             sums = checksums(list(self.parameters.values()))
             self.newest, self.step = [*sums.unbind()], step
 

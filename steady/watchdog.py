@@ -35,6 +35,20 @@ LAST_WORDS = 10.0  # seconds in which files may still be written before the proc
 made = itertools.count()  # watchdogs of this process: --verify_resume needs two
 
 
+def join_ranks(cfg, device):
+    """Join all ranks; returns their Watchdog, which watches from before they meet.
+
+    Raises ConfigError, or RanksMissing.
+    """
+    rank, _, world_size, _ = parallel.rank_and_world()
+    parallel.check_shard_size(cfg.shard_size, world_size)
+    patience = PATIENT * cfg.hang_seconds or 1800
+    store = parallel.meet(rank, world_size, patience)
+    watchdog = Watchdog(cfg.hang_seconds, store)
+    parallel.join_ranks(store, rank, world_size, device, patience)
+    return watchdog
+
+
 class Watchdog:
     """Watches the thread that makes it, until the end of its context; made on all ranks together.
 

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 import config
+from steady import memory
 from steady.cli import ConfigError, write_yaml
 
 
@@ -19,7 +20,7 @@ def parsed(*argv):
 
 def refused(*argv) -> str:
     with pytest.raises(ConfigError) as error:
-        config.micro_batch_size(parsed(*argv), world_size=1)
+        memory.micro_batch_size(parsed(*argv), world_size=1)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -76,7 +77,7 @@ def test_a_learning_rate_may_stay_what_it_is():
 def test_every_preset_and_size_is_valid(preset):
     for model in config.MODELS:
         cfg = parsed("--preset", preset, "--model", model)
-        assert config.micro_batch_size(cfg, 1) >= 1
+        assert memory.micro_batch_size(cfg, 1) >= 1
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -160,15 +161,15 @@ def test_a_model_by_name_replaces_the_shape_in_a_file(tmp_path):
 def test_every_size_runs_on_1_2_4_and_8_processes(world_size):
     for model in config.MODELS:
         cfg = parsed("--model", model)
-        assert cfg.batch_size % (config.micro_batch_size(cfg, world_size) * world_size) == 0
+        assert cfg.batch_size % (memory.micro_batch_size(cfg, world_size) * world_size) == 0
 
 
 def test_what_follows_from_other_options():
     assert parsed("--max_steps", "5000").warmup_steps == 100  # 2 %
     assert parsed("--max_steps", "5000", "--warmup_steps", "0").warmup_steps == 0
-    assert config.micro_batch_size(parsed("--model", "gpt2-124m"), 1) == 16  # of 1,024 tokens
-    assert config.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
-    assert config.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
+    assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1) == 16  # of 1,024 tokens
+    assert memory.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
+    assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
     one, other = config.Config(), config.Config()
     one.data.append("more")
     assert other.data == ["stdlib"]
@@ -176,7 +177,7 @@ def test_what_follows_from_other_options():
 
 def test_batch_that_does_not_divide_over_the_processes_names_the_nearest():
     with pytest.raises(ConfigError, match="8 processes.*8 or 16"):
-        config.micro_batch_size(parsed("--batch_size", "12"), 8)
+        memory.micro_batch_size(parsed("--batch_size", "12"), 8)
 
 
 @pytest.mark.parametrize("flags, world_size, expected", [
@@ -191,12 +192,12 @@ def test_batch_that_does_not_divide_over_the_processes_names_the_nearest():
 ])
 def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
                                                                          expected):
-    assert config.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected
+    assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected
 
 
 def test_a_rank_without_a_sequence_is_refused():
     with pytest.raises(ConfigError, match="nearest is 9; .*any number of processes up to 8"):
-        config.micro_batch_size(parsed("--batch_size", "8"), 9, uneven=True)
+        memory.micro_batch_size(parsed("--batch_size", "8"), 9, uneven=True)
 
 
 def test_usage_errors_are_one_line_and_exit_2():

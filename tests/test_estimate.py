@@ -13,6 +13,7 @@ from conftest import ROOT, environment
 import config
 import train
 from model import Transformer
+from steady import memory
 from tools import estimate
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_memory_is_what_a_run_takes(flags, tmp_path):
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split("bytes ")[-1])
     cfg = config.resolve(config.parse([*SHAPE, *flags]))
-    micro_batch = config.micro_batch_size(cfg, 1)
+    micro_batch = memory.micro_batch_size(cfg, 1)
     need, _ = estimate.simulate(
         cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch, train.make_optimizers
     )

@@ -42,7 +42,7 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady import checkpoint, faults, retry, sealed, telemetry
+from steady import checkpoint, faults, memory, retry, sealed, telemetry
 from steady.checkpoint import checkpoint_step, compare, find_corruption, list_checkpoints
 from steady.tokens import write_tokens
 from tools import prepare
@@ -816,10 +816,10 @@ def test_out_of_memory_says_what_to_try(run, tmp_path, monkeypatch):
 def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
     run = SimpleNamespace(device=torch.device("cpu"), cfg=tiny_config(batch_size=14),
                           world_size=4, micro_batch=4)
-    advice = faults.memory_advice(run, RuntimeError("can't allocate memory"))
+    advice = memory.memory_advice(run, RuntimeError("can't allocate memory"))
     assert "try --micro_batch_size 2; the" in advice
     run.world_size = 2  # shares of 7
-    assert "try --micro_batch_size 1; the" in faults.memory_advice(run, RuntimeError("no"))
+    assert "try --micro_batch_size 1; the" in memory.memory_advice(run, RuntimeError("no"))
 
 
 def test_the_micro_batch_that_fits_is_found(run, tmp_path, monkeypatch):

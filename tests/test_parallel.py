@@ -12,7 +12,7 @@ from conftest import TINY, column, poison, processes, rows
 import config
 import train
 from model import Transformer
-from steady import parallel, parts
+from steady import memory, parallel, parts
 from steady.checkpoint import (
     checkpoint_at,
     compare,
@@ -276,7 +276,7 @@ def test_a_step_exchanges_what_the_estimate_says(corpus, tmp_path):
             assert process.code() == 0, process.text()
             line = process.text().split("exchanged ")[-1].splitlines()[0]
         cfg = config.resolve(config.parse([*map(str, flags), "--vocab_size", "257"]))
-        micro_batch = config.micro_batch_size(cfg, 2)
+        micro_batch = memory.micro_batch_size(cfg, 2)
         _, said = estimate.simulate(cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch
                                     // 2, train.make_optimizers, cfg.parallel, 2)
         counted = {name: calls for name, calls in json.loads(line).items()

@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import Config, micro_batch_size
+from config import Config
 from model import LinearCrossEntropy, Transformer, flops_per_token
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS
+from steady.memory import micro_batch_size
 from steady.parallel import Shards, check_shard_size
 from steady.telemetry import duration
 
