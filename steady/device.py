@@ -5,12 +5,12 @@ import ctypes
 import os
 import platform
 import re
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from steady.cli import ConfigError
+from steady.proc import read
 
 # --- device and number format ----------------------------------------------------------------
 
@@ -83,9 +83,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = names[0] if names else name
+    name = next(iter(re.findall(r"model name\s*: (.*)", read("proc/cpuinfo"))), name)
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
 

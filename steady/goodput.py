@@ -1,6 +1,7 @@
 """Goodput: how much of a run's wall time was training, over all processes that worked on it."""
 
-from steady.telemetry import OUTSIDE_PHASES, process_age_seconds
+from steady.proc import process_age_seconds
+from steady.telemetry import OUTSIDE_PHASES
 
 KINDS = ("startup", "data", "training", *OUTSIDE_PHASES, "lost")
 

@@ -9,7 +9,7 @@ import json
 import multiprocessing.process
 from pathlib import Path
 
-from steady.limits import cgroup_folders
+from steady import proc
 from steady.parallel import names
 from steady.telemetry import OUTSIDE_PHASES, duration
 
@@ -63,11 +63,8 @@ def state_of(pid: int | str, thread: int | str = "") -> str:
 
     R runs, S sleeps, D waits for a disk or another device, T is stopped, Z is dead.
     """
-    path = Path(f"/proc/{pid}", *(["task", str(thread)] if thread else []), "stat")
-    try:
-        return path.read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "" if Path("/proc/self").exists() else "S"
+    fields = proc.stat(pid, thread) or ["" if Path("/proc/self").exists() else "S"]
+    return fields[0]
 
 
 def odd_workers() -> list[str]:
@@ -114,13 +111,10 @@ def collectives() -> dict[str, list]:
 
 def out_of_memory_kills() -> int:
     """Processes of this machine, or of this container, that the kernel killed for memory."""
-    files = [folder / "memory.events" for folder in cgroup_folders("memory")]
-    count = 0
-    for path in [Path("/proc/vmstat"), *files]:
-        with contextlib.suppress(OSError):
-            lines = (line.split() for line in path.read_text().splitlines())
-            count += sum(int(value) for name, value in lines if name == "oom_kill")
-    return count
+    events = [proc.read(folder / "memory.events") for folder in proc.cgroup_folders("memory")]
+    lines = [line.split() for text in (proc.read("proc/vmstat"), *events)
+             for line in text.splitlines()]
+    return sum(int(value) for name, value in lines if name == "oom_kill")
 
 
 # --- what their notes say --------------------------------------------------------------------

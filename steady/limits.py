@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-ROOT = Path("/")  # of /proc and /sys
+from steady import proc
+
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
 RESOURCES = {  # name → (metrics that are summed, its limit or None for 0, unit, verb)
@@ -47,13 +48,9 @@ ADVICE = {
 def read_resources(run_dir: Path | None) -> dict[str, float]:
     """GB and counts that are cheap enough to read at each log; what is unknown is left out."""
     row = {}
-    try:
-        row["memory/threads"] = len(os.listdir(ROOT / "proc/self/task"))
-        _, resident, of_files = read("proc/self/statm").split()[:3]
-        pages = int(resident) - int(of_files)
-        row["memory/host_anonymous_gb"] = pages * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except (OSError, ValueError):
-        pass
+    if proc.read("proc/self/statm"):
+        row["memory/threads"] = proc.count("proc/self/task")
+        row["memory/host_anonymous_gb"] = proc.rss_bytes(shared=False) / 1e9
     try:
         disk = os.statvfs(run_dir) if run_dir else None
     except (OSError, AttributeError):  # AttributeError: Windows
@@ -72,13 +69,14 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     shares of what is available, since what one does the others do.
     """
     ranks, out = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), {}
-    available, threads = available_bytes(), available_threads(row.get("memory/threads", 0))
+    available = proc.available_bytes()
+    threads = proc.available_threads(row.get("memory/threads", 0))
     if math.isfinite(available):
         used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
         out["limit/host_gb"] = used + available / ranks / 1e9
     if math.isfinite(threads):
         out["limit/threads"] = row.get("memory/threads", 0) + threads / ranks
-    files = soft_limit("RLIMIT_NOFILE")
+    files = proc.soft_limit("RLIMIT_NOFILE")
     if math.isfinite(files):
         out["limit/open_files"] = files
     if device.type == "cuda":
@@ -86,68 +84,6 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
         # without what others, and the driver, have on the device
         out["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
     return out
-
-
-def available_bytes() -> float:
-    """Host memory that this process could still take: the system's, or less in a cgroup."""
-    rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
-    for folder in cgroup_folders("memory"):
-        limit = min(number(read(folder / "memory.max")),
-                    number(read(folder / "memory.limit_in_bytes")))
-        used = min(number(read(folder / "memory.current")),
-                   number(read(folder / "memory.usage_in_bytes")))
-        if math.isfinite(limit) and math.isfinite(used):
-            stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-            old = "total_" if "total_inactive_file" in stat else ""  # version 1
-            files = (int(stat.get(f"{old}{kind}_file", 0)) for kind in ("inactive", "active"))
-            rooms.append(limit - used + sum(files))  # pages of files are taken back
-    return max(0.0, min(rooms))
-
-
-def available_threads(now: int) -> float:
-    """Threads that could still be started, by the cgroup, by the user's limit, by the kernel's."""
-    running = read("proc/loadavg").partition("/")[2]
-    rooms = [number(read("proc/sys/kernel/threads-max")) - (number(running) if running else 0)]
-    rooms.append(soft_limit("RLIMIT_NPROC") - now)  # the user's other processes are not counted
-    for folder in cgroup_folders("pids"):
-        used = number(read(folder / "pids.current"))
-        rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))
-    return max(0.0, min(rooms))
-
-
-def cgroup_folders(controller: str) -> list[Path]:
-    """The cgroups that limit this process, of version 1 or 2: its own and those above it."""
-    top, out = ROOT / "sys/fs/cgroup", []
-    for line in read("proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if not controllers or controller in controllers.split(","):
-            root = top / controller if controllers else top
-            folder = root / path.lstrip("/")
-            out += [f for f in (folder, *folder.parents) if f.is_relative_to(root)]
-    return out
-
-
-def soft_limit(name: str) -> float:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.inf
-    limit = resource.getrlimit(getattr(resource, name))[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def number(text: str) -> float:
-    """The number that a text begins with; infinity for "max" and for a file that is not there."""
-    word = text.replace("/", " ").split()[:1]
-    return float(word[0]) if word and word[0].isdigit() else math.inf
-
-
-def read(path: Path | str) -> str:
-    try:
-        with open(ROOT / path) as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 class Resources:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from steady import nvml
+from steady import nvml, proc
 from steady.retry import retry
 
 SECONDS_BETWEEN = 0.25  # readings that cost more than a few microseconds: 0.1 % of the time
@@ -190,17 +190,6 @@ def open_fd(path: str | Path | None) -> int | None:
 
 
 def quota_file() -> Path | None:
-    """cpu.stat of the cgroup of this process; None if there is none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds == "" or "cpu" in kinds.split(","):
-            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"):
-                for own in (path.lstrip("/"), ""):
-                    file = Path(root, own, "cpu.stat")
-                    if file.exists() and "throttled" in file.read_text():
-                        return file
-    return None
+    """cpu.stat of the cgroup of this process, or of one above it; None if there is none."""
+    files = [folder / "cpu.stat" for folder in proc.cgroup_folders("cpu")]
+    return next((file for file in files if "throttled" in proc.read(file)), None)

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from steady.proc import count, rss_bytes
+
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
@@ -231,7 +233,7 @@ def memory(device: torch.device) -> dict[str, float]:
     out = {
         "memory/host_rss_gb": rss_bytes() / 1e9,
         "memory/workers_rss_gb": sum(rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
-        "memory/open_files": count_files(),
+        "memory/open_files": count("proc/self/fd"),
     }
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -240,40 +242,6 @@ def memory(device: torch.device) -> dict[str, float]:
         out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
         out["memory/alloc_retries"] = stats["num_alloc_retries"]
     return out
-
-
-def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
-    """Resident memory of a process, with or without the files it has mapped (token files, say).
-
-    0 if it has ended or the system does not say.
-    """
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            _, resident, of_files = map(int, file.read().split()[:3])
-            return (resident - of_files * (not shared)) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        if pid != "self":
-            return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
-
-
-def count_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
-
-
-def process_age_seconds() -> float:
-    """Seconds since this process was started; 0 if unknown."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError):
-        return 0.0
 
 
 # --- numbers ---------------------------------------------------------------------------------

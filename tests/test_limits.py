@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from steady import limits
+from steady import limits, proc
 from steady.limits import (
     MOST,
     ResourceTrends,
@@ -275,8 +275,8 @@ def put(root, **files):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A machine with 10 GB available, without limits."""
-    monkeypatch.setattr(limits, "ROOT", tmp_path)
-    monkeypatch.setattr(limits, "soft_limit",
+    monkeypatch.setattr(proc, "ROOT", tmp_path)
+    monkeypatch.setattr(proc, "soft_limit",
                         lambda name: 1024 if name == "RLIMIT_NOFILE" else float("inf"))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     put(tmp_path, proc__meminfo="MemTotal: 20000000 kB\nMemAvailable: 10000000 kB\nCached: 1 kB\n",
@@ -287,7 +287,7 @@ def root(tmp_path, monkeypatch):
 def test_what_is_read_at_a_log(root, monkeypatch):
     put(root, proc__self__statm="5000 3000 1000 1 0 1 0\n", proc__self__task__11="",
         proc__self__task__12="")
-    monkeypatch.setattr(limits.os, "sysconf", lambda name: 4096)
+    monkeypatch.setattr(proc.os, "sysconf", lambda name: 4096)
     monkeypatch.setattr(limits.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096, 50, 20))
     assert read_resources(root) == {
         "memory/threads": 2, HOST: 2000 * 4096 / 1e9,  # without the pages of files
@@ -318,7 +318,7 @@ def test_a_cgroup_of_version_2_limits_memory_also_from_above(root):
     group = {"max": "6000000000\n", "current": "5000000000\n",
              "stat": "anon 1\ninactive_file 200000000\nactive_file 300000000\n"}
     put(root, **{f"sys__fs__cgroup__job__memory.{k}": v for k, v in group.items()})
-    assert limits.available_bytes() == 1.5e9
+    assert proc.available_bytes() == 1.5e9
 
 
 def test_a_cgroup_of_version_1_limits_memory(root):
@@ -326,7 +326,7 @@ def test_a_cgroup_of_version_1_limits_memory(root):
     group = {"limit_in_bytes": "6000000000\n", "usage_in_bytes": "5000000000\n",
              "stat": "inactive_file 7\ntotal_inactive_file 100000000\ntotal_active_file 0\n"}
     put(root, **{f"sys__fs__cgroup__memory__job__memory.{k}": v for k, v in group.items()})
-    assert limits.available_bytes() == 1.1e9
+    assert proc.available_bytes() == 1.1e9
 
 
 def test_threads_are_limited_by_the_system_the_user_and_the_cgroup(root, monkeypatch):
@@ -334,7 +334,7 @@ def test_threads_are_limited_by_the_system_the_user_and_the_cgroup(root, monkeyp
     assert "limit/threads" not in limits.limits(now, CPU)
     put(root, **{"proc__sys__kernel__threads-max": "1000\n"})
     assert limits.limits(now, CPU)["limit/threads"] == 10 + 910
-    monkeypatch.setattr(limits, "soft_limit", lambda name: 800)
+    monkeypatch.setattr(proc, "soft_limit", lambda name: 800)
     assert limits.limits(now, CPU)["limit/threads"] == 800
     put(root, **{"sys__fs__cgroup__job__pids.max": "200\n",
                  "sys__fs__cgroup__job__pids.current": "60\n"})

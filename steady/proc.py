@@ -1,0 +1,115 @@
+"""What the kernel says of a process, of this machine, and of the cgroups that limit it."""
+
+import math
+import os
+import time
+from pathlib import Path
+
+ROOT = Path("/")  # of /proc and /sys
+
+
+def read(path: Path | str) -> str:
+    """The text of a file below ROOT; "" where there is none."""
+    try:
+        with open(ROOT / path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def count(folder: str) -> int:
+    """How many files a folder below ROOT has, as proc/self/fd; 0 where there is none."""
+    try:
+        return len(os.listdir(ROOT / folder))
+    except OSError:
+        return 0
+
+
+def stat(pid: int | str, thread: int | str = "") -> list[str]:
+    """What proc(5) says of a process or one of its threads, from its state on; [] if it is gone."""
+    place = f"{pid}/task/{thread}" if thread else pid
+    return read(f"proc/{place}/stat").rpartition(")")[2].split()  # its name may hold spaces
+
+
+# --- a process -------------------------------------------------------------------------------
+
+
+def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
+    """Resident memory of a process, with or without the files it has mapped (token files, say).
+
+    0 if it has ended or the system does not say.
+    """
+    pages = read(f"proc/{pid}/statm").split()
+    if pages:
+        return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
+    if pid != "self":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process was started; 0 if unknown."""
+    fields = stat("self")
+    if not fields:
+        return 0.0
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+# --- what is left ----------------------------------------------------------------------------
+
+
+def available_bytes() -> float:
+    """Host memory that this process could still take: the system's, or less in a cgroup."""
+    rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
+    for folder in cgroup_folders("memory"):
+        limit = min(number(read(folder / "memory.max")),
+                    number(read(folder / "memory.limit_in_bytes")))
+        used = min(number(read(folder / "memory.current")),
+                   number(read(folder / "memory.usage_in_bytes")))
+        if math.isfinite(limit) and math.isfinite(used):
+            stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+            old = "total_" if "total_inactive_file" in stat else ""  # version 1
+            files = (int(stat.get(f"{old}{kind}_file", 0)) for kind in ("inactive", "active"))
+            rooms.append(limit - used + sum(files))  # pages of files are taken back
+    return max(0.0, min(rooms))
+
+
+def available_threads(now: int) -> float:
+    """Threads that could still be started, by the cgroup, by the user's limit, by the kernel's."""
+    running = read("proc/loadavg").partition("/")[2]
+    rooms = [number(read("proc/sys/kernel/threads-max")) - (number(running) if running else 0)]
+    rooms.append(soft_limit("RLIMIT_NPROC") - now)  # the user's other processes are not counted
+    for folder in cgroup_folders("pids"):
+        used = number(read(folder / "pids.current"))
+        rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))
+    return max(0.0, min(rooms))
+
+
+def cgroup_folders(controller: str) -> list[Path]:
+    """The cgroups that limit this process, of version 1 or 2: its own and those above it."""
+    top, out = ROOT / "sys/fs/cgroup", []
+    for line in read("proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or controller in controllers.split(","):
+            root = top / controller if controllers else top
+            folder = root / path.lstrip("/")
+            out += [f for f in (folder, *folder.parents) if f.is_relative_to(root)]
+    return out
+
+
+def soft_limit(name: str) -> float:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.inf
+    limit = resource.getrlimit(getattr(resource, name))[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def number(text: str) -> float:
+    """The number that a text begins with; infinity for "max" and for a file that is not there."""
+    word = text.replace("/", " ").split()[:1]
+    return float(word[0]) if word and word[0].isdigit() else math.inf
