@@ -133,13 +133,9 @@ def keep_freed_memory(device: torch.device):
 
 def set_attention_backend(name: str):
     """Allow the one named backend of scaled_dot_product_attention, or with auto all of them."""
-    for backend, enable in {
-        "flash": torch.backends.cuda.enable_flash_sdp,
-        "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
-        "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-        "math": torch.backends.cuda.enable_math_sdp,
-    }.items():
-        enable(name in ("auto", backend))
+    for backend in ("flash", "mem_efficient", "cudnn", "math"):
+        enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
+        enable(name in ("auto", backend.removeprefix("mem_")))
 
 
 BACKEND_NAMES = {

@@ -4,6 +4,7 @@ Rows of metrics.jsonl go into ResourceTrends, which says once for each resource 
 would end the run before its last step.
 """
 
+import contextlib
 import gc
 import math
 import os
@@ -51,10 +52,9 @@ def read_resources(run_dir: Path | None) -> dict[str, float]:
     if proc.read("proc/self/statm"):
         row["memory/threads"] = proc.count("proc/self/task")
         row["memory/host_anonymous_gb"] = proc.rss_bytes(shared=False) / 1e9
-    try:
+    disk = None
+    with contextlib.suppress(OSError):  # the folder is gone
         disk = os.statvfs(run_dir) if run_dir else None
-    except (OSError, AttributeError):  # AttributeError: Windows
-        disk = None
     if disk and disk.f_blocks:
         row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
     if disk and disk.f_files:  # btrfs, for one, has no fixed number of inodes

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -44,8 +45,6 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
         return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
     if pid != "self":
         return 0
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
 
 
@@ -101,10 +100,6 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def soft_limit(name: str) -> float:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.inf
     limit = resource.getrlimit(getattr(resource, name))[0]
     return math.inf if limit == resource.RLIM_INFINITY else limit
 

@@ -298,11 +298,11 @@ def test_what_is_missing_is_left_out(root, monkeypatch):
     monkeypatch.setattr(limits.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096, 0, 0))
     assert read_resources(root) == {"disk/free_gb": 4.096}  # btrfs, and no /proc
     assert read_resources(None) == {}
-    monkeypatch.delattr(limits.os, "statvfs")
-    assert read_resources(root) == {}
     (root / "proc/meminfo").unlink()
     (root / "proc/loadavg").unlink()
     assert limits.limits({}, CPU) == {"limit/open_files": 1024}
+    monkeypatch.undo()
+    assert "disk/free_gb" not in read_resources(root / "none")  # a folder that is gone
 
 
 def test_memory_that_is_available_is_added_to_what_is_used(root, monkeypatch):
