@@ -68,22 +68,18 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     To be read once, when the loader's workers run. Processes of the run on this host get equal
     shares of what is available, since what one does the others do.
     """
-    ranks, out = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), {}
-    available = proc.available_bytes()
-    threads = proc.available_threads(row.get("memory/threads", 0))
-    if math.isfinite(available):
-        used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
-        out["limit/host_gb"] = used + available / ranks / 1e9
-    if math.isfinite(threads):
-        out["limit/threads"] = row.get("memory/threads", 0) + threads / ranks
-    files = proc.soft_limit("RLIMIT_NOFILE")
-    if math.isfinite(files):
-        out["limit/open_files"] = files
+    ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), row.get("memory/threads", 0)
+    used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
+    found = {
+        "limit/host_gb": used + proc.available_bytes() / ranks / 1e9,
+        "limit/threads": threads + proc.available_threads(threads) / ranks,
+        "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
+    }
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # without what others, and the driver, have on the device
-        out["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
-    return out
+        found["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
+    return {name: limit for name, limit in found.items() if math.isfinite(limit)}
 
 
 class Resources:

@@ -135,7 +135,6 @@ class Encoder:
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
         return ids, np.cumsum(sizes)[last if ends else []], mask, sum(map(len, raw))
 
-
     def encode_joined(self, documents: list[list[Part]], before: str) -> Iterator[np.ndarray]:
         """The ids of each part, without the space that would be put before a part alone.
 
