@@ -63,7 +63,7 @@ def state_of(pid: int | str, thread: int | str = "") -> str:
 
     R runs, S sleeps, D waits for a disk or another device, T is stopped, Z is dead.
     """
-    fields = proc.stat(pid, thread) or ["" if Path("/proc/self").exists() else "S"]
+    fields = proc.stat_fields(pid, thread) or ["" if Path("/proc/self").exists() else "S"]
     return fields[0]
 
 

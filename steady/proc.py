@@ -26,7 +26,7 @@ def count(folder: str) -> int:
         return 0
 
 
-def stat(pid: int | str, thread: int | str = "") -> list[str]:
+def stat_fields(pid: int | str, thread: int | str = "") -> list[str]:
     """What proc(5) says of a process or one of its threads, from its state on; [] if it is gone."""
     place = f"{pid}/task/{thread}" if thread else pid
     return read(f"proc/{place}/stat").rpartition(")")[2].split()  # its name may hold spaces
@@ -50,7 +50,7 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
 
 def process_age_seconds() -> float:
     """Seconds since this process was started; 0 if unknown."""
-    fields = stat("self")
+    fields = stat_fields("self")
     if not fields:
         return 0.0
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
