@@ -51,7 +51,7 @@ def find_damage(path: Path) -> str | None:
     try:
         states = load_parts(path, "meta")
         wrong = next(filter(None, map(find_odd_contents, states)), None)
-        if not wrong and states[0]["format"] == FORMAT:
+        if not wrong and states[0]["format"] in READABLE:
             join(states)  # raises where the parts do not fit together
         return wrong
     except OSError:
@@ -67,7 +67,7 @@ def find_odd_contents(state) -> str | None:
     """
     if not isinstance(state, dict) or type(state.get("format")) is not int:
         return "it holds no state of a run"
-    if state["format"] != FORMAT:
+    if state["format"] not in READABLE:
         return None
     for name, kinds in CONTENTS.items():
         if not isinstance(state.get(name), kinds):
@@ -371,6 +371,7 @@ def disk_error(error: BaseException, folder: Path) -> str:
 # --- the state of a run ----------------------------------------------------------------------
 
 FORMAT = 4  # of the dict in a file; 1 had no position, 2 no evaluated_step, 3 stacked momenta
+READABLE = (3, 4)
 CONTENTS = dict(  # what the dict must have, and its type
     step=int, position=int, tokens=int, best_loss=(int, float), best_step=int, evaluated_step=int,
     nonfinite=(int, float, torch.Tensor), rollbacks=list, model=dict, optimizers=list,
@@ -459,12 +460,14 @@ def load_checkpoint(run, path: Path) -> dict:
         version = states[0]["format"]
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
         raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
-    if version != FORMAT:
+    if version not in READABLE:
         raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
     wrong = find_odd_contents(states[0])
     if wrong:
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
     refuse_changes(run, path, states[0])
+    if version == 3:
+        unstack_momenta(states[0]["optimizers"])
     state = join(states, run.shards.rows, copy=True)
     copy_weights(path, state["model"], run.tensors)
     release(run.model)
@@ -500,6 +503,16 @@ def copy_weights(path: Path, saved: dict, tensors: dict):
                           f"missing, not expected or of another shape, as {odd[0]}")
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
+
+
+def unstack_momenta(optimizers: list[dict]):
+    """Give each matrix its momentum: in format 3 the first of a group held that of all."""
+    for saved in optimizers:
+        for group in saved["param_groups"]:
+            stack = saved["state"].get(group["params"][0], {}).get("momentum")
+            if stack is not None:
+                momenta = zip(group["params"], stack.unbind(), strict=True)
+                saved["state"] |= {i: dict(momentum=each) for i, each in momenta}
 
 
 def read_state(path: Path, device: str = "cpu") -> dict:
@@ -561,9 +574,9 @@ def refuse_changes(run, path: Path, state: dict):
     if not cfg.eval_only:
         if weights_of(saved["data"]) != weights_of(cfg.data):
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
-        if data.fingerprint != state["data"]:
+        if not same_files(data.fingerprint, state["data"]):
             new = [f"{file[0]} ({file[1]:,} tokens)" for file in data.fingerprint
-                   if file not in state["data"]]
+                   if not any(same_files([file], [old]) for old in state["data"])]
             changed["data"] = f"has changed: {', '.join(new) or 'its order'}"
     refused = [name for name in changed if name in weights or name not in cfg.allow_change]
     if refused:
@@ -572,6 +585,13 @@ def refuse_changes(run, path: Path, state: dict):
         if set(refused) & set(weights):
             advice = "Its weights fit no other model; leave those flags out, or start a new run"
         raise ConfigError(f"{path}: this run differs from it: {differences}. {advice}")
+
+
+def same_files(files: list, saved: list) -> bool:
+    """Whether fingerprints agree in what both have; older ones have no sample of the content."""
+    if len(files) != len(saved):
+        return False
+    return all(list(a[: len(b)]) == list(b[: len(a)]) for a, b in zip(files, saved, strict=True))
 
 
 def weights_of(specs: list[str]) -> list:

@@ -11,6 +11,7 @@ from test_prepare import made, read, texts, tokenizer, write_jsonl  # noqa: F401
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import data
 import train
 from steady.cli import ConfigError
 from steady.tokens import TokenFile, load_tokenizer, write_tokens
@@ -40,6 +41,27 @@ def test_data_replaced_under_the_same_name_and_size_is_refused(run, tmp_path, wh
     assert "data has changed: train.bin (16,001 tokens)" in told and "--allow_change data" in told
     run(*more, "--allow_change", "data", bare=True)
     assert rows(tmp_path / "r")[-1]["step"] == 8
+
+
+def test_a_checkpoint_without_a_sample_of_its_data_resumes(run, tmp_path, corpus, monkeypatch):
+    made_mixture = data.Mixture.__init__
+
+    def without_sample(mixture, *args):
+        made_mixture(mixture, *args)
+        assert [len(file) for file in mixture.fingerprint] == [4]
+        mixture.fingerprint = [file[:3] for file in mixture.fingerprint]
+
+    monkeypatch.setattr(data.Mixture, "__init__", without_sample)
+    run("--out_dir", "r", "--max_steps", 4, "--save_interval", 4)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    run("--auto-resume", "--out_dir", "r", "--max_steps", 8)
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    sidecar = other / "train.bin.json"
+    sidecar.write_text(sidecar.read_text().replace('"checksum": "', '"checksum": "0'))
+    told = run("--resume", "r/checkpoints/step_00000004.pt", "--data", other, expect=2)
+    assert "data has changed: train.bin" in told
 
 
 # --- tokenizers ---

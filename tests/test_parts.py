@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, column, processes
+from conftest import TINY, Process, column, processes
 
 from steady import checkpoint, parts, sealed
 from steady.checkpoint import compare, find_damage, latest_valid, list_checkpoints, read_state
@@ -260,6 +260,27 @@ def test_resume_is_verified_in_parts(corpus, tmp_path):
     for process in processes(tmp_path, 2, flags):
         assert process.code() == 0, process.text()
     assert "verify_resume: identical" in (tmp_path / "log0.txt").read_text()
+
+
+def test_an_older_format_is_read(corpus, tmp_path):
+    """Format 3 kept the momenta of all matrices of one shape in a stack."""
+    for name in ("new", "old"):
+        flags = [*FLAGS, "--data", corpus, "--out_dir", name]
+        assert Process(tmp_path, flags).code() == 0
+    path = tmp_path / "old/checkpoints/step_00000006.pt"
+    state = read_state(path)
+    state["format"] = 3
+    muon = state["optimizers"][0]
+    for group in muon["param_groups"]:
+        stack = torch.stack([muon["state"].pop(i)["momentum"] for i in group["params"]])
+        muon["state"][group["params"][0]] = {"momentum": stack}
+    checkpoint.write_checkpoint(path, state)
+    for name in ("new", "old"):
+        process = Process(tmp_path, ["--auto_resume", "--out_dir", name, "--max_steps", 8])
+        assert process.code() == 0, process.text()
+    one, two = (read_state(tmp_path / name / "checkpoints/step_00000008.pt")
+                for name in ("new", "old"))
+    assert compare(one["model"], two["model"])[1] == []
 
 
 def test_a_file_takes_the_place_of_the_parts_of_its_step(copy):
