@@ -27,6 +27,7 @@ from steady.checkpoint import (
 )
 from steady.cli import ConfigError
 from steady.hangs import LEFT_OUT
+from steady.packing import trial_documents
 from steady.parallel import RanksMissing, gathered, rank_and_world
 from steady.replicas import ReplicasDiffer
 from steady.telemetry import si
@@ -261,10 +262,10 @@ def refuse_too_large(cfg, ranks: int = 1):
             "smaller sizes")
 
 
-def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> int:
+def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
 
-    make_model: () → a model to try, which is gone afterwards.
+    make_model: () → a model to try, which is gone afterwards. varlen: packed without a mask.
 
     On a CPU, where the kernel may kill the process before an allocation fails, up to 16,384 tokens.
     """
@@ -276,8 +277,9 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> i
     try:
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            documents = trial_documents(tokens, varlen) if cfg.packing else None
             with autocast:
-                losses = model(tokens, tokens, tokens if cfg.packing else None)
+                losses = model(tokens, tokens, documents)
             losses.sum().backward()
             if 2 * size > most:
                 break

@@ -138,11 +138,62 @@ def test_an_item_in_the_loop_is_found(go):
         *range(1, 13)]
 
 
-@pytest.mark.parametrize("flags", [["--packing"], ["--data_mode", "documents"]], ids=" ".join)
-def test_documents(go, tmp_path, flags):
-    """Tokens, targets and, packed, numbers of documents are copied from page-locked memory."""
-    _, steps = go(*flags)
-    check(steps, logs=[1, 4, 8], tensors=3 if "--packing" in flags else 2)
+def test_documents(go):
+    """Tokens and targets are copied from page-locked memory; rows are padded."""
+    _, steps = go("--data_mode", "documents")
+    check(steps, logs=[1, 4, 8], tensors=2)
+
+
+VARLEN, MASK = "bf16, varlen flash attention", "bf16, efficient attention"
+
+
+@pytest.mark.parametrize("flags, attention", [
+    ([], VARLEN),
+    (["--precision", "fp16"], "fp16, varlen flash attention"),
+    (["--attention", "flash", "--n_kv_head", "2", "--qk_norm"], VARLEN),
+    (["--activation_checkpointing", "full", "--micro_batch_size", "2"], VARLEN),
+    (["--monitor", "full", "--health_interval", "3", "--num_workers", "2"], VARLEN),
+    (["--micro_batch_size", "auto"], VARLEN),
+    (["--precision", "fp32"], "fp32, efficient attention"),
+    (["--dropout", "0.1"], MASK),
+    (["--attention", "efficient"], MASK),
+    (["--head_dim", "12"], MASK),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_packing(go, tmp_path, flags, attention):
+    """Numbers of documents, or where they begin, are copied with them from page-locked memory."""
+    kernels = tmp_path / "kernels"
+
+    def hook():
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Kernels(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if "_attention_" in func.__name__ and "scaled_dot" not in func.__name__:
+                    kernels.open("a").write(func.__name__ + "\n")
+                return func(*args, **(kwargs or {}))
+
+        Kernels().__enter__()
+
+    printed, steps = go("--packing", *flags, hook=hook)
+    assert attention in printed
+    check(steps, logs=[1, 4, 8], micro_batches=4 if "2" in flags[-1:] else 1, tensors=3)
+    used = set(kernels.read_text().split())
+    print(used)
+
+
+def test_packed_rows_are_evaluated(go, tmp_path):
+    _, steps = go("--packing", "--eval_interval", "3", "--eval_steps", "2")
+    assert exchanged(steps[3])[PAGEABLE_BATCH] == 2 * 3
+    assert total(exchanged(steps[3]))["synchronize train.py evaluate"] == 1
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_packed_rows_of_two_ranks(go, way):
+    printed, steps = go("--packing", "--parallel", way, "--activation_checkpointing", "full",
+                        ranks=2, hook=no_comparison)
+    assert VARLEN in printed
+    if way == "zero3":
+        assert {step: waited(steps[step]) for step in (2, 3, 8, 9)} == {2: {}, 3: {}, 8: LOG, 9: {}}
 
 
 def test_a_mixture(go, corpus):
