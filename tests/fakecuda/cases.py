@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+import torch._dynamo  # noqa: F401: once, not in each run with varlen attention
 from conftest import TINY, Process, column, processes
 from fakecuda.watch import COUNTERS, watch
 
@@ -144,47 +145,47 @@ def test_documents(go):
     check(steps, logs=[1, 4, 8], tensors=2)
 
 
-VARLEN, MASK = "bf16, varlen flash attention", "bf16, efficient attention"
+VARLEN = "bf16, varlen flash attention"
+LAYERS = 2
+
+
+def flash_kernels(counts: dict) -> tuple[int, int]:
+    return counts.get("flash_forward", 0), counts.get("flash_backward", 0)
 
 
 @pytest.mark.parametrize("flags, attention", [
     ([], VARLEN),
     (["--precision", "fp16"], "fp16, varlen flash attention"),
-    (["--attention", "flash", "--n_kv_head", "2", "--qk_norm"], VARLEN),
-    (["--activation_checkpointing", "full", "--micro_batch_size", "2"], VARLEN),
-    (["--monitor", "full", "--health_interval", "3", "--num_workers", "2"], VARLEN),
+    (["--attention", "flash", "--n_head", "4", "--n_kv_head", "2", "--qk_norm"], VARLEN),
+    (["--activation_checkpointing", "full"], VARLEN),
+    (["--num_workers", "2"], VARLEN),
     (["--micro_batch_size", "auto"], VARLEN),
     (["--precision", "fp32"], "fp32, efficient attention"),
-    (["--dropout", "0.1"], MASK),
-    (["--attention", "efficient"], MASK),
-    (["--head_dim", "12"], MASK),
+    (["--dropout", "0.1"], "bf16, efficient attention"),
+    (["--attention", "efficient"], "bf16, efficient attention"),
+    (["--head_dim", "12"], "bf16, math attention"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_packing(go, tmp_path, flags, attention):
-    """Numbers of documents, or where they begin, are copied with them from page-locked memory."""
-    kernels = tmp_path / "kernels"
-
-    def hook():
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        class Kernels(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if "_attention_" in func.__name__ and "scaled_dot" not in func.__name__:
-                    kernels.open("a").write(func.__name__ + "\n")
-                return func(*args, **(kwargs or {}))
-
-        Kernels().__enter__()
-
-    printed, steps = go("--packing", *flags, hook=hook)
+def test_packing(go, flags, attention):
+    """Numbers of documents, or where these begin, come with the tokens from page-locked memory."""
+    printed, steps = go("--packing", *flags)
     assert attention in printed
-    check(steps, logs=[1, 4, 8], micro_batches=4 if "2" in flags[-1:] else 1, tensors=3)
-    used = set(kernels.read_text().split())
-    print(used)
+    check(steps, logs=[1, 4, 8], tensors=3)
+    passes = 2 if "full" in flags else 1
+    expected = (LAYERS * passes, LAYERS) if "varlen" in attention else (0, 0)
+    assert {flash_kernels(steps[step]) for step in range(1, 12)} == {expected}
 
 
-def test_packed_rows_are_evaluated(go, tmp_path):
-    _, steps = go("--packing", "--eval_interval", "3", "--eval_steps", "2")
-    assert exchanged(steps[3])[PAGEABLE_BATCH] == 2 * 3
-    assert total(exchanged(steps[3]))["synchronize train.py evaluate"] == 1
+def test_evaluation_and_health_of_packed_rows(go):
+    _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full",
+                  "--health_interval", "5")
+    assert exchanged(steps[2]) == {BATCH: 3}
+    found = exchanged(steps[3])
+    del found[COPIED]  # a new best is saved
+    n = found.pop(PAGEABLE_BATCH)
+    assert found == total({BATCH: 3}, EVALUATION, SAVE) and n % 3 == 0
+    assert flash_kernels(steps[3]) == (LAYERS * (1 + n // 3), LAYERS)
+    assert exchanged(steps[5]) == {BATCH: 3}
+    assert flash_kernels(steps[5]) == (2 * LAYERS, LAYERS)  # one more for the output
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
