@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, default_convert
 from config import IGNORE, Config
 from steady.cli import ConfigError
 from steady.order import Order
-from steady.packing import pack
+from steady.packing import boundaries, pack
 from steady.retry import retry
 from steady.tokens import TokenFile, decode, find_sources, read_sidecars
 
@@ -36,7 +36,8 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, T]; [B, T + 1] where targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE where the loss does not count
-    documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row
+    documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row,
+    # or where documents begin among all tokens: steady.packing.boundaries
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
@@ -48,8 +49,10 @@ class Batch(NamedTuple):
         if device.type == "cuda":  # narrow ids cross the bus and are widened on the GPU
             batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in self))
         tokens, targets, documents, source = (
-            x if x is None else x.long().to(device) for x in batch
+            x if x is None else (x if x is batch.documents else x.long()).to(device) for x in batch
         )
+        if documents is not None and documents.ndim == 1:  # compiled for any number of them
+            torch._dynamo.maybe_mark_dynamic(documents, 0)
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         if rows is not None and rows < len(targets):
@@ -253,6 +256,7 @@ class Mixture:
             [f.path.name, f.n_tokens, f.meta.get("checksum", ""), retry(f.sample)] for f in files
         ]
         self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
+        self.boundaries = False  # in `rows`, in place of documents' numbers
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, put documents of similar lengths into a batch, which saves padding.
@@ -333,10 +337,12 @@ class Mixture:
         """As `batch`, but from position `end` on, rows are surplus: copies of the sample before."""
         first = min(start, end - 1)
         batch = self.batch(first, min(stop, end))
-        if stop <= end:
-            return batch
-        rows = np.minimum(np.arange(start, stop), end - 1) - first
-        return Batch(*(x if x is None else torch.from_numpy(x.numpy()[rows]) for x in batch))
+        if stop > end:
+            rows = np.minimum(np.arange(start, stop), end - 1) - first
+            batch = Batch(*(x if x is None else torch.from_numpy(x.numpy()[rows]) for x in batch))
+        if self.boundaries:
+            batch = batch._replace(documents=boundaries(batch.documents))
+        return batch
 
     def __getitems__(self, positions: tuple) -> Batch | ConfigError:  # called by DataLoader
         try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config import IGNORE, Config
+from steady.packing import document_mask
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -76,6 +77,10 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q = rotate(self.q_norm(q), cos, sin).to(v.dtype)  # rotated in fp32, also under autocast
         k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
+        if mask is not None and mask.ndim == 1:  # boundaries of documents
+            from steady.varlen import attend
+
+            return self.out(attend(q, k, v, mask).flatten(2))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
@@ -114,6 +119,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    takes_boundaries = True  # as `documents`; a model without this is given numbers [B, T]
+
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
@@ -154,13 +161,14 @@ class Transformer(nn.Module):
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
         documents [B, T]: for packed rows, the number of each token's document in its row; every
-        document is computed as if it stood alone.
+        document is computed as if it stood alone. Or, for flash attention without a mask, where
+        each begins among all B * T tokens, and the end: steady.packing.boundaries.
         """
         start, mask = caches[0].length if caches else 0, None
         x = self.dropout(self.embedding(tokens))
         positions = slice(start, start + tokens.shape[1])
         if documents is not None:
-            mask, positions = document_mask(documents)
+            mask, positions = document_mask(documents, tokens.shape)
         cos, sin = self.cos[positions], self.sin[positions]
         recompute = self.cfg.activation_checkpointing == "full" and self.training
         for i, block in enumerate(self.blocks):
@@ -232,19 +240,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_logits.t() @ (hidden * grad), None, None
 
 
-def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
-
-    A token attends to itself and to earlier tokens of the same document.
-    """
-    place = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    mask = same & (place[:, None] >= place[None, :])
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
-    return mask, place - first
-
-
 @torch.no_grad()
 def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
                   documents: Tensor | None = None) -> dict[str, Tensor]:
@@ -254,8 +249,11 @@ def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
     positions that the loss ignores are ignored here too.
     """
     rows = slice(max(1, 256 // tokens.shape[1]))
+    if documents is not None:
+        count = tokens[rows].numel()
+        documents = documents[rows] if documents.ndim > 1 else documents.clamp(max=count)
     model.eval()
-    logits = model.predict(tokens[rows], None if documents is None else documents[rows])
+    logits = model.predict(tokens[rows], documents)
     model.train()
     logp = logits.log_softmax(-1)
     weight = (targets[rows] != IGNORE).float()

@@ -347,8 +347,11 @@ def set_up(argv: list[str]) -> Run:
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     devices.configure(cfg, device)
-    devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
+    attention = devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
+    varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     train_data, val_data = load_data(cfg)
+    for data in filter(None, (train_data, val_data)):
+        data.boundaries = varlen
     watchdog = join_ranks(cfg, device)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
@@ -361,7 +364,7 @@ def set_up(argv: list[str]) -> Run:
     if cfg.micro_batch_size == "auto":
         fits = memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, checkpoint, device, dtype, shards.alone()), cfg,
-            world_size, autocast, device)
+            world_size, autocast, device, varlen)
         micro_batch = memory.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
     model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
     parameters = shards.parameters_of(model)

@@ -7,6 +7,7 @@ import platform
 import re
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
 from steady.cli import ConfigError
@@ -146,15 +147,27 @@ BACKEND_NAMES = {
 }
 
 
+VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of T x T
+
+
+def takes_varlen(cfg, dtype: torch.dtype) -> bool:
+    """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
+    suits = cfg.head_dim % 8 == 0 and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
+    return cfg.packing and suits and dtype != torch.float32 and torch.version.hip is None
+
+
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that torch's dispatcher chooses for this shape, device and dtype.
+    """The backend that torch's dispatcher chooses for this shape, device and dtype, or VARLEN.
 
     Raises ConfigError if the only one that is allowed cannot run.
     """
     T, D = cfg.seq_len, cfg.head_dim
-    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
     q = torch.empty(1, cfg.n_head, T, D, device=device, dtype=dtype, requires_grad=True)
     kv = torch.empty(1, cfg.n_kv_head, T, D, device=device, dtype=dtype)
+    if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
+            SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
+        return VARLEN
+    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
     used = None
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
         choice = torch._fused_sdp_choice(

@@ -8,6 +8,7 @@ import os
 import torch
 
 from steady.cli import ConfigError, due
+from steady.packing import trial_documents
 from steady.telemetry import si
 
 MICRO_BATCH_TOKENS = 16384  # at most, unless --micro_batch_size says otherwise
@@ -59,7 +60,7 @@ def refuse_too_large(cfg, ranks: int = 1):
             "smaller sizes")
 
 
-def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> int:
+def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
 
     make_model: () → a model to try, which is gone afterwards. On a CPU, where the kernel may kill
@@ -75,8 +76,9 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device) -> i
     try:
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            documents = trial_documents(tokens, varlen) if cfg.packing else None
             with autocast:
-                losses = model(tokens, tokens, tokens if cfg.packing else None)
+                losses = model(tokens, tokens, documents)
             losses.sum().backward()
             if 2 * size > most:
                 break

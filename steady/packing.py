@@ -1,6 +1,9 @@
-"""Documents packed into rows of one length."""
+"""Documents packed into rows of one length, and which tokens attend to which in there."""
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 
 def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,3 +34,43 @@ def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
             has_room[[room, room - n]] = len(rows[room]) > 0, True
     order = np.argsort(row_of, kind="stable")
     return order, np.searchsorted(row_of[order], np.arange(n_rows + 1))
+
+
+def boundaries(documents: Tensor) -> Tensor:
+    """Numbers of documents [B, T] → where each begins among the B * T tokens, and the end: int32.
+
+    Padded with B * T, that is with empty documents, to a multiple of 64, so that few shapes occur.
+    No more, since the backward pass of flash attention keeps 128 rows for each document in fp32.
+    """
+    begins = np.flatnonzero(np.diff(documents.numpy(), axis=1, prepend=-1))
+    out = np.full(-(-(len(begins) + 1) // 64) * 64, documents.numel(), np.int32)
+    out[: len(begins)] = begins
+    return torch.from_numpy(out)
+
+
+def document_mask(documents: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
+
+    A token attends to itself and to earlier tokens of the same document. In place of a mask,
+    boundaries of documents in rows of this shape remain as they are.
+    """
+    if documents.ndim == 1:
+        place = torch.arange(shape.numel(), dtype=documents.dtype, device=documents.device)
+        first = documents[torch.searchsorted(documents, place, right=True) - 1]
+        return documents, (place - first).view(shape)
+    place = torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    mask = same & (place[:, None] >= place[None, :])
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
+    return mask, place - first
+
+
+def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:
+    """Documents for rows like tokens [B, T], to see what memory they take: boundaries of short ones
+    or, as a mask of T x T does not depend on them, numbers of one in each row."""
+    if not as_boundaries:
+        return torch.zeros_like(tokens)
+    end, each = tokens.numel(), min(64, tokens.shape[1])
+    begins = torch.arange(-(-end // each) + 1, dtype=torch.int32, device=tokens.device) * each
+    return begins.clamp(max=end)

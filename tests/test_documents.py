@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from conftest import column, rows, tiny_config
 import data
 from config import IGNORE
 from data import Documents, Mixture, load_mixture
-from model import Transformer
+from model import Transformer, output_health
 from steady.cli import ConfigError
+from steady.device import VARLEN, attention_backend, takes_varlen
 from steady.order import mixture_pattern
-from steady.packing import pack
+from steady.packing import boundaries, pack
 from steady.tokens import TokenWriter, byte_tokenizer
 from tools import prepare
 
@@ -538,3 +541,136 @@ def test_what_a_run_writes_answers_the_first_prompt(run, tmp_path, prompts):
     written = printed.split("sample  of what it writes:")[1].strip()
     assert written.startswith("2 + 2 =\n→ ") == prompts
     assert ("bits_per_byte" in printed) != prompts  # a loss of replies is not one of all bytes
+
+
+# --- without a mask --------------------------------------------------------------------------
+
+
+def inside_documents(query, key, value, boundaries, longest):
+    """Of query [total, H, D], key, value [total, H_kv, D]: (tokens, q, k, v, weights) for each
+    document, [H, T, D] and [H, T, T]; all heads of a group have copies of their keys and values."""
+    at = boundaries.tolist()
+    assert boundaries.dtype == torch.int32 and at == sorted(at)
+    assert at[0] == 0 and at[-1] == len(query)
+    for begin, end in itertools.pairwise(at):
+        assert end - begin <= longest
+        if end > begin:
+            q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+            k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+            scores = (q @ k.mT) / q.shape[-1] ** 0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(later, -math.inf).softmax(-1)
+            yield slice(begin, end), q, k, v, weights
+
+
+@pytest.fixture(scope="module")
+def varlen_on_cpu():
+    """torch's varlen_attn with all that is around its kernels, for which formulas stand in."""
+    from torch.nn.attention import varlen
+
+    @varlen._varlen_attn.register_kernel("cpu")
+    def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None,
+                window_size=None, *newer):
+        assert is_causal and window_size == [-1, 0] and scale is None and max_q == max_k
+        assert torch.equal(cu_q, cu_k)
+        out = torch.full_like(query, math.nan)
+        for tokens, _, _, v, weights in inside_documents(query, key, value, cu_q, max_q):
+            out[tokens] = (weights @ v).transpose(0, 1)
+        return out, query.new_zeros(query.shape[1::-1]), torch.zeros(2, dtype=torch.uint64)
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, *rest):
+        grads = [torch.full_like(x, math.nan) for x in (query, key, value)]
+        for tokens, q, k, v, weights in inside_documents(query, key, value, cu_q, max_q):
+            of_out = grad[tokens].transpose(0, 1)
+            of_weights = of_out @ v.mT
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+            of_scores = of_scores / q.shape[-1] ** 0.5
+            found = of_scores @ k, of_scores.mT @ q, weights.mT @ of_out
+            for x, y in zip(grads, found, strict=True):  # the sum over each group
+                x[tokens] = y.unflatten(0, (x.shape[1], -1)).sum(1).transpose(0, 1)
+        return tuple(grads)
+
+
+def packed_both_ways(folder, micro_batch):
+    """Micro-batches of one epoch: with the numbers of documents, and with boundaries."""
+    numbers, begins = (mixture(folder, packing=True) for _ in range(2))
+    begins.boundaries = True
+    return zip(epoch(numbers, micro_batch), epoch(begins, micro_batch), strict=True)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(n_head=4, n_kv_head=2), dict(n_kv_head=2, activation_checkpointing="full", qk_norm=True),
+], ids=["grouped", "recomputed"])
+def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu, changes):
+    padded = surplus = 0
+    nets = [model(**changes).train() for _ in range(2)]
+    for masked, begins in packed_both_ways(folder, 30):
+        assert masked.documents.ndim == 2 and begins.documents.ndim == 1
+        losses = [net(*batch[:3]) for net, batch in zip(nets, (masked, begins), strict=True)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss in losses:
+            loss.sum().backward()
+        padded += int((masked.targets[:, -1] == IGNORE).sum())
+        surplus += int((masked.targets == IGNORE).all(1).sum())
+    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3, msg=name)
+    assert padded and surplus
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
+                                                                 checkpointing):
+    documents = [([7] * n, [1] * n) for n, count in ((33, 30), (4, 400)) for _ in range(count)]
+    net, plain = (model(activation_checkpointing=checkpointing).train() for _ in range(2))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    from torch._dynamo.backends.debugging import aot_eager
+
+    torch._dynamo.reset()
+    net.compile(fullgraph=True, backend=backend)
+    found, lengths = mixture(write_documents(tmp_path, documents), packing=True), set()
+    found.boundaries = True
+    for batch in epoch(found):
+        lengths.add(len(batch.documents))
+        losses = [each(*batch[:3]) for each in (net, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss in losses:
+            loss.sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3)
+    assert len(lengths) > 1 and len(graphs) == 1, (lengths, len(graphs))
+
+
+def test_boundaries_are_those_of_the_documents(folder):
+    for masked, begins in packed_both_ways(folder, 3):
+        numbers, at = masked.documents, begins.documents
+        assert at.dtype == torch.int32 and len(at) % 64 == 0 and len(at) < numbers.numel()
+        starts = [begin for begin, end in itertools.pairwise(at.tolist()) if begin < end]
+        expected = [row * SEQ_LEN + column for row, of in enumerate(numbers.tolist())
+                    for column in range(SEQ_LEN) if column == 0 or of[column] != of[column - 1]]
+        assert starts == expected and at[-1] == numbers.numel()
+    assert boundaries(torch.arange(64).view(2, 32)).tolist() == [*range(64), *[64] * 64]
+
+
+def test_the_output_of_the_first_rows_is_measured_without_a_mask_too(folder, varlen_on_cpu):
+    net = model()
+    for both in itertools.islice(packed_both_ways(folder, 12), 2):
+        found = [output_health(net, *batch[:3]) for batch in both]  # of 8 of the 12 rows
+        torch.testing.assert_close(*found)
+
+
+def test_which_packed_runs_go_without_a_mask():
+    suits = tiny_config(packing=True)
+    assert suits.head_dim == 16 and takes_varlen(suits, torch.bfloat16)
+    assert takes_varlen(replace(suits, attention="flash"), torch.float16)
+    assert not takes_varlen(suits, torch.float32)
+    for change in (dict(packing=False), dict(dropout=0.1), dict(attention="efficient"),
+                   dict(head_dim=12)):
+        assert not takes_varlen(replace(suits, **change), torch.bfloat16)
+    assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN

@@ -163,3 +163,14 @@ def test_shard_sizes(run):
     assert "--shard_size 3: expected a divisor of the 4 processes" in told
     line = next(line for line in run(*flags, "--shard_size", 1).splitlines() if "weights" in line)
     assert len(set(line.split()[1:])) == 1
+
+
+def test_packed_rows_without_a_mask_take_what_a_stream_takes():
+    found = {}
+    for flags in ([], ["--packing"], ["--packing", "--attention", "efficient"]):
+        cfg = config.resolve(config.parse(["--n_layer", "2", "--vocab_size", "257", "--seq_len",
+                                           "512", "--batch_size", "2", *flags]))
+        need, _ = estimate.simulate(cfg, torch.bfloat16, 2, 1, train.make_optimizers)
+        found[len(flags)] = need["activations"]
+    stream, varlen, masked = found.values()
+    assert varlen == pytest.approx(stream, rel=0.03) and masked > varlen + 2 * 512**2

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from config import Config
 from model import LinearCrossEntropy, Transformer, flops_per_token
-from steady.device import DTYPE_NAMES, PEAK_TFLOPS
+from steady.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
 from steady.memory import micro_batch_size
+from steady.packing import trial_documents
 from steady.parallel import Shards, check_shard_size
 from steady.telemetry import duration
 
@@ -126,7 +127,7 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-    documents = torch.zeros_like(tokens) if cfg.packing else None
+    documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if cfg.packing else None
     exchanged = []
     for micro_batches in (1, min(2, accumulation)):
         live.exchanged, live.peak = {}, live.bytes

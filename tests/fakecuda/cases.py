@@ -3,6 +3,7 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
+import importlib
 import json
 import re
 
@@ -138,11 +139,64 @@ def test_an_item_in_the_loop_is_found(go):
         *range(1, 13)]
 
 
-@pytest.mark.parametrize("flags", [["--packing"], ["--data_mode", "documents"]], ids=" ".join)
-def test_documents(go, tmp_path, flags):
-    """Tokens, targets and, packed, numbers of documents are copied from page-locked memory."""
-    _, steps = go(*flags)
-    check(steps, logs=[1, 4, 8], tensors=3 if "--packing" in flags else 2)
+def test_documents(go):
+    """Tokens and targets are copied from page-locked memory; rows are padded."""
+    _, steps = go("--data_mode", "documents")
+    check(steps, logs=[1, 4, 8], tensors=2)
+
+
+VARLEN = "bf16, varlen flash attention"
+LAYERS = 2
+EFFICIENT = ["--n_kv_head", "2"]  # torch 2.11 computes grouped queries with a mask by formula
+importlib.import_module("torch.nn.attention.varlen")  # takes seconds: not in each run
+
+
+def flash_kernels(counts: dict) -> tuple[int, int]:
+    return counts.get("flash_forward", 0), counts.get("flash_backward", 0)
+
+
+@pytest.mark.parametrize("flags, attention", [
+    ([], VARLEN),
+    (["--precision", "fp16"], "fp16, varlen flash attention"),
+    (["--attention", "flash", "--n_head", "4", "--n_kv_head", "2", "--qk_norm"], VARLEN),
+    (["--activation_checkpointing", "full"], VARLEN),
+    (["--num_workers", "2"], VARLEN),
+    (["--micro_batch_size", "auto"], VARLEN),
+    (["--precision", "fp32", *EFFICIENT], "fp32, efficient attention"),
+    (["--dropout", "0.1", *EFFICIENT], "bf16, efficient attention"),
+    (["--attention", "efficient", *EFFICIENT], "bf16, efficient attention"),
+    (["--head_dim", "12"], "bf16, math attention"),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_packing(go, flags, attention):
+    """Numbers of documents, or where these begin, come with the tokens from page-locked memory."""
+    printed, steps = go("--packing", *flags)
+    assert attention in printed
+    check(steps, logs=[1, 4, 8], tensors=3)
+    passes = 2 if "full" in flags else 1
+    expected = (LAYERS * passes, LAYERS) if "varlen" in attention else (0, 0)
+    assert {flash_kernels(steps[step]) for step in range(1, 12)} == {expected}
+
+
+def test_evaluation_and_health_of_packed_rows(go):
+    _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full",
+                  "--health_interval", "5")
+    assert exchanged(steps[2]) == {BATCH: 3}
+    found = exchanged(steps[3])
+    del found[COPIED]  # a new best is saved
+    n = found.pop(PAGEABLE_BATCH)
+    assert found == total({BATCH: 3}, EVALUATION, SAVE) and n % 3 == 0
+    assert flash_kernels(steps[3]) == (LAYERS * (1 + n // 3), LAYERS)
+    assert exchanged(steps[5]) == {BATCH: 3}
+    assert flash_kernels(steps[5]) == (2 * LAYERS, LAYERS)  # one more for the output
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_packed_rows_of_two_ranks(go, way):
+    printed, steps = go("--packing", "--parallel", way, "--activation_checkpointing", "full",
+                        ranks=2, hook=no_comparison)
+    assert VARLEN in printed
+    if way == "zero3":
+        assert {step: waited(steps[step]) for step in (2, 3, 8, 9)} == {2: {}, 3: {}, 8: LOG, 9: {}}
 
 
 def test_a_mixture(go, corpus):

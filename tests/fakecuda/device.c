@@ -129,10 +129,24 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) { tell("synchronize", 0); retu
 cudaError_t cudaEventSynchronize(cudaEvent_t e) { tell("synchronize", 0); return cudaSuccess; }
 
 /* kernels */
+static struct { const char *word; size_t launches; int n; const void *kernels[4096]; } named[] = {
+  {"flash_fwd_kernel"}, {"flash_bwd_dq_dk_dv"}}; /* of flash attention */
+size_t fake_flash_forward(void) { return named[0].launches; }
+size_t fake_flash_backward(void) { return named[1].launches; }
+void __cudaRegisterFunction(void **binary, const char *f, char *g, const char *name) {
+  for (int i = 0; i < 2; i++)
+    if (strstr(name, named[i].word) && named[i].n < 4096) named[i].kernels[named[i].n++] = f;
+}
+static cudaError_t launch(const void *f) {
+  launches++;
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < named[i].n; k++) named[i].launches += named[i].kernels[k] == f;
+  return cudaSuccess;
+}
 cudaError_t __cudaGetKernel(void **out, const void *f) { *out = (void *)f; return cudaSuccess; }
-cudaError_t __cudaLaunchKernel(void) { launches++; return cudaSuccess; }
-cudaError_t cudaLaunchKernel(void) { launches++; return cudaSuccess; }
-cudaError_t cudaLaunchKernelExC(void) { launches++; return cudaSuccess; }
+cudaError_t __cudaLaunchKernel(const void *f) { return launch(f); }
+cudaError_t cudaLaunchKernel(const void *f) { return launch(f); }
+cudaError_t cudaLaunchKernelExC(const void *config, const void *f) { return launch(f); }
 unsigned __cudaPushCallConfiguration(void) { return 0; }
 cudaError_t __cudaPopCallConfiguration(void) { return cudaSuccess; }
 void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &handle; }

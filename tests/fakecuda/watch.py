@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
-COUNTERS = ("launches", "allocations", "frees")
+COUNTERS = ("launches", "allocations", "frees", "flash_forward", "flash_backward")
 
 
 class Watch:
