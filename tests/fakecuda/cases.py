@@ -3,6 +3,7 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
+import ctypes
 import json
 import re
 
@@ -112,6 +113,24 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
     check(steps, logs=[1, 4, 8])
     assert sorted(steps) == list(range(13))
+
+
+def hopper():
+    ctypes.CDLL(None).fake_set_hopper()
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--optimizer", "adamw", "--qkv_bias"], ["--activation_checkpointing", "full"],
+], ids=" ".join)
+def test_float8(go, flags):
+    _, steps = go("--float8", "--attention", "flash", *flags, hook=hopper)
+    check(steps, logs=[1, 4, 8])
+
+
+def test_float8_on_an_older_card(go):
+    printed, _ = go("--float8", expect=2)
+    assert "--float8: expected compute capability 8.9 or higher, not the 8.0 of NVIDIA A100" in (
+        printed)
 
 
 def test_accumulation(go):
