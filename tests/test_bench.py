@@ -138,7 +138,7 @@ tests/test_gpu.py::test_c """
 def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch, capsys):
     clock = [0.0]
 
-    def attempt(command, limit, log):
+    def attempt(command, limit, log, **variables):
         log.write_text("tests/test_gpu.py::test_c FAILED\n")
         clock[0] += 100
         if "pytest" in command:

@@ -50,7 +50,7 @@ SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
 }
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
-        "--seq_len", "32"]
+        "--seq_len", "32", "--vocab_size", "512"]
 SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "256", "--d_ff", "704",
          "--seq_len", "256"]
 
@@ -79,7 +79,7 @@ def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = make_run(["--no_compile", *flags, "--vocab_size", "50257", "--batch_size", str(batch),
+    run = make_run(["--no_compile", "--vocab_size", "50257", *flags, "--batch_size", str(batch),
                     "--micro_batch_size", str(batch), "--precision", half(pick_device("auto", 0)),
                     "--cache_clear_interval", "0"])
     if mode:
@@ -164,6 +164,7 @@ def synchronizations(run: train.Run) -> str:
 
 def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
     """Yields figures of a size. more: flags, of which the last word names the row."""
+    kind = more[-1].lstrip("-") + ", expandable segments" * ("PYTORCH_ALLOC_CONF" in os.environ)
     batch, length, aim = SIZES[name]
     flags = TINY if tiny else ["--model", name, "--seq_len", str(length), "--compile"]
     run = largest_run([*flags, *more], 2 if tiny else batch)
@@ -171,7 +172,7 @@ def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
     tokens = run.cfg.batch_size * run.cfg.seq_len
     flops = flops_per_token(run.model, run.cfg) * tokens
     allocated, reserved = memory_gb()
-    yield Figure(f"{name}, {more[-1].lstrip('-')}, compiled: MFU", source, [flops / took / known],
+    yield Figure(f"{name}, {kind}, compiled: MFU", source, [flops / took / known],
                  f">= {aim}" if more[-1] == "adamw" else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
@@ -230,6 +231,7 @@ PARTS = {  # the most important ones first, in case the time runs out
     "small model": graphs,
     "attention": attention,
     "gpt2-124m, muon": partial(mfu, "gpt2-124m", MUON),
+    "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
     "1b": partial(mfu, "1b", ADAMW),
     "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
     "350m": partial(mfu, "350m", ADAMW),
@@ -237,10 +239,15 @@ PARTS = {  # the most important ones first, in case the time runs out
     "1b, muon": partial(mfu, "1b", MUON),
 }
 QUICK = list(PARTS)[:5]
+VARIABLES = {"gpt2-124m, expandable segments": {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 
-def part(name: str, file: str, size: str) -> int:
-    """Run a part; writes each figure and failure as a line of JSON to `file` when it is known."""
+def part(name: str, file: str, size: str):
+    """Run a part; writes each figure and failure as a line of JSON to `file` when it is known.
+
+    Then the process ends at once, loaders or a confused device notwithstanding.
+    """
     device = pick_device("auto", 0)
     with open(file, "a") as out:
         def write(found):
@@ -253,26 +260,27 @@ def part(name: str, file: str, size: str) -> int:
                 write(found)
         except Exception as e:
             write(Failure(f"{name}: {one_line(e)}"))
-    return 0
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # --- running them ----------------------------------------------------------------------------
 
 
-def attempt(command: list[str], limit: float, log: Path) -> str:
+def attempt(command: list[str], limit: float, log: Path, **variables: str) -> str:
     """Run a command, its output into `log`; why it failed, or nothing if it did not."""
+    environment = {**os.environ, "COLUMNS": "300", **variables}
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                                   env={**os.environ, "COLUMNS": "300"}, start_new_session=True)
+                                   env=environment, start_new_session=True)
         try:
             code = process.wait(limit)
-        except BaseException as e:  # also Ctrl-C
+        except subprocess.TimeoutExpired:
+            return f"not finished after {limit:.0f} s"
+        finally:  # with what it has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            if not isinstance(e, subprocess.TimeoutExpired):
-                raise
-            return f"not finished after {limit:.0f} s"
     if not code:
         return ""
     last = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -336,7 +344,8 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float) ->
                 sys.executable, "-m", "tests.bench.gpu", name, str(file),
                 "tiny" if tiny else "full"]
             try:
-                why = attempt(command, min(end - began, MOST.get(name, 120)), log)
+                why = attempt(command, min(end - began, MOST.get(name, 120)), log,
+                              **VARIABLES.get(name, {}))
             except KeyboardInterrupt:
                 why, end = "interrupted", 0
             notes["parts"][name] = why or f"{time.time() - began:.0f} s"
@@ -392,4 +401,4 @@ def main(options) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    sys.exit(part(*sys.argv[1:]))
+    part(*sys.argv[1:])

@@ -215,32 +215,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t s, int *out) { *out = 0; return c
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, int *out) { *out = 0; return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t s, int *out) { *out = 0; return cudaSuccess; }
 static int driver_call(void) { return 0; }
-/* virtual memory, for expandable segments: a handle is the address of its size */
-static int reserve_addresses(void **out, size_t size) {
-  pthread_mutex_lock(&lock);
-  *out = device_memory + device_end, device_end += size;
-  pthread_mutex_unlock(&lock);
-  return device_end <= REGION ? 0 : 2;
-}
-static int create_memory(size_t **out, size_t size) {
-  if (used + size > total) return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
-  used += size, allocations++;
-  *out = malloc(sizeof size), **out = size;
-  return 0;
-}
-static int release_memory(size_t *handle) {
-  used -= *handle, frees++;
-  free(handle);
-  return 0;
-}
-static int granularity(size_t *out) { *out = 2UL << 20; return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version,
                                              unsigned long long flags, int *found) {
-  *out = !strcmp(name, "cuMemAddressReserve") ? (void *)reserve_addresses
-       : !strcmp(name, "cuMemCreate") ? (void *)create_memory
-       : !strcmp(name, "cuMemRelease") ? (void *)release_memory
-       : !strcmp(name, "cuMemGetAllocationGranularity") ? (void *)granularity
-       : (void *)driver_call;
+  *out = (void *)driver_call;
   if (found) *found = 0;
   return cudaSuccess;
 }
