@@ -6,6 +6,7 @@
 """
 
 import os
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import train
 from steady import float8
+from steady.checkpoint import Writer
 from steady.device import DTYPES, multiplies_bf16
 from tools import generate
 
@@ -73,8 +75,15 @@ def test_a_resume_is_exact(run, deterministic, device, precision):
 
 
 @on_each
-def test_a_checkpoint_is_of_one_step_although_training_goes_on(run, tmp_path, deterministic,
-                                                               device):
+def test_a_checkpoint_is_of_one_step_although_training_goes_on(run, tmp_path, monkeypatch,
+                                                               deterministic, device):
+    plain = Writer.write
+
+    def write(self, *args):
+        time.sleep(0.05)  # meanwhile the next step is made
+        plain(self, *args)
+
+    monkeypatch.setattr(Writer, "write", write)
     flags = [*CPU, "--device", device, "--keep_checkpoints", "20", "--eval_interval", "0"]
     run(*flags, "--save_interval", "1", "--out_dir", "often")
     run(*flags, "--save_interval", "8", "--out_dir", "once")

@@ -330,8 +330,8 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float) ->
     """(figures, notes): everything that could be found within `limit` seconds."""
     figures, notes, end = [], {**about(device), "parts": {}, "failures": []}, time.time() + limit
     checks = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-v", "-p",
-              "no:cacheprovider", "--tb=short", "tests/test_gpu.py", "tests/test_train.py",
-              "tests/test_bench.py"]
+              "no:cacheprovider", "--tb=short", "tests/test_train.py", "tests/test_bench.py",
+              "tests/test_gpu.py"]
     with tempfile.TemporaryDirectory() as folder:
         log, file = Path(folder) / "log.txt", Path(folder) / "found.jsonl"
         for name in ["checks", *names]:
