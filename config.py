@@ -235,10 +235,11 @@ class Config:
     backup_interval: int = option(
         1000, "steps between those copies, and one at the end", at_least=1)
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = option(
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option(
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast type of the forward pass; auto is bf16 where the hardware multiplies it")
+    float8: bool = option(False, "products of the blocks' linear layers in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
         "ddp", "devices divide nothing; gradients and optimizer; or weights as well (less memory)")

@@ -45,9 +45,8 @@ class Batch(NamedTuple):
 
         rows: how many are not surplus; the targets of the others are ignored.
         """
-        batch = self
-        if device.type == "cuda":  # narrow ids cross the bus and are widened on the GPU
-            batch = Batch(*(x if x is None else x.to(device, non_blocking=True) for x in self))
+        on = device if device.type == "cuda" else "cpu"  # narrow ids cross the bus: widened there
+        batch = Batch(*(x if x is None else x.to(on, non_blocking=True) for x in self))
         tokens, targets, documents, source = (
             x if x is None else (x if x is batch.documents else x.long()).to(device) for x in batch
         )

@@ -33,7 +33,7 @@ from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, lo
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
-from steady import faults, memory, parallel, rundir
+from steady import faults, float8, memory, parallel, rundir
 from steady.backup import Backup
 from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
 from steady.cli import ConfigError, due
@@ -367,6 +367,7 @@ def set_up(argv: list[str]) -> Run:
             world_size, autocast, device, varlen)
         micro_batch = memory.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
     model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
+    float8.convert(model, cfg, device, dtype)
     parameters = shards.parameters_of(model)
     run = Run(
         cfg=cfg, out_dir=start.out_dir if start else out_dir, lock=start and start.lock,

@@ -32,8 +32,8 @@ class Clock:
 
     def phase(self, name: str) -> str:
         """Begin the phase `name`; returns the phase that this ends."""
-        if name in OUTSIDE_PHASES and name != self.current and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what is still queued belongs to the steps
+        if name in OUTSIDE_PHASES and name != self.current and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # what is still queued belongs to the steps
         now = time.perf_counter()
         ended = self.current
         self.seconds[ended] += now - self.since

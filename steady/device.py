@@ -52,13 +52,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device of this process. Raises ConfigError if torch finds none of that kind."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    available = dict(cuda=cuda, mps=mps, cpu=True)
-    if name == "auto":
-        name = next(kind for kind, there in available.items() if there)
-    if not available[name]:
-        raise ConfigError(f"--device {name}: torch {torch.__version__} finds none on this machine")
+    """The device of this process. Raises ConfigError if torch finds none of that kind.
+
+    auto: the accelerator that torch finds, if it is one of those below, or the CPU.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    found = found.type if found and found.type in ("cuda", "mps", "xpu") else "cpu"
+    name = found if name == "auto" else name
+    if name not in ("cpu", found):
+        built = torch.accelerator.current_accelerator()
+        raise ConfigError(f"--device {name}: torch {torch.__version__}, which is built for "
+                          f"{built.type if built else 'cpu alone'}, finds none on this machine")
     if name == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
     return torch.device(name, local_rank if name == "cuda" else None)
@@ -68,6 +72,8 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Whether the hardware itself multiplies bf16; emulation is 4 times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         able = torch.cpu.get_capabilities()
         return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
@@ -81,8 +87,8 @@ def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
     name = platform.processor() or platform.machine()
     name = next(iter(re.findall(r"model name\s*: (.*)", read("proc/cpuinfo"))), name)
     threads = torch.get_num_threads()
@@ -144,6 +150,7 @@ BACKEND_NAMES = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
     SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+    SDPBackend.OVERRIDEABLE.value: "overrideable",  # Intel's own, on xpu
 }
 
 
@@ -168,7 +175,7 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
             SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
         return VARLEN
     mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
-    used = None
+    used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
         choice = torch._fused_sdp_choice(
             q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,

@@ -74,6 +74,8 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
+    if world_size > 1 and device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
     if world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
         dist.init_process_group(

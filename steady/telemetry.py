@@ -235,8 +235,8 @@ def memory(device: torch.device) -> dict[str, float]:
         "memory/workers_rss_gb": sum(rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
         "memory/open_files": count("proc/self/fd"),
     }
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
+    if device.type in ("cuda", "xpu"):
+        stats = torch.accelerator.memory_stats(device)
         out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
         out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
         out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, environment
 
-from tests.bench import loading
+from tests.bench import gpu, loading
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
 from tests.bench.common import Figure, compare, in_turns, table, take_turns
 
@@ -107,6 +107,79 @@ def test_every_benchmark_runs(name):
     told = bench(name, "--quick")
     if name == "scaling":
         assert "| 1,024 | 24,576 |" in told and "computed" in told
+
+
+def test_a_part_that_fails_says_why_in_a_line(tmp_path):
+    def attempt(code: str, limit: float = 60) -> str:
+        return gpu.attempt([sys.executable, "-c", code], limit, tmp_path / "log")
+
+    assert attempt("print(1)") == ""
+    assert attempt("print(1); raise MemoryError('no room')") == "exit code 1: MemoryError: no room"
+    assert attempt("import os; os.kill(os.getpid(), 11)") == "exit code -11: no output"
+    assert attempt("import time; time.sleep(99)", 0.2) == "not finished after 0 s"
+
+
+def test_checks_are_read_also_where_pytest_did_not_finish():
+    text = """collecting ... collected 5 items
+tests/test_gpu.py::test_a[fp32-2] PASSED [ 20%]
+tests/test_gpu.py::test_a[fp16-2] FAILED [ 40%]
+tests/test_gpu.py::test_b SKIPPED (needs a GPU) [ 60%]
+tests/test_gpu.py::test_c """
+    failed = {"test_gpu.py::test_a[fp16-2]": "failed", "test_gpu.py::test_c": "did not finish"}
+    expected = dict(passed=["test_gpu.py::test_a[fp32-2]"], skipped=["test_gpu.py::test_b"],
+                    failed=failed)
+    assert gpu.read_checks(text) == expected
+    text += "\nFAILED tests/test_gpu.py::test_a[fp16-2] - AssertionError: nan\n"
+    failed["test_gpu.py::test_a[fp16-2]"] = "AssertionError: nan"
+    assert gpu.read_checks(text) == expected
+    assert gpu.read_checks("No module named pytest")["failed"] == {}
+
+
+def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch, capsys):
+    clock = [0.0]
+
+    def attempt(command, limit, log, **variables):
+        log.write_text("tests/test_gpu.py::test_c FAILED\n")
+        clock[0] += 100
+        if "pytest" in command:
+            return "exit code 1: 1 failed"
+        name, file = command[3:5]
+        if name == "interrupted":
+            raise KeyboardInterrupt
+        if name != "silent":
+            figure = Figure(f"{name}, adamw, compiled: MFU", "sheet", [float("nan")])
+            with open(file, "w") as out:
+                print(json.dumps({"failure": f"{name}: OutOfMemoryError: 9 GB"}), file=out)
+                print(json.dumps(vars(figure)), file=out)
+        return "exit code -11: no output" if name in ("killed", "silent") else ""
+
+    monkeypatch.setattr(gpu, "attempt", attempt)
+    monkeypatch.setattr(gpu.time, "time", lambda: clock[0])
+    names = ["silent", "killed", "finite", "interrupted", "never"]
+    figures, notes = gpu.measure(torch.device("cpu"), True, names, 1000)
+    assert [f.what.split(",")[0] for f in figures] == ["killed", "finite"]
+    assert notes["parts"] == {
+        "checks": "exit code 1: 1 failed", "silent": "exit code -11: no output", "killed":
+        "exit code -11: no output", "finite": "100 s", "interrupted": "interrupted", "never":
+        "skipped: the time is used up"}
+    assert notes["failures"] == [
+        "test_gpu.py::test_c: failed", "silent: exit code -11: no output",
+        "killed: OutOfMemoryError: 9 GB", "killed: exit code -11: no output",
+        "finite: OutOfMemoryError: 9 GB", "interrupted: interrupted"]
+    lines = gpu.in_short(figures, notes, "a card", "gpu-a-card.json")
+    assert "a card; torch" in lines[0] and "0 passed, 1 failed, 0 skipped" in lines[0]
+    assert lines[2] == "failures: 6, parts skipped: 1; attached: gpu-a-card.json"
+
+
+@pytest.mark.slow
+def test_of_a_gpu_one_file_and_three_lines(tmp_path):
+    told = bench("gpu", "--quick", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["parts"]) == {"checks", *gpu.QUICK}
+    assert told.splitlines()[-3:] == found["in_short"]
+    if not torch.cuda.is_available():
+        assert found["checks"]["skipped"] and not found["checks"]["failed"]
+        assert found["failures"] == ["float8 product: expected a GPU from NVIDIA, not cpu"]
 
 
 @pytest.mark.gpu

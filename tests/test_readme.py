@@ -286,7 +286,7 @@ def test_options_and_files_exist(page):
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
     for script in ("tools/report.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
-    flags = re.findall(r"(?<![\w-])--([a-z][a-z_-]*[a-z])", text)
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z0-9_-]*[a-z0-9])", text)
     assert {flag.replace("-", "_") for flag in flags} - known == set()
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
         assert (ROOT / name).exists(), name

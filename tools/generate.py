@@ -35,7 +35,7 @@ class GenerateOptions:
     seed: int = option(0, "sampling seed", at_least=0)
     n: int = option(1, "answers to each prompt, written together", at_least=1)
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
-    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option("auto", "where to compute")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 

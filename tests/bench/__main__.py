@@ -78,6 +78,7 @@ def main(argv: list[str]) -> int:
     faults.add_argument("--at_once", type=int, default=3, help="runs")
     faults.add_argument("--rows", metavar="FILE", help="append a row for each run")
     options = parser.parse_args(argv)
+    options.notes = {}  # a benchmark's own, for the file; the lines of "in_short" are shown last
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
             parser.error(f"{name}: expected one {known}")
@@ -90,13 +91,14 @@ def main(argv: list[str]) -> int:
         flags = [f"--{name}={value}" for name, value in passed_on.items() if value]
         figures, failed = run_apart(names, flags + ["--quick"] * options.quick)
     if options.json:
-        record = {**about, "quick": options.quick,
+        record = {**about, **options.notes, "quick": options.quick,
                   "figures": [dataclasses.asdict(f) for f in figures]}
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
         Path(options.json).with_suffix(".svg").write_text(picture(record))
     print(table([figure.row() for figure in figures]))
     print(f"{time.perf_counter() - began:.0f} s"
           + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print("\n".join(options.notes.get("in_short", [])))
     return 1 if failed else 0
 
 

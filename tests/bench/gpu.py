@@ -1,22 +1,37 @@
-"""On one GPU: MFU by size, synchronizations, and what each choice of the defaults costs or saves.
+"""On one GPU: checks, then MFU by size and what each choice of the defaults costs or saves.
 
-    python -m tests.bench gpu --json tests/bench/results/gpu.json
+    python -m tests.bench gpu        under 8 minutes; writes gpu-NAME.json, and what to say about it
 
-Against the card's own peaks, measured first: bf16 products of 8192 x 8192 and a copy of 4 GB. MFU
-itself is against the data sheet (989 TFLOP/s on an H100 or H200). Under 8 minutes. On a CPU, or
-with --quick, all of it runs in a tiny size, so that it does not rot.
+It begins with the tests marked gpu. Then each part runs in a process of its own, so that a fault
+of the device, or memory that runs out, ends that part alone and becomes an entry in the file; a
+part for which no time is left is skipped. MFU is against the data sheet (989 TFLOP/s on an H100 or
+H200) or, of a card that is not known, against products of 8192 x 8192. On a CPU, or with --quick,
+all of it runs in a tiny size, so that it does not rot.
 """
 
+import contextlib
+import dataclasses
 import gc
+import json
+import math
+import os
+import re
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
 import train
 from model import flops_per_token
-from steady.cli import ConfigError
-from steady.device import peak_flops, pick_device
+from steady import faults, float8
+from steady.device import device_name, multiplies_bf16, peak_flops, pick_device
+from steady.rundir import provenance
 from tests.bench.common import (
     Figure,
     compare,
@@ -27,13 +42,34 @@ from tests.bench.common import (
     train_steps,
 )
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT = 460  # seconds for all of it
+LEAST = 20  # seconds that a part needs
+MOST = {"checks": 200}  # seconds, of a part 120
 SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
 }
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
-        "--seq_len", "32"]
+        "--seq_len", "32", "--vocab_size", "512"]
 SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "256", "--d_ff", "704",
          "--seq_len", "256"]
+
+
+class Failure(str):
+    """What could not be measured, and why."""
+
+
+def one_line(error) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+# --- the parts, each in a process of its own -------------------------------------------------
+
+
+def half(device: torch.device) -> str:
+    """The half precision that this device multiplies: an older card has no bf16."""
+    return "bf16" if device.type != "cuda" or multiplies_bf16(device) else "fp16"
 
 
 def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run:
@@ -43,8 +79,8 @@ def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = make_run(["--no_compile", *flags, "--vocab_size", "50257", "--batch_size", str(batch),
-                    "--micro_batch_size", str(batch), "--precision", "bf16",
+    run = make_run(["--no_compile", "--vocab_size", "50257", *flags, "--batch_size", str(batch),
+                    "--micro_batch_size", str(batch), "--precision", half(pick_device("auto", 0)),
                     "--cache_clear_interval", "0"])
     if mode:
         run.model.compile(mode=mode)
@@ -52,24 +88,63 @@ def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run
     return run
 
 
+def largest_run(flags: list[str], batch: int) -> train.Run:
+    """`warm_run` with the largest half, quarter, … of the micro-batch that fits into memory."""
+    while True:
+        try:
+            return warm_run(flags, batch)
+        except Exception as e:
+            if not faults.out_of_memory(e) or batch == 1:
+                raise
+        batch //= 2  # here, where nothing refers to the run that failed
+
+
 def step_seconds(run: train.Run, steps: int) -> float:
     """The median of three blocks."""
     return statistics.median(seconds(train_steps, run, steps) for _ in range(3)) / steps
 
 
-def peaks(device: torch.device, n: int) -> tuple[float, float]:
-    """FLOP/s of bf16 products, bytes a second of a copy (read and written)."""
-    x = torch.empty(n * n * 16, device=device)
-    copy = repeat(partial(torch.empty_like(x).copy_, x), device)
-    took = []
-    for call in (matrix_products(n, device, torch.bfloat16), copy):
-        call(3)
-        took.append(seconds(call, 20) / 20)
-    return 2 * n**3 / took[0], 8 * x.numel() / took[1]
+def time_of(call) -> float:
+    call(3)
+    return seconds(call, 20) / 20
 
 
-def peak_memory_gb() -> float:
-    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+def product_seconds(device: torch.device, n: int) -> float:
+    return time_of(matrix_products(n, device, torch.bfloat16 if half(device) == "bf16"
+                                   else torch.float16))
+
+
+def peak(device: torch.device, tiny: bool) -> tuple[float, str]:
+    """FLOP/s against which MFU is measured, and where they are from."""
+    known = peak_flops(device, torch.bfloat16)
+    n = 128 if tiny else 8192
+    return (known, "data sheet") if known else (2 * n**3 / product_seconds(device, n), "product")
+
+
+def peaks(device: torch.device, tiny: bool):
+    n = 128 if tiny else 8192
+    took, (known, source) = product_seconds(device, n), peak(device, tiny)
+    yield compare(f"{half(device)} product", source, [2 * n**3 / took / 1e12], [known / 1e12],
+                  "{:.3g} TFLOP/s")
+    x = torch.empty(n * n * 4, device=device)  # 1 GB
+    copied = 8 * x.numel() / time_of(repeat(partial(torch.empty_like(x).copy_, x), device))
+    yield compare("copy", "an H200", [copied / 1e12], [4.8], "{:.3g} TB/s")
+    if float8.unable(device):
+        yield Failure(f"float8 product: {float8.unable(device)}")
+        return
+    a, b = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16,
+                      use_fast_accum=True)
+    yield compare("float8 product: time", half(device), [time_of(repeat(product, device)) * 1e3],
+                  [took * 1e3], "{:.3g} ms")
+
+
+def memory_gb() -> list[float]:
+    """At most: allocated, reserved."""
+    if not torch.cuda.is_available():
+        return [0.0, 0.0]
+    return [torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9]
 
 
 def synchronizations(run: train.Run) -> str:
@@ -87,29 +162,21 @@ def synchronizations(run: train.Run) -> str:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def flash_attention_3() -> bool:
-    """Switch it on where torch knows it and it is installed."""
-    from torch.nn import attention
-
-    try:
-        attention.activate_flash_attention_impl("FA3")
-        return True
-    except (AttributeError, ImportError, RuntimeError, ValueError):
-        return False
-
-
-def mfu(name: str, optimizer: str, sheet: float, tiny: bool):
-    """Yields figures. sheet: FLOP/s of the card."""
+def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
+    """Yields figures of a size. more: flags, of which the last word names the row."""
+    kind = more[-1].lstrip("-") + ", expandable segments" * ("PYTORCH_ALLOC_CONF" in os.environ)
     batch, length, aim = SIZES[name]
     flags = TINY if tiny else ["--model", name, "--seq_len", str(length), "--compile"]
-    run = warm_run([*flags, "--optimizer", optimizer], 2 if tiny else batch)
-    took = step_seconds(run, 2 if tiny else 20)
+    run = largest_run([*flags, *more], 2 if tiny else batch)
+    took, (known, source) = step_seconds(run, 2 if tiny else 20), peak(device, tiny)
     tokens = run.cfg.batch_size * run.cfg.seq_len
     flops = flops_per_token(run.model, run.cfg) * tokens
-    yield Figure(f"{name}, {optimizer}, compiled: MFU", "data sheet", [flops / took / sheet],
-                 f">= {aim}" if optimizer == "adamw" else "", f"{tokens / took:.0f} tokens/s",
-                 f"{peak_memory_gb():.1f} GB at most")
-    if (name, optimizer) == ("gpt2-124m", "adamw"):
+    allocated, reserved = memory_gb()
+    yield Figure(f"{name}, {kind}, compiled: MFU", source, [flops / took / known],
+                 f">= {aim}" if more[-1] == "adamw" else "", f"{tokens / took:.0f} tokens/s",
+                 f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
+                 f"{reserved:.1f} reserved")
+    if (name, more[-1]) == ("gpt2-124m", "adamw"):
         found = synchronizations(run)
         yield Figure("synchronizations of ordinary steps", "none allowed",
                      [float(found == "none")], "" if tiny else ">= 1", found)
@@ -125,42 +192,213 @@ def choices(what: str, flags: list[str], batch: int, steps: int, kinds: dict):
         try:
             took = step_seconds(warm_run([*flags, "--optimizer", "adamw", *more], batch, *mode),
                                 steps)
-        except (ConfigError, RuntimeError) as e:  # a backend that this card or build lacks
-            print(f"{kind}: {str(e).splitlines()[0]}", flush=True)
+        except Exception as e:  # a backend that this card or build lacks, or too little memory
+            yield Failure(f"{what}, {kind}: {one_line(e)}")
             continue
         first = first or took
         figure = compare(f"{what}, {kind}: time", reference, [took], [first], "{:.5f} s")
-        figure.ours += f", {peak_memory_gb():.1f} GB"
+        figure.ours += f", {memory_gb()[0]:.1f} GB"
         yield figure
 
 
-def all_figures(device: torch.device, tiny: bool):
-    product, copied = peaks(device, 128 if tiny else 8192)
-    sheet = peak_flops(device, torch.bfloat16) or product
-    yield compare("bf16 product", "data sheet", [product / 1e12], [sheet / 1e12], "{:.3g} TFLOP/s")
-    yield compare("copy", "an H200", [copied / 1e12], [4.8], "{:.3g} TB/s")
-    for name in ["gpt2-124m"] if tiny else SIZES:
-        for optimizer in ("adamw", "muon"):
-            yield from mfu(name, optimizer, sheet, tiny)
+def attention(device: torch.device, tiny: bool):
     kinds = {"eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],)}
     if tiny:
         yield from choices("gpt2-124m 2 x 32", TINY, 2, 2, kinds)
         return
     kinds |= {f"{name} attention": (["--attention", name],)
               for name in ("flash", "efficient", "cudnn", "math")}
-    yield from choices("gpt2-124m 16 x 1024", ["--model", "gpt2-124m"], 16, 20, kinds)
-    yield from choices("small model", SMALL, 16, 50, {
-        "compiled": (["--compile"],), "compile mode reduce-overhead": ([], "reduce-overhead")})
-    eager = warm_run(["--model", "gpt2-124m", "--optimizer", "adamw"], 16)
+    batch = largest_run(["--model", "gpt2-124m"], 16).cfg.batch_size
+    yield from choices(f"gpt2-124m {batch} x 1024", ["--model", "gpt2-124m"], batch, 20, kinds)
+    eager = warm_run(["--model", "gpt2-124m", "--optimizer", "adamw"], batch)
     before = step_seconds(eager, 20)
-    if flash_attention_3():
-        yield compare("gpt2-124m, FlashAttention 3: time", "eager", [step_seconds(eager, 20)],
-                      [before], "{:.4f} s")
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    yield compare("gpt2-124m, FlashAttention 3: time", "eager", [step_seconds(eager, 20)],
+                  [before], "{:.4f} s")
+
+
+def graphs(device: torch.device, tiny: bool):
+    size = (TINY, 2, 2) if tiny else (SMALL, 16, 50)
+    yield from choices("small model", *size, {
+        "eager": ([],), "compiled": (["--compile"],),
+        "compile mode reduce-overhead": ([], "reduce-overhead")})
+
+
+ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
+PARTS = {  # the most important ones first, in case the time runs out
+    "peaks": peaks,
+    "gpt2-124m": partial(mfu, "gpt2-124m", ADAMW),
+    "small model": graphs,
+    "attention": attention,
+    "gpt2-124m, muon": partial(mfu, "gpt2-124m", MUON),
+    "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
+    "1b": partial(mfu, "1b", ADAMW),
+    "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
+    "350m": partial(mfu, "350m", ADAMW),
+    "350m, muon": partial(mfu, "350m", MUON),
+    "1b, muon": partial(mfu, "1b", MUON),
+}
+QUICK = list(PARTS)[:5]
+VARIABLES = {"gpt2-124m, expandable segments": {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+
+
+def part(name: str, file: str, size: str):
+    """Run a part; writes each figure and failure as a line of JSON to `file` when it is known.
+
+    Then the process ends at once, loaders or a confused device notwithstanding.
+    """
+    device = pick_device("auto", 0)
+    with open(file, "a") as out:
+        def write(found):
+            print(found if isinstance(found, str) else " ".join(found.row()), flush=True)
+            record = {"failure": found} if isinstance(found, str) else dataclasses.asdict(found)
+            print(json.dumps(record), file=out, flush=True)
+
+        try:
+            for found in PARTS[name](device, size == "tiny"):
+                write(found)
+        except Exception as e:
+            write(Failure(f"{name}: {one_line(e)}"))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# --- running them ----------------------------------------------------------------------------
+
+
+def attempt(command: list[str], limit: float, log: Path, **variables: str) -> str:
+    """Run a command, its output into `log`; why it failed, or nothing if it did not."""
+    environment = {**os.environ, "COLUMNS": "300", **variables}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                                   env=environment, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"not finished after {limit:.0f} s"
+        finally:  # with what it has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if not code:
+        return ""
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return f"exit code {code}: {last[0][:300] if last else 'no output'}"
+
+
+def read_checks(text: str) -> dict:
+    """What pytest -v has printed so far → {"passed": [names], "skipped", "failed": {name: why}}."""
+    found = {"passed": [], "skipped": [], "failed": {}}
+    for name, result in re.findall(r"^\S*?(\w+\.py::\S+) (PASSED|SKIPPED|FAILED|ERROR)?", text,
+                                   re.MULTILINE):
+        if result in ("PASSED", "SKIPPED"):
+            found[result.lower()].append(name)
+        else:  # without a result it was running when the process ended
+            found["failed"].setdefault(name, "failed" if result else "did not finish")
+    for name, why in re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\S+) - (.*)", text,
+                                re.MULTILINE):
+        found["failed"][name] = why[:300]
+    return found
+
+
+def driver() -> str:
+    """The version of the driver, the limit of power, the highest clock; empty if unknown."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv"],
+            capture_output=True, text=True, timeout=20)
+        return "; ".join(asked.stdout.split("\n")[:2]) if asked.returncode == 0 else ""
+    return ""
+
+
+def about(device: torch.device) -> dict:
+    found = {"driver": driver(), "cuda": torch.version.cuda, "hip": torch.version.hip}
+    with contextlib.suppress(Exception):
+        import triton
+
+        found["triton"] = triton.__version__
+    with contextlib.suppress(Exception):
+        found["cudnn"] = torch.backends.cudnn.version()
+        memory = torch.cuda.get_device_properties(device).total_memory
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found |= {"memory_gb": memory / 1e9, "capability": capability}
+    return found
+
+
+def measure(device: torch.device, tiny: bool, names: list[str], limit: float) -> tuple:
+    """(figures, notes): everything that could be found within `limit` seconds."""
+    figures, notes, end = [], {**about(device), "parts": {}, "failures": []}, time.time() + limit
+    checks = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-v", "-p",
+              "no:cacheprovider", "--tb=short", "tests/test_train.py", "tests/test_bench.py",
+              "tests/test_gpu.py"]
+    with tempfile.TemporaryDirectory() as folder:
+        log, file = Path(folder) / "log.txt", Path(folder) / "found.jsonl"
+        for name in ["checks", *names]:
+            began = time.time()
+            if end - began < LEAST:
+                notes["parts"][name] = "skipped: the time is used up"
+                continue
+            print(f"--- {name}", flush=True)
+            command = checks if name == "checks" else [
+                sys.executable, "-m", "tests.bench.gpu", name, str(file),
+                "tiny" if tiny else "full"]
+            try:
+                why = attempt(command, min(end - began, MOST.get(name, 120)), log,
+                              **VARIABLES.get(name, {}))
+            except KeyboardInterrupt:
+                why, end = "interrupted", 0
+            notes["parts"][name] = why or f"{time.time() - began:.0f} s"
+            if name == "checks":
+                text = log.read_text(errors="replace")
+                notes["checks"] = read_checks(text)
+                notes["failures"] += [f"{test}: {w}" for test, w in
+                                      notes["checks"]["failed"].items()]
+                if why:
+                    notes["checks"]["output"] = text[-20_000:]
+                print("\n".join(text.splitlines()[-1:]), flush=True)
+                continue
+            lines = file.read_text().splitlines() if file.exists() else []
+            file.unlink(missing_ok=True)
+            found = [json.loads(line) for line in lines]
+            notes["failures"] += [f["failure"] for f in found if "failure" in f]
+            notes["failures"] += [f"{name}: {why}"] * bool(why)
+            figures += [Figure(**f) for f in found if "failure" not in f]
+            for f in found:
+                print(f.get("failure") or " ".join(Figure(**f).row()), flush=True)
+            if why:
+                print(f"{name}: {why}", flush=True)
+    return figures, notes
+
+
+def in_short(figures: list[Figure], notes: dict, name: str, file: str) -> list[str]:
+    """Three lines for an issue."""
+    checks = notes.get("checks", {"passed": [], "skipped": [], "failed": {}})
+    counts = ", ".join(f"{len(checks[k])} {k}" for k in ("passed", "failed", "skipped"))
+    mfus = [f"{f.what.split(',')[0]} {f.ratio:.3g}" for f in figures
+            if f.what.endswith("adamw, compiled: MFU") and math.isfinite(f.ratio)]
+    synchronized = [f.ours for f in figures if f.what.startswith("synchronizations")]
+    skipped = sum(outcome.startswith("skipped") for outcome in notes["parts"].values())
+    card = ", ".join(filter(None, (name, notes.get("capability"), notes["driver"])))
+    return [
+        f"{card}; torch {torch.__version__}, commit {provenance()['commit']}; checks: {counts}",
+        f"MFU {', '.join(mfus) or 'none'}; synchronizations: {', '.join(synchronized) or '?'}",
+        f"failures: {len(notes['failures'])}, parts skipped: {skipped}; attached: {file}",
+    ]
 
 
 def main(options) -> list[Figure]:
-    device, figures = pick_device("auto", 0), []
-    for figure in all_figures(device, options.quick or device.type != "cuda"):
-        figures.append(figure)
-        print(" ".join(figure.row()), flush=True)
+    """Also sets options.json, unless it is given, and adds to options.notes."""
+    device = pick_device("auto", 0)
+    tiny = options.quick or device.type != "cuda"
+    figures, notes = measure(device, tiny, QUICK if tiny else list(PARTS), LIMIT)
+    name = device_name(device)
+    if not options.json:
+        options.json = f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+    notes["in_short"] = in_short(figures, notes, name, options.json)
+    options.notes = notes
     return figures
+
+
+if __name__ == "__main__":
+    part(*sys.argv[1:])

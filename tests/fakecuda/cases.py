@@ -3,12 +3,15 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
+import ctypes
 import importlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
-from conftest import TINY, Process, column, processes
+from conftest import ROOT, TINY, Process, column, environment, processes
 from fakecuda.watch import COUNTERS, watch
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
@@ -113,6 +116,39 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
     check(steps, logs=[1, 4, 8])
     assert sorted(steps) == list(range(13))
+
+
+def hopper():
+    ctypes.CDLL(None).fake_set_hopper()
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--optimizer", "adamw", "--qkv_bias"], ["--activation_checkpointing", "full"],
+], ids=" ".join)
+def test_float8(go, flags):
+    _, steps = go("--float8", "--attention", "flash", *flags, hook=hopper)
+    check(steps, logs=[1, 4, 8])
+
+
+def test_float8_on_an_older_card(go):
+    printed, _ = go("--float8", expect=2)
+    assert "--float8: expected compute capability 8.9 or higher, not the 8.0 of NVIDIA A100" in (
+        printed)
+
+
+def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
+    """Checks fail, Triton finds no driver: the file is written all the same."""
+    file = tmp_path / "found.json"
+    code = ("import sys; from tests.bench import __main__, gpu; gpu.LIMIT = 75; "
+            "gpu.MOST['checks'] = 15; sys.exit(__main__.main(sys.argv[1:]))")
+    done = subprocess.run([sys.executable, "-c", code, "gpu", "--quick", "--json", str(file)],
+                          cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert done.stdout.splitlines()[-3:] == found["in_short"]
+    assert "NVIDIA A100-SXM4-80GB, 8.0; torch" in found["in_short"][0]
+    assert list(found["parts"])[:2] == ["checks", "peaks"] and len(found["parts"]) == 6
+    assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
 
 
 def test_accumulation(go):

@@ -18,6 +18,7 @@
 /* Called at each synchronization and copy: "synchronize", "to host", "from host", … */
 static void (*listener)(const char *kind, size_t bytes);
 static size_t total = 80000000000UL, used, launches, allocations, frees;
+static int hopper; /* an H100 instead of an A100 */
 static _Thread_local int device;
 static char *device_memory, *host_memory;
 static size_t device_end, host_end;
@@ -26,6 +27,7 @@ static struct block { void *start; size_t size; struct block *next; } *blocks;
 
 void fake_listen(void (*f)(const char *, size_t)) { listener = f; }
 void fake_set_memory(size_t bytes) { total = bytes; }
+void fake_set_hopper(void) { hopper = 1; }
 size_t fake_launches(void) { return launches; }
 size_t fake_allocations(void) { return allocations; }
 size_t fake_frees(void) { return frees; } /* each of which waits for the device */
@@ -173,8 +175,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *low, int *high) {
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA A100-SXM4-80GB");
-  p->major = 8, p->multiProcessorCount = 108, p->totalGlobalMem = total, p->warpSize = 32;
+  strcpy(p->name, hopper ? "NVIDIA H100 80GB HBM3" : "NVIDIA A100-SXM4-80GB");
+  p->major = hopper ? 9 : 8, p->multiProcessorCount = 108, p->totalGlobalMem = total, p->warpSize = 32;
   p->maxThreadsPerMultiProcessor = 2048, p->maxThreadsPerBlock = 1024;
   p->maxBlocksPerMultiProcessor = 32, p->regsPerMultiprocessor = p->regsPerBlock = 65536;
   p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 166912;
