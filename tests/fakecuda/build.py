@@ -42,8 +42,10 @@ def build(folder: Path):
     wanted = undefined([libraries / f"lib{name}.so" for name in users])
     wanted = {name for name in wanted if CUDA_LIBRARIES.fullmatch(name)}
     compile_library(folder / "device.so", HERE / "device.c", wanted, paths)
-    driver = {name for name in undefined([libraries / "libcaffe2_nvrtc.so"])
-              if re.fullmatch(r"cu[A-Z]\w*", name)}
+    asked = undefined([libraries / "libcaffe2_nvrtc.so"])
+    helper = site / "triton/backends/nvidia/driver.c"  # which Triton compiles when it starts
+    asked |= set(re.findall(r"\bcu[A-Z]\w*", helper.read_text() if helper.exists() else ""))
+    driver = {name for name in asked if re.fullmatch(r"cu[A-Z][A-Za-z]*(_v\d)?", name)}
     compile_library(folder / "libcuda.so.1", HERE / "driver.c", driver,
                     ["-Wl,-soname,libcuda.so.1"])
 

@@ -31,6 +31,14 @@ size_t fake_allocations(void) { return allocations; }
 size_t fake_frees(void) { return frees; } /* each of which waits for the device */
 static void tell(const char *kind, size_t bytes) { if (listener) listener(kind, bytes); }
 
+/* Called with the name of each kernel that comes from a cubin, as Triton's do. */
+static void (*launch_listener)(const char *name);
+void fake_listen_to_launches(void (*f)(const char *)) { launch_listener = f; }
+void fake_launch(const char *name) {
+  launches++;
+  if (launch_listener) launch_listener(name);
+}
+
 __attribute__((constructor)) static void reserve(void) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   device_memory = mmap(0, REGION, PROT_NONE, flags, -1, 0);
@@ -139,7 +147,7 @@ void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &hand
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *f) {
   memset(out, 0, sizeof *out);
   out->maxThreadsPerBlock = 1024, out->numRegs = 32;
-  out->ptxVersion = out->binaryVersion = 80;
+  out->ptxVersion = out->binaryVersion = 90;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out) {
@@ -159,12 +167,12 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *low, int *high) {
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA A100-SXM4-80GB");
-  p->major = 8, p->multiProcessorCount = 108, p->totalGlobalMem = total, p->warpSize = 32;
+  strcpy(p->name, "NVIDIA H100 80GB HBM3");
+  p->major = 9, p->multiProcessorCount = 132, p->totalGlobalMem = total, p->warpSize = 32;
   p->maxThreadsPerMultiProcessor = 2048, p->maxThreadsPerBlock = 1024;
   p->maxBlocksPerMultiProcessor = 32, p->regsPerMultiprocessor = p->regsPerBlock = 65536;
-  p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 166912;
-  p->sharedMemPerMultiprocessor = 167936, p->l2CacheSize = 41943040;
+  p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerMultiprocessor = 233472, p->l2CacheSize = 52428800;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->textureAlignment = 512, p->memoryBusWidth = 5120;
