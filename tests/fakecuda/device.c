@@ -113,7 +113,15 @@ static cudaError_t copy(void *to, const void *from, size_t size) {
     return cudaSuccess;
   }
   tell(pinned(to) ? "to host" : "to pageable host", size);
-  memset(to, size == 1, size);
+  char *pages = (char *)(((size_t)to + 4095) & ~4095UL);
+  size_t there = (char *)to + size - pages;
+  if (pinned(to) && size > 1 << 20) { /* zeros that take no memory */
+    madvise(pages, there & ~4095UL, MADV_DONTNEED);
+    memset(to, 0, pages - (char *)to);
+    memset(pages + (there & ~4095UL), 0, there & 4095);
+  } else {
+    memset(to, size == 1, size);
+  }
   for (int i = 1; i <= 16 && size > 1; i++) { /* the oldest first */
     int k = (next + i) % 16;
     if (newest[k].at == from && newest[k].size == size && newest[k].launches == launches)
