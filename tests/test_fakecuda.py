@@ -29,6 +29,7 @@ def test_the_program_on_a_fake_device(tmp_path: Path):
     done = subprocess.run(
         [python, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider",
          f"--basetemp={tmp_path / 'cases'}", str(FOLDER / "cases.py")],
-        env={**environment(), **variables(tmp_path / "device")}, cwd=ROOT, capture_output=True, text=True)
+        env={**environment(), **variables(tmp_path / "device")}, cwd=ROOT, capture_output=True,
+        text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

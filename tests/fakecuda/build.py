@@ -52,7 +52,8 @@ def variables(folder: Path) -> dict[str, str]:
     """With which a process sees the device that was built there."""
     paths = filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))
     return dict(LD_PRELOAD=str(folder / "device.so"), LD_LIBRARY_PATH=os.pathsep.join(paths),
-                TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"))
+                TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"),
+                TORCHINDUCTOR_COMPILE_THREADS="1")  # others take longer to start
 
 
 def build_here(folder: Path):

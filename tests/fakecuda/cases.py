@@ -170,7 +170,7 @@ def test_large_models(go, corpus, tmp_path, flags):
         "--max_steps", "4", "--log_interval", "1", "--eval_interval", "0", "--save_interval", "0",
         "--no_tensorboard", "--num_workers", "0", "--memory_interval", "1",
         "--out_dir", tmp_path / "r", bare=True)
-    assert "bf16, flash attention" in printed
+    assert "bf16, cudnn attention" in printed
     assert 1 < column(tmp_path / "r", "memory/peak_gb")[4] < 20
 
 
@@ -272,3 +272,21 @@ def test_ddp_waits_in_its_first_steps_alone(go):
 def waited(counts: dict) -> dict:
     """But for copies from page-locked memory, as fully_shard makes some of its own."""
     return {name: n for name, n in exchanged(counts).items() if not name.startswith("from host")}
+
+
+
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--packing"],
+    ["--data_mode", "documents"],
+    ["--micro_batch_size", "2", "--optimizer", "adamw", "--monitor", "full"],
+], ids=" ".join)
+def test_compiled(go, flags):
+    """One graph for training and one for evaluation, whose last batch is not full; no breaks."""
+    _, steps = go(*flags, "--compile", "--n_layer", "1", "--eval_interval", "5", "--eval_steps",
+                  "0", "--sample_interval", "0")
+    assert {step: n for step, counts in steps.items() if (n := counts.get("graphs"))} == {1: 1, 5: 1}
+    assert not any(counts.get("graph breaks") for counts in steps.values())
+    ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
+    check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
+          tensors={"--packing": 3, "--data_mode": 2}.get(" ".join(flags[:1]), 1))
