@@ -8,7 +8,7 @@ results once, and to make its FLOPs: the larger of both times is a bound, and th
 the step, if nothing survives in a cache from one kernel to the next. No time is measured, nothing
 is known of launches or of how far a kernel stays below its bound.
 
-The kernels of a block are the difference between models of two layers and of one.
+The kernels of a block are half of the difference between models of four layers and of two.
 """
 
 import json
@@ -32,12 +32,13 @@ from tests.fakecuda.build import build, cuda_python, variables
 ROOT = Path(__file__).resolve().parent.parent.parent
 BANDWIDTH, PEAKS = 3.35e12, {2: 989e12, 4: 67e12}  # bytes/s, FLOP/s by bytes of a number: H100 SXM
 PARTS = ("forward", "backward", "optimizer")
+KINDS = ("Triton", "matrix products", "attention", "other")
 
 Kernel = namedtuple("Kernel", "kind name bytes seconds registers spilled")
 
 
 def triton(run, found):
-    """CachingAutotuner.run, which launches a kernel of Triton's, with a note of what it launched."""
+    """CachingAutotuner.run, which launches a kernel of Triton's, with a note of it."""
     def noting(self, *args, **options):
         result = run(self, *args, **options)
         moved = sum(size(x) * (1 + name.startswith("in_out_ptr"))
@@ -53,7 +54,7 @@ def triton(run, found):
 
 
 class Calls(TorchDispatchMode):
-    """Notes what runs that is not Triton's: matrix products, attention, all that is not compiled."""
+    """Notes all other kernels: matrix products, attention, what is not compiled."""
 
     def __init__(self, found):
         super().__init__()
@@ -89,8 +90,9 @@ def noted(func, args, kwargs, result) -> Kernel | None:
         if any(a.name == "is_causal" and v for a, v in zip_arguments(func, args, kwargs)):
             flops /= 2  # kernels skip what the mask hides
     numbers = (taken or [(new[0], None)])[0][0].element_size()
-    kind = "attention" if "attention" in name else "matrix product" if flops else "other"
-    return Kernel(kind, name, moved, max(moved / BANDWIDTH, flops / PEAKS.get(numbers, 67e12)), 0, 0)
+    kind = "attention" if "attention" in name else "matrix products" if flops else "other"
+    seconds = max(moved / BANDWIDTH, flops / PEAKS.get(numbers, PEAKS[4]))
+    return Kernel(kind, name, moved, seconds, 0, 0)
 
 
 def zip_arguments(func, args, kwargs):
@@ -145,64 +147,38 @@ def kernels(flags: list[str]) -> tuple[train.Run, dict[str, list[Kernel]]]:
     return run, found
 
 
-def minus(more: list[Kernel], fewer: list[Kernel]) -> list[Kernel]:
-    """Those of one layer more; names carry numbers, which differ."""
-    def key(kernel):
-        return kernel.kind, kernel.bytes, kernel.seconds, kernel.name.rstrip("0123456789")
-
-    left = Counter(map(key, fewer))
-    out = []
-    for kernel in more:
-        if left[key(kernel)]:
-            left[key(kernel)] -= 1
-        else:
-            out.append(kernel)
-    return out
-
-
-def describe(what: str, some: list[Kernel]) -> dict:
+def summed(some: list[Kernel]) -> dict[str, float]:
     kinds = Counter(kernel.kind for kernel in some)
-    return dict(what=what, kernels=len(some), **kinds, gb=sum(k.bytes for k in some) / 1e9,
-                ms=1e3 * sum(k.seconds for k in some),
-                registers=max([k.registers for k in some], default=0),
-                spilled=sum(k.spilled for k in some))
+    return {"kernels": len(some), **{kind: kinds[kind] for kind in KINDS},
+            "GB": sum(k.bytes for k in some) / 1e9, "ms": 1e3 * sum(k.seconds for k in some)}
 
 
-def measure(name: str, tiny: bool, verbose: bool) -> dict:
+def measure(name: str, tiny: bool) -> dict:
     """The parts of a step of one micro-batch, and its bound, for a model of that size."""
     batch, length, _ = SIZES[name]
     batch = 2 if tiny else batch
-    shape = ["--model", name, "--seq_len", str(length)]
-    flags = [*(TINY if tiny else shape), "--vocab_size", "50257", "--batch_size", str(batch),
-             "--micro_batch_size", str(batch)]
-    (_, one), (_, two) = (kernels([*flags, "--compile", "--optimizer", "adamw", "--n_layer", n])
-                          for n in "12")
-    rows, total = [], {part: 0 for part in ("bytes", "seconds")}
-    whole = {}
-    for optimizer in ("adamw", "muon"):
-        run, eager = kernels([*flags, "--no_compile", "--optimizer", optimizer,
-                              *(["--n_layer", "2"] if tiny else [])])
-        whole[optimizer] = eager["optimizer"]
-    layers = run.cfg.n_layer
+    flags = [*(TINY if tiny else ["--model", name, "--seq_len", str(length)]), "--vocab_size",
+             "50257", "--batch_size", str(batch), "--micro_batch_size", str(batch)]
+    few, more = (kernels([*flags, "--compile", "--optimizer", "adamw", "--n_layer", n])[1]
+                 for n in "24")
+    rows = {}
+    for optimizer in ("muon", "adamw"):
+        run, eager = kernels([*flags, "--no_compile", "--optimizer", optimizer])
+        rows[optimizer] = summed(eager["optimizer"])
+    passes = Counter()
     for part in PARTS[:2]:
-        block = minus(two[part], one[part])
-        rest = minus(two[part], block + block)
-        rows += [describe(f"a block, {part}", block), describe(f"the rest, {part}", rest)]
-        total["bytes"] += layers * sum(k.bytes for k in block) + sum(k.bytes for k in rest)
-        total["seconds"] += layers * sum(k.seconds for k in block) + sum(k.seconds for k in rest)
-        if verbose:
-            for title, some in (("block", block), ("rest", rest)):
-                for k in some:
-                    print(f"{name} {part} {title}: {k.bytes / 1e6:9.1f} MB {k.seconds * 1e6:8.1f} us"
-                          f" {k.registers:4} regs {k.spilled:3} spilled  {k.name}", flush=True)
-    bounds = {}
-    flops = flops_per_token(run.model, run.cfg) * batch * run.cfg.seq_len
-    for optimizer, some in whole.items():
-        rows.append(describe(optimizer, some))
-        seconds = total["seconds"] + sum(k.seconds for k in some)
-        bounds[optimizer] = dict(ms=1e3 * seconds, mfu=flops / seconds / PEAKS[2])
-    return dict(name=name, layers=layers, rows=rows, bounds=bounds,
-                tokens=batch * run.cfg.seq_len)
+        two, four = summed(few[part]), summed(more[part])
+        block = rows[f"a block, {part}"] = {key: (four[key] - two[key]) / 2 for key in two}
+        rest = rows[f"the rest, {part}"] = {key: two[key] - 2 * block[key] for key in two}
+        passes.update({key: rest[key] + run.cfg.n_layer * block[key] for key in rest})
+    flops, bounds = flops_per_token(run.model, run.cfg) * batch * run.cfg.seq_len, {}
+    for optimizer in ("adamw", "muon"):
+        ms = passes["ms"] + rows[optimizer]["ms"]
+        bounds[optimizer] = dict(ms=ms, mfu=flops / ms * 1e3 / PEAKS[2])
+    triton = [kernel for part in PARTS for kernel in more[part] if kernel.kind == "Triton"]
+    return dict(rows=rows, bounds=bounds, tokens=batch * run.cfg.seq_len,
+                registers=max(k.registers for k in triton),
+                spilled=sum(k.spilled for k in triton))
 
 
 def main(options) -> list[Figure]:
@@ -220,21 +196,21 @@ def main(options) -> list[Figure]:
             argv = [python, "-m", "tests.bench.compiler", name, str(file), str(options.quick)]
             subprocess.run(argv, check=True, cwd=ROOT, env={**os.environ, **variables(device)})
             found = json.loads(file.read_text())
-            for row in found["rows"]:
-                figures.append(Figure(f"{name}, {row['what']}: kernels", "bound of an H100",
-                                      [row["kernels"]], "", f"{row['gb']:.2f} GB",
-                                      f"{row['ms']:.3g} ms at least"))
+            for what, row in found["rows"].items():
+                kinds = ", ".join(f"{row[kind]:g} {kind}" for kind in KINDS if row[kind])
+                figures.append(Figure(f"{name}, {what}: GB", "kernels", [row["GB"]], "",
+                                      f"{row['kernels']:g}: {kinds}", f">= {row['ms']:.3g} ms"))
             for optimizer, bound in found["bounds"].items():
-                figures.append(Figure(f"{name}, {optimizer}, {found['tokens']:,} tokens a step: "
-                                      "highest MFU", "bound of an H100", [bound["mfu"]], "",
-                                      f"{bound['ms']:.1f} ms at least"))
+                figures.append(Figure(
+                    f"{name}, {optimizer}, {found['tokens']:,} tokens: highest MFU",
+                    "bound of an H100", [bound["mfu"]], "", f">= {bound['ms']:.1f} ms a step",
+                    f"{found['registers']} registers at most, {found['spilled']} spilled"))
     return figures
 
 
 if __name__ == "__main__":
     from tests.fakecuda.watch import stand_in_for_cudnn
 
-    torch._inductor.config  # noqa: B018
     library = stand_in_for_cudnn()
     size_name, path, quick = sys.argv[1:]
-    Path(path).write_text(json.dumps(measure(size_name, quick == "True", True)))
+    Path(path).write_text(json.dumps(measure(size_name, quick == "True")))

@@ -285,7 +285,8 @@ def test_compiled(go, flags):
     """One graph for training and one for evaluation, whose last batch is not full; no breaks."""
     _, steps = go(*flags, "--compile", "--n_layer", "1", "--eval_interval", "5", "--eval_steps",
                   "0", "--sample_interval", "0")
-    assert {step: n for step, counts in steps.items() if (n := counts.get("graphs"))} == {1: 1, 5: 1}
+    graphs = {step: counts.get("graphs", 0) for step, counts in steps.items()}
+    assert {step: n for step, n in graphs.items() if n} == {1: 1, 5: 1}
     assert not any(counts.get("graph breaks") for counts in steps.values())
     ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
     check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
