@@ -17,13 +17,20 @@ from fakecuda.build import build, cuda_python, variables
 FOLDER = ROOT / "tests/fakecuda"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("gcc")
-                    or not shutil.which("nm"), reason="needs gcc and nm on Linux")
-def test_the_program_on_a_fake_device(tmp_path: Path):
-    python = cuda_python()
-    if not python:
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not shutil.which("gcc") or not shutil.which("nm"),
+    reason="needs gcc and nm on Linux")]
+
+
+@pytest.fixture
+def python() -> str:
+    found = cuda_python()
+    if not found:
         pytest.skip("no CUDA build of torch: STEADY_CUDA_PYTHON may name an interpreter with one")
+    return found
+
+
+def test_the_program_on_a_fake_device(python, tmp_path: Path):
     (tmp_path / "device").mkdir()
     build(python, tmp_path / "device")
     done = subprocess.run(
@@ -33,3 +40,14 @@ def test_the_program_on_a_fake_device(tmp_path: Path):
         text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_bound_of_the_step(python):
+    """Which lists the kernels of compiled blocks."""
+    done = subprocess.run([sys.executable, "-m", "tests.bench", "compiler", "--quick"], cwd=ROOT,
+                          env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(" Triton, 4 matrix products, 1 attention" in line for line in lines
+               if "a block, forward" in line)
+    assert sum("highest MFU" in line for line in lines) == 2
