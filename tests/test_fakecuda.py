@@ -5,7 +5,6 @@ and everything that makes host and device wait for each other, by step and line.
 of numbers and times. The cases are in tests/fakecuda/cases.py.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,37 +12,42 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
+from fakecuda.build import build, cuda_python, variables
 
 FOLDER = ROOT / "tests/fakecuda"
 
 
-def cuda_python() -> str | None:
-    """An interpreter with a CUDA build of torch, which need not find a GPU; None without one."""
-    for python in filter(None, (os.environ.get("STEADY_CUDA_PYTHON"), sys.executable)):
-        asked = subprocess.run([python, "-c", "import torch; print(torch.version.cuda)"],
-                               capture_output=True, text=True)
-        if asked.returncode == 0 and asked.stdout.strip() != "None":
-            return python
-    return None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not shutil.which("gcc") or not shutil.which("nm"),
+    reason="needs gcc and nm on Linux")]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("gcc")
-                    or not shutil.which("nm"), reason="needs gcc and nm on Linux")
-def test_the_program_on_a_fake_device(tmp_path: Path):
-    python = cuda_python()
-    if not python:
+@pytest.fixture
+def python() -> str:
+    found = cuda_python()
+    if not found:
         pytest.skip("no CUDA build of torch: STEADY_CUDA_PYTHON may name an interpreter with one")
+    return found
+
+
+def test_the_program_on_a_fake_device(python, tmp_path: Path):
     (tmp_path / "device").mkdir()
-    command = [python, str(FOLDER / "build.py"), str(tmp_path / "device")]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    paths = [str(tmp_path / "device"), os.environ.get("LD_LIBRARY_PATH", "")]
-    variables = dict(LD_PRELOAD=str(tmp_path / "device/device.so"),
-                     LD_LIBRARY_PATH=os.pathsep.join(filter(None, paths)))
+    build(python, tmp_path / "device")
     done = subprocess.run(
         [python, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider",
          f"--basetemp={tmp_path / 'cases'}", str(FOLDER / "cases.py")],
-        env={**environment(), **variables}, cwd=ROOT, capture_output=True, text=True)
+        env={**environment(), **variables(tmp_path / "device")}, cwd=ROOT, capture_output=True,
+        text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_bound_of_the_step(python):
+    """Which lists the kernels of compiled blocks."""
+    done = subprocess.run([sys.executable, "-m", "tests.bench", "compiler", "--quick"], cwd=ROOT,
+                          env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(" Triton, 4 matrix products, 1 attention" in line for line in lines
+               if "a block, forward" in line)
+    assert sum("highest MFU" in line for line in lines) == 2

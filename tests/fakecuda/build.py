@@ -5,6 +5,7 @@ sees the device with LD_PRELOAD=FOLDER/device.so and LD_LIBRARY_PATH=FOLDER.
 """
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,31 @@ HOST_DEFINES = """
 """
 
 
-def build(folder: Path):
+def cuda_python() -> str | None:
+    """An interpreter with a CUDA build of torch, which need not find a GPU; None without one."""
+    for python in filter(None, (os.environ.get("STEADY_CUDA_PYTHON"), sys.executable)):
+        asked = subprocess.run([python, "-c", "import torch; print(torch.version.cuda)"],
+                               capture_output=True, text=True)
+        if asked.returncode == 0 and asked.stdout.strip() != "None":
+            return python
+    return None
+
+
+def build(python: str, folder: Path):
+    """For the torch of that interpreter."""
+    built = subprocess.run([python, __file__, str(folder)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """With which a process sees the device that was built there."""
+    paths = filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))
+    return dict(LD_PRELOAD=str(folder / "device.so"), LD_LIBRARY_PATH=os.pathsep.join(paths),
+                TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"),
+                TORCHINDUCTOR_COMPILE_THREADS="1")  # others take longer to start
+
+
+def build_here(folder: Path):
     site = Path(importlib.util.find_spec("torch").origin).parent.parent
     libraries = site / "torch" / "lib"
     include = next(site.glob("nvidia/*/include/driver_types.h")).parent
@@ -42,8 +67,10 @@ def build(folder: Path):
     wanted = undefined([libraries / f"lib{name}.so" for name in users])
     wanted = {name for name in wanted if CUDA_LIBRARIES.fullmatch(name)}
     compile_library(folder / "device.so", HERE / "device.c", wanted, paths)
-    driver = {name for name in undefined([libraries / "libcaffe2_nvrtc.so"])
-              if re.fullmatch(r"cu[A-Z]\w*", name)}
+    asked = undefined([libraries / "libcaffe2_nvrtc.so"])
+    helper = site / "triton/backends/nvidia/driver.c"  # which Triton compiles when it starts
+    asked |= set(re.findall(r"\bcu[A-Z]\w*", helper.read_text() if helper.exists() else ""))
+    driver = {name for name in asked if re.fullmatch(r"cu[A-Z][A-Za-z]*(_v\d)?", name)}
     compile_library(folder / "libcuda.so.1", HERE / "driver.c", driver,
                     ["-Wl,-soname,libcuda.so.1"])
 
@@ -66,4 +93,4 @@ def compile_library(path: Path, source: Path, names: set[str], flags: list[str])
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    build_here(Path(sys.argv[1]))

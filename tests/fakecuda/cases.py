@@ -3,7 +3,6 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
-import ctypes
 import importlib
 import json
 import re
@@ -118,26 +117,16 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
     assert sorted(steps) == list(range(13))
 
 
-def hopper():
-    ctypes.CDLL(None).fake_set_hopper()
-
-
 @pytest.mark.parametrize("flags", [
     [], ["--optimizer", "adamw", "--qkv_bias"], ["--activation_checkpointing", "full"],
 ], ids=" ".join)
 def test_float8(go, flags):
-    _, steps = go("--float8", "--attention", "flash", *flags, hook=hopper)
+    _, steps = go("--float8", *flags)
     check(steps, logs=[1, 4, 8])
 
 
-def test_float8_on_an_older_card(go):
-    printed, _ = go("--float8", expect=2)
-    assert "--float8: expected compute capability 8.9 or higher, not the 8.0 of NVIDIA A100" in (
-        printed)
-
-
 def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
-    """Checks fail, Triton finds no driver: the file is written all the same."""
+    """Checks fail, times are of nothing: the file is written all the same."""
     file = tmp_path / "found.json"
     code = ("import sys; from tests.bench import __main__, gpu; gpu.LIMIT = 75; "
             "gpu.MOST['checks'] = 15; sys.exit(__main__.main(sys.argv[1:]))")
@@ -146,7 +135,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert done.stdout.splitlines()[-3:] == found["in_short"]
-    assert "NVIDIA A100-SXM4-80GB, 8.0; torch" in found["in_short"][0]
+    assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
     assert list(found["parts"])[:2] == ["checks", "peaks"] and len(found["parts"]) == 6
     assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
 
@@ -260,7 +249,7 @@ def test_large_models(go, corpus, tmp_path, flags):
         "--max_steps", "4", "--log_interval", "1", "--eval_interval", "0", "--save_interval", "0",
         "--no_tensorboard", "--num_workers", "0", "--memory_interval", "1",
         "--out_dir", tmp_path / "r", bare=True)
-    assert "bf16, flash attention" in printed
+    assert "bf16, cudnn attention" in printed
     assert 1 < column(tmp_path / "r", "memory/peak_gb")[4] < 20
 
 
@@ -362,3 +351,26 @@ def test_ddp_waits_in_its_first_steps_alone(go):
 def waited(counts: dict) -> dict:
     """But for copies from page-locked memory, as fully_shard makes some of its own."""
     return {name: n for name, n in exchanged(counts).items() if not name.startswith("from host")}
+
+
+
+@pytest.mark.parametrize("flags", [
+    ["--micro_batch_size", "2", "--monitor", "full"],
+    ["--packing"],
+    ["--data_mode", "documents"],
+], ids=" ".join)
+def test_compiled(go, flags):
+    """One graph for training and one for evaluation, whose last batch is not full; no breaks."""
+    def hook():
+        import torch._inductor.config
+
+        torch._inductor.config.triton.autotune_pointwise = False  # a kernel is compiled once
+
+    _, steps = go(*flags, "--compile", "--n_layer", "1", "--eval_interval", "5", "--eval_steps",
+                  "0", "--sample_interval", "0", hook=hook)
+    graphs = {step: counts.get("graphs", 0) for step, counts in steps.items()}
+    assert {step: n for step, n in graphs.items() if n} == {1: 1, 5: 1}
+    assert not any(counts.get("graph breaks") for counts in steps.values())
+    ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
+    check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
+          tensors={"--packing": 3, "--data_mode": 2}.get(" ".join(flags[:1]), 1))

@@ -18,7 +18,6 @@
 /* Called at each synchronization and copy: "synchronize", "to host", "from host", … */
 static void (*listener)(const char *kind, size_t bytes);
 static size_t total = 80000000000UL, used, launches, allocations, frees;
-static int hopper; /* an H100 instead of an A100 */
 static _Thread_local int device;
 static char *device_memory, *host_memory;
 static size_t device_end, host_end;
@@ -27,11 +26,18 @@ static struct block { void *start; size_t size; struct block *next; } *blocks;
 
 void fake_listen(void (*f)(const char *, size_t)) { listener = f; }
 void fake_set_memory(size_t bytes) { total = bytes; }
-void fake_set_hopper(void) { hopper = 1; }
 size_t fake_launches(void) { return launches; }
 size_t fake_allocations(void) { return allocations; }
 size_t fake_frees(void) { return frees; } /* each of which waits for the device */
 static void tell(const char *kind, size_t bytes) { if (listener) listener(kind, bytes); }
+
+/* Called with the name of each kernel that comes from a cubin, as Triton's do. */
+static void (*launch_listener)(const char *name);
+void fake_listen_to_launches(void (*f)(const char *)) { launch_listener = f; }
+void fake_launch(const char *name) {
+  launches++;
+  if (launch_listener) launch_listener(name);
+}
 
 __attribute__((constructor)) static void reserve(void) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -107,7 +113,15 @@ static cudaError_t copy(void *to, const void *from, size_t size) {
     return cudaSuccess;
   }
   tell(pinned(to) ? "to host" : "to pageable host", size);
-  memset(to, size == 1, size);
+  char *pages = (char *)(((size_t)to + 4095) & ~4095UL);
+  size_t there = (char *)to + size - pages;
+  if (pinned(to) && size > 1 << 20) { /* zeros that take no memory */
+    madvise(pages, there & ~4095UL, MADV_DONTNEED);
+    memset(to, 0, pages - (char *)to);
+    memset(pages + (there & ~4095UL), 0, there & 4095);
+  } else {
+    memset(to, size == 1, size);
+  }
   for (int i = 1; i <= 16 && size > 1; i++) { /* the oldest first */
     int k = (next + i) % 16;
     if (newest[k].at == from && newest[k].size == size && newest[k].launches == launches)
@@ -155,7 +169,7 @@ void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &hand
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *out, const void *f) {
   memset(out, 0, sizeof *out);
   out->maxThreadsPerBlock = 1024, out->numRegs = 32;
-  out->ptxVersion = out->binaryVersion = 80;
+  out->ptxVersion = out->binaryVersion = 90;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out) {
@@ -175,12 +189,12 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *low, int *high) {
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, hopper ? "NVIDIA H100 80GB HBM3" : "NVIDIA A100-SXM4-80GB");
-  p->major = hopper ? 9 : 8, p->multiProcessorCount = 108, p->totalGlobalMem = total, p->warpSize = 32;
+  strcpy(p->name, "NVIDIA H100 80GB HBM3");
+  p->major = 9, p->multiProcessorCount = 132, p->totalGlobalMem = total, p->warpSize = 32;
   p->maxThreadsPerMultiProcessor = 2048, p->maxThreadsPerBlock = 1024;
   p->maxBlocksPerMultiProcessor = 32, p->regsPerMultiprocessor = p->regsPerBlock = 65536;
-  p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 166912;
-  p->sharedMemPerMultiprocessor = 167936, p->l2CacheSize = 41943040;
+  p->sharedMemPerBlock = 49152, p->sharedMemPerBlockOptin = 232448;
+  p->sharedMemPerMultiprocessor = 233472, p->l2CacheSize = 52428800;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->textureAlignment = 512, p->memoryBusWidth = 5120;

@@ -7,13 +7,17 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import torch
+from torch._dynamo.utils import counters
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
-COUNTERS = ("launches", "allocations", "frees", "flash_forward", "flash_backward")
+OF_DEVICE = ("launches", "allocations", "frees", "flash_forward", "flash_backward")
+COUNTERS = (*OF_DEVICE, "graphs", "graph breaks")
 
 
 class Watch:
-    """The steps of a run so far: step → {"kind line": times} and the device's counters.
+    """The steps of a run so far: step → {"kind line": times}, the device's and Dynamo's counters.
 
     Step 0 is what comes before the first one. What belongs to a step lasts until the next begins:
     its log, evaluation, sample and checkpoint. The end of the run belongs to the last step.
@@ -25,9 +29,13 @@ class Watch:
         self.listener = LISTENER(self.exchange)
         self.device.fake_listen(self.listener)
         self.steps, self.before, self.step = {}, Counter(), 0
+        self.cudnn = stand_in_for_cudnn()
 
     def counters(self) -> Counter:
-        return Counter({name: getattr(self.device, f"fake_{name}")() for name in COUNTERS})
+        found = {name: getattr(self.device, f"fake_{name}")() for name in OF_DEVICE}
+        found["graphs"] = counters["stats"]["unique_graphs"]
+        found["graph breaks"] = sum(counters["graph_break"].values())
+        return Counter(found)
 
     def begin(self, step: int):
         """What comes from now on belongs to `step`."""
@@ -61,6 +69,26 @@ def caller() -> str:
             return f"{path.relative_to(ROOT)}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return "backward"
+
+
+def stand_in_for_cudnn() -> torch.library.Library:
+    """Of its attention, which torch prefers on an H100; cuDNN itself needs a driver.
+
+    It is there for as long as somebody holds the result.
+    """
+    def forward(query, key, value, bias, *_, **__):
+        B, H, T, _ = query.shape
+        seed = torch.empty((), dtype=torch.long, device=query.device)
+        return (torch.empty_like(query), query.new_empty(B, H, T, 1, dtype=torch.float32), None,
+                None, T, key.shape[2], seed, seed, None)
+
+    def backward(grad, query, key, value, *_, **__):
+        return tuple(torch.empty_like(x) for x in (query, key, value))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
+    return library
 
 
 def watch(path: Path, memory: int = 80 * 10**9):
