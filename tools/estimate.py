@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from config import Config, micro_batch_size
 from model import LinearCrossEntropy, Transformer, flops_per_token
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS
+from steady.huggingface import adapt
 from steady.parallel import Shards, check_shard_size
 from steady.telemetry import duration
 
@@ -104,7 +105,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             shards = Shards(way, divided, cfg.shard_size)
             with FakeTensorMode():
                 with torch.device("meta" if divided > 1 else "cpu"):
-                    transformer = Transformer(cfg)
+                    transformer = adapt(Transformer(cfg), cfg, dtype)
                 shards.divide(transformer, dtype)
                 if divided > 1:
                     transformer.to_empty(device="cpu")
@@ -120,7 +121,7 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
           make_optimizers) -> tuple[dict, dict]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
     held = list(parameters.values())
-    for tensor in [*held, *transformer.buffers()]:
+    for tensor in [*held, *shards.tensors_of(transformer).values(), *transformer.buffers()]:
         live.see(tensor.untyped_storage())
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
