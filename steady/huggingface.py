@@ -46,6 +46,12 @@ def fetch(name: str, code: bool = False) -> Path:
     return folder
 
 
+def tokenizer_folder(name: str) -> Path:
+    """The folder with the tokenizer of a model; for an adapter its own, or else its base's."""
+    folder = fetch_files(name)
+    return folder if (folder / "tokenizer_config.json").exists() else fetch(name)
+
+
 def fetch_files(name: str, code: bool = False) -> Path:
     """A folder, or its download from the hub, with Python if `code`."""
     if Path(name).is_dir():
@@ -229,7 +235,7 @@ def check_tokenizer(name: str, data):
         run_dir = run_dir_of(checkpoint)
         theirs = vocabulary(state["tokenizer"], run_dir and run_dir / "tokenizer")
     else:
-        theirs = vocabulary(None, fetch(name))
+        theirs = vocabulary(None, tokenizer_folder(name))
     mine = vocabulary(data.tokenizer, data.tokenizer_folder)
     if mine and theirs and not theirs.items() <= mine.items():  # which may have added some
         raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "

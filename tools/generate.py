@@ -193,7 +193,7 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     if not is_run(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         cfg = huggingface.config_from_hf(cfg)
-        folder = huggingface.fetch(str(source))
+        folder = huggingface.tokenizer_folder(str(source))
         if cfg.model == "transformers":
             model = huggingface.HFModel(cfg)
         else:
