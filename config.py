@@ -120,14 +120,11 @@ class Config:
     trust_remote_code: bool = option(
         False, "run the code that comes with a model of the hub", saved=False, command_line=True)
     lora_rank: int = option(
-        0, "train adapters of this rank on the frozen weights of --init_from; 0 trains the weights",
-        at_least=0, fixed="weights")
+        0, "rank of adapters, trained on frozen weights; 0 is none", at_least=0, fixed="weights")
     lora_alpha: float | None = option(
-        None, "adapters are scaled by lora_alpha / lora_rank (default: 2 lora_rank)", above=0,
-        fixed="function")
+        None, "scale of adapters, times their rank (default: 2 rank)", above=0, fixed="function")
     lora_targets: list[str] = option(
-        ["all-linear"], "the adapted layers, by the ends of their Hugging Face names: q_proj, ...",
-        fixed="weights")
+        ["all-linear"], "what they adapt, by ends of names: q_proj, ...", fixed="weights")
     resize_embeddings: bool = option(
         False, "add rows to the model of --init_from, the mean of its own, for new token ids")
     model: Literal[(*MODELS, "transformers")] = option(
@@ -181,16 +178,14 @@ class Config:
         "stays the same; auto tries powers of two (default: as large as batch_size allows, up to "
         "16,384 tokens)", metavar="N")
     optimizer: Literal["adamw", "muon"] | None = option(
-        None, "muon is Muon for the blocks' matrices with AdamW for the rest (default: muon; "
-        "adamw with --init_from)")
+        None, "muon is for the blocks' matrices, with AdamW (default: muon; --init_from: adamw)")
     learning_rate: float | None = option(
         None, "peak learning rate (default: from --model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
-        None, "after the warm-up; wsd is stable, then a linear decay (default: wsd; cosine with "
-        "--init_from)")
+        None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(
         0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
     weight_decay: float = option(

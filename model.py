@@ -271,9 +271,8 @@ def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 
-    6 N for the N weights of matrix products (an embedding lookup is not one), 4 N where they are
-    frozen, plus 12 H D T per layer for attention, not halved for causality (PaLM, arXiv:2204.02311,
-    appendix B).
+    6 N for the N weights of matrix products (a lookup is not one), 4 N if frozen, plus 12 H D T per
+    layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
     weights = [p for p in model.blocks.parameters() if p.ndim == 2] + [model.head.weight]
     products = sum((6 if p.requires_grad else 4) * p.numel() for p in weights)

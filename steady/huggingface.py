@@ -35,7 +35,6 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
 # The defaults of a run that starts from existing weights.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
                    lr_schedule="cosine")
-LORA_LEARNING_RATE = 2e-4
 
 
 def fetch(name: str, code: bool = False) -> Path:
@@ -135,7 +134,7 @@ def with_shape(cfg, shape: dict, model: str):
     if cfg.seq_len and cfg.seq_len > longest:
         raise ConfigError(f"--seq_len {cfg.seq_len}: {cfg.init_from} has a context of {longest}")
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
-    usual |= dict(learning_rate=LORA_LEARNING_RATE) if cfg.lora_rank else {}
+    usual |= dict(learning_rate=2e-4) if cfg.lora_rank else {}
     usual = {name: value for name, value in usual.items() if getattr(cfg, name) is None}
     return replace(cfg, **shape, **usual, model=model)
 
@@ -241,20 +240,6 @@ def check_tokenizer(name: str, data):
         raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "
                           f"{data.tokenizer}; prepare it with python data.py ... --tokenizer "
                           f"{name}, or --allow_change tokenizer")
-
-
-def end_of_text_ids(folder: Path) -> list[int]:
-    """All ids that end a text, as a model's own files list them; none where they do not."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        ids = [i for i in ids if isinstance(i, int)]
-        if ids:
-            return ids
-    return []
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -444,12 +429,7 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
 
     Its `base` is then the fingerprint of these weights. Raises ConfigError.
     """
-    for name in ("lora_rank", "resize_embeddings"):
-        if getattr(cfg, name) and not cfg.init_from:
-            raise ConfigError(f"--{name}: expected --init_from, the weights that it is for")
-    if cfg.lora_rank and cfg.resize_embeddings:
-        raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
-                          "rows untrained; train once without it, and adapt what that exports")
+    lora.check(cfg)
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
         model.base = fingerprint(cfg.init_from)
@@ -479,8 +459,7 @@ def merge_checkpoint(model: nn.Module, state: dict, path: Path, shards: Shards):
     """Merge the adapters in a checkpoint into the weights of their base. Raises ConfigError."""
     saved = SimpleNamespace(**state["config"])
     if fingerprint(saved.init_from) != state["base"]:
-        raise ConfigError(f"{path}: an adapter of the weights that {saved.init_from} had; it now "
-                          "has others: bring them back")
+        raise ConfigError(f"{path}: adapts other weights than {saved.init_from} now has")
     parts = linear_parts(model)
     lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, saved),
                lora.alpha_of(saved) / saved.lora_rank, str(path))

@@ -436,3 +436,17 @@ def tokenizer_files(folder: Path) -> list[str]:
     except (OSError, ValueError, TypeError):
         raise ConfigError(f"{folder}: was not made by this program (no {MANIFEST} in it); move it "
                           "away, or choose another folder") from None
+
+
+def end_of_text_ids(folder: Path) -> list[int]:
+    """All ids that end a text, as a model's own files list them; none where they do not."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        ids = [i for i in ids if isinstance(i, int)]
+        if ids:
+            return ids
+    return []

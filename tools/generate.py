@@ -16,7 +16,7 @@ from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
 from steady.parallel import Shards
-from steady.tokens import byte_tokenizer, load_tokenizer
+from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
@@ -130,7 +130,7 @@ def stop_ids(source: Path, tokenizer) -> tuple[int, ...]:
         folder = run_dir and run_dir / huggingface.KEPT
     else:
         folder = huggingface.fetch(str(source))
-    ids = [tokenizer.eos_token_id, *(huggingface.end_of_text_ids(folder) if folder else [])]
+    ids = [tokenizer.eos_token_id, *(end_of_text_ids(folder) if folder else [])]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
@@ -280,7 +280,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         model = model_of(state, cfg, path)
         model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
     else:
-        listed = huggingface.end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
+        listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
         ends = dict.fromkeys((state.get("end_of_text"), *listed))
         ends = [i for i in ends if i is not None and i < cfg.vocab_size]
         weights = model_of(state, cfg, path).state_dict() if cfg.lora_rank else state["model"]

@@ -18,7 +18,7 @@ from tests.bench.common import Figure
 from tests.bench.small import some_text
 from tests.bench.startup import TRAIN
 
-RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (3e-4, 1e-3, 3e-3), "lora": (3e-3, 1e-2)}
+RATES = {"adamw": (1e-3, 3e-3, 1e-2), "muon": (3e-3, 1e-2, 3e-2), "lora": (3e-3, 1e-2)}
 FLAGS = {"adamw": ["--optimizer", "adamw"], "muon": ["--optimizer", "muon"],
          "lora": ["--lora_rank", "8"]}
 SIZE = ["--seq_len", "64", "--batch_size", "24", "--learning_rate"]
