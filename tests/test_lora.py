@@ -128,6 +128,7 @@ def test_parts_of_a_matrix_have_adapters_of_their_own(tmp_path, corpus, tokens, 
         assert relative(model.predict(tokens), theirs(tokens).logits) < 1e-4
 
 
+@pytest.mark.slow
 def test_models_of_other_architectures_have_adapters(tmp_path, tune, tokens):
     save_random(tmp_path / "m", PHI3)
     told = tune(*LORA, "--out_dir", "r", "--lora_targets", "qkv_proj", "down_proj")
@@ -175,8 +176,9 @@ def test_defaults_of_fine_tuning(tmp_path):
     assert (cfg.optimizer, cfg.lr_schedule) == ("muon", "wsd")
 
 
-@pytest.mark.parametrize("family", [FAMILIES["qwen2, tied"](), FAMILIES["llama"](), PHI3],
-                         ids=["tied", "llama", "phi3"])
+@pytest.mark.parametrize("family", [
+    FAMILIES["llama"](), pytest.param(FAMILIES["qwen2, tied"](), marks=pytest.mark.slow),
+    pytest.param(PHI3, marks=pytest.mark.slow)], ids=["llama", "tied", "phi3"])
 def test_new_ids_get_the_mean_of_the_old_rows(tmp_path, tune, tokens, family):
     small = type(family)(**family.to_dict() | dict(vocab_size=200, eos_token_id=1, pad_token_id=1))
     base = save_random(tmp_path / "m", small)
