@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,7 +122,9 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
           make_optimizers) -> tuple[dict, dict]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
     held = list(parameters.values())
-    for tensor in [*held, *shards.tensors_of(transformer).values(), *transformer.buffers()]:
+    frozen = [p.to_local() if isinstance(p, DTensor) else p
+              for p in transformer.parameters() if not p.requires_grad]
+    for tensor in [*held, *frozen, *transformer.buffers()]:
         live.see(tensor.untyped_storage())
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
