@@ -37,7 +37,8 @@ MODELS = {
     "7b": dict(n_layer=32, n_head=32, n_kv_head=32, d_model=4096, d_ff=11008,
                tie_embeddings=False, seq_len=2048, batch_size=1024, learning_rate=1.2e-4),
 }
-SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0)
+SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0, optimizer="muon",
+                      lr_schedule="wsd")
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),
@@ -117,6 +118,14 @@ class Config:
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model of the hub", saved=False, command_line=True)
+    lora_rank: int = option(
+        0, "rank of adapters, trained on frozen weights; 0 is none", at_least=0, fixed="weights")
+    lora_alpha: float | None = option(
+        None, "scale of adapters, times their rank (default: 2 rank)", above=0, fixed="function")
+    lora_targets: list[str] = option(
+        ["all-linear"], "what they adapt, by ends of names: q_proj, ...", fixed="weights")
+    resize_embeddings: bool = option(
+        False, "add rows to the model of --init_from, the mean of its own, for new token ids")
     model: Literal[(*MODELS, "transformers")] = option(
         "default", "shape by name, which the flags below change; --init_from sets transformers "
         "where the architecture is not ours")
@@ -167,15 +176,15 @@ class Config:
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
         "stays the same; auto tries powers of two (default: as large as batch_size allows, up to "
         "16,384 tokens)", metavar="N")
-    optimizer: Literal["adamw", "muon"] = option(
-        "muon", "muon is Muon for the blocks' matrices with AdamW for the rest")
+    optimizer: Literal["adamw", "muon"] | None = option(
+        None, "muon is for the blocks' matrices, with AdamW (default: muon; --init_from: adamw)")
     learning_rate: float | None = option(
         None, "peak learning rate (default: from --model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
-    lr_schedule: Literal["cosine", "wsd", "constant"] = option(
-        "wsd", "after the warm-up; wsd is stable, then a linear decay")
+    lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
+        None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(
         0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
     weight_decay: float = option(

@@ -378,8 +378,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
 
     def load(paths: list[str], split: str, option: str, seed: int) -> Mixture | None:
         return load_mixture(
-            paths, split, cfg.seq_len, seed, cfg.vocab_size, option, cfg.data_mode, cfg.packing
-        )
+            paths, split, cfg.seq_len, seed, None if cfg.resize_embeddings else cfg.vocab_size,
+            option, cfg.data_mode, cfg.packing)
 
     val_data = None
     if cfg.eval_only:  # the training data need not be there
@@ -394,7 +394,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
                               f"--batch_size {cfg.batch_size}; expected at most {2**26:,} in a "
                               "window")
         train_data.group_by_length(cfg.group_window, cfg.batch_size)
-    cfg.vocab_size, cfg.data_mode = train_data.vocab_size, train_data.mode
+    cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
+    cfg.data_mode = train_data.mode
     val_data = val_data or load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
         if val_data.tokenizer != train_data.tokenizer:

@@ -237,7 +237,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
         shape, grad = grad.shape, grad.flatten().where(counted, 0.0)[:, None].to(hidden.dtype)
         grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)
-        return grad_hidden, grad_logits.t() @ (hidden * grad), None, None
+        trained = ctx.needs_input_grad[1]
+        return grad_hidden, grad_logits.t() @ (hidden * grad) if trained else None, None, None
 
 
 @torch.no_grad()
@@ -268,13 +269,13 @@ def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 
-    6 N for the N weights of matrix products (an embedding lookup is not one) plus 12 H D T per
+    6 N for the N weights of matrix products (a lookup is not one), 4 N if frozen, plus 12 H D T per
     layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
-    weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
-    weights += model.head.weight.numel()
+    weights = [p for p in model.blocks.parameters() if p.ndim == 2] + [model.head.weight]
+    products = sum((6 if p.requires_grad else 4) * p.numel() for p in weights)
     length = length or cfg.seq_len
-    return 6 * weights + round(12 * cfg.n_layer * cfg.n_head * cfg.head_dim * length)
+    return products + round(12 * cfg.n_layer * cfg.n_head * cfg.head_dim * length)
 
 
 # --- generation ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, lo
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
-from steady import faults, float8, memory, parallel, rundir
+from steady import faults, float8, huggingface, lora, memory, parallel, rundir
 from steady.backup import Backup
 from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
 from steady.cli import ConfigError, due
@@ -374,7 +374,8 @@ def set_up(argv: list[str]) -> Run:
         rank=rank, world_size=world_size, device=device, dtype=dtype, micro_batch=micro_batch,
         workers=devices.pick_workers(cfg.num_workers, device, local_world_size),
         train_data=train_data, val_data=val_data,
-        model=model, shards=shards, parameters=parameters, tensors=shards.tensors_of(model),
+        model=model, shards=shards, parameters=parameters,
+        tensors=lora.kept(shards.tensors_of(model)),
         ddp=parallel.distribute(model, device, world_size),
         optimizers=make_optimizers(model, cfg, device, parameters, shards),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
@@ -401,32 +402,29 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
             cfg = rundir.after_restart(config.parse(argv, saved))
     has_shape = rundir.continues(cfg, out_dir) and (cfg.model != "transformers" or cfg.d_model)
     if cfg.init_from and not has_shape:
-        from steady.huggingface import config_from_hf
-
-        cfg = config_from_hf(cfg)
+        cfg = huggingface.config_from_hf(cfg)
     return config.resolve(cfg), out_dir
 
 
 def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch.device,
                dtype: torch.dtype, shards: parallel.Shards) -> nn.Module:
     """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
-    if cfg.init_from:
-        from steady import huggingface
-
-        if not checkpoint and "tokenizer" not in cfg.allow_change:
-            huggingface.check_tokenizer(cfg.init_from, data)
+    if cfg.init_from and not checkpoint and "tokenizer" not in cfg.allow_change:
+        huggingface.check_tokenizer(cfg.init_from, data)
+    checkpoint = None if cfg.lora_rank else checkpoint  # which holds only adapters
     if cfg.model == "transformers":
         model = huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
-        shards.divide(model, dtype)
+        shards.divide(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
     memory.refuse_too_large(cfg, shards.size)
     with torch.device("meta"):
-        model = Transformer(cfg)
+        model = huggingface.adapt(Transformer(cfg), cfg, dtype)
     shards.divide(model, dtype)
     model.to_empty(device=device)
     torch.manual_seed(cfg.seed)
     with parallel.WholeDraws(shards):
         model.init_weights()
+        lora.init_weights(model)
     if cfg.init_from and not checkpoint:
         huggingface.load_initial(model, cfg.init_from, shards)
     return model

@@ -428,9 +428,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         scaler=run.scaler.state_dict(),
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint,
-        tokenizer=data.tokenizer,
-        end_of_text=data.end_of_text,
-        vocab_size=data.vocab_size,
+        tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
+        base=getattr(run.model, "base", None),  # of adapters
     )
     run.writer.save(run.step, state, is_best)
     run.monitor.phase(previous)
@@ -585,6 +584,8 @@ def refuse_changes(run, path: Path, state: dict):
         if set(refused) & set(weights):
             advice = "Its weights fit no other model; leave those flags out, or start a new run"
         raise ConfigError(f"{path}: this run differs from it: {differences}. {advice}")
+    if state.get("base") != getattr(run.model, "base", None):
+        raise ConfigError(f"{path}: adapts other weights than --init_from {cfg.init_from} now has")
 
 
 def same_files(files: list, saved: list) -> bool:

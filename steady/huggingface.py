@@ -9,11 +9,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from steady import lora
 from steady.checkpoint import (
     copy_weights,
     find_damage,
@@ -24,18 +26,33 @@ from steady.checkpoint import (
 )
 from steady.cli import ConfigError, fixed_options
 from steady.parallel import Shards
-from steady.parts import join, load_parts
-from steady.tokens import byte_tokenizer
+from steady.parts import join, load_parts, part_paths
+from steady.tokens import byte_tokenizer, sampled_hash
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
                "original_max_position_embeddings")
 # The defaults of a run that starts from existing weights.
-FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5)
+FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
+                   lr_schedule="cosine")
 
 
 def fetch(name: str, code: bool = False) -> Path:
-    """The folder of a model: `name` itself, or its download from the hub, with Python if `code`."""
+    """The folder of a model, as `fetch_files`; that of its base for an adapter."""
+    folder = fetch_files(name, code)
+    if lora.is_adapter_folder(folder):
+        return fetch(lora.read_config(folder)["base"], code)
+    return folder
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder with the tokenizer of a model; for an adapter its own, or else its base's."""
+    folder = fetch_files(name)
+    return folder if (folder / "tokenizer_config.json").exists() else fetch(name)
+
+
+def fetch_files(name: str, code: bool = False) -> Path:
+    """A folder, or its download from the hub, with Python if `code`."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -117,6 +134,7 @@ def with_shape(cfg, shape: dict, model: str):
     if cfg.seq_len and cfg.seq_len > longest:
         raise ConfigError(f"--seq_len {cfg.seq_len}: {cfg.init_from} has a context of {longest}")
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
+    usual |= dict(learning_rate=2e-4) if cfg.lora_rank else {}
     usual = {name: value for name, value in usual.items() if getattr(cfg, name) is None}
     return replace(cfg, **shape, **usual, model=model)
 
@@ -172,21 +190,32 @@ def shape_of_checkpoint(path: Path, kind) -> dict:
         raise ConfigError(f"--init_from {path}: not one of our own architecture; expected a "
                           "folder that python model.py export has made of it")
     names = fixed_options(kind, "weights") + fixed_options(kind, "function")
-    shape = {name: saved[name] for name in names if saved.get(name) is not None}
+    shape = {name: saved[name] for name in names
+             if saved.get(name) is not None and not name.startswith("lora_")}
     return shape | dict(max_position=saved.get("max_position") or saved["seq_len"])
 
 
 @torch.no_grad()
 def load_initial(model: nn.Module, name: str, shards: Shards):
-    """Load the weights of --init_from into our Transformer. Raises ConfigError.
+    """Load the weights of --init_from into our Transformer, an adapter merged into its base.
 
-    Each rank reads the rows that it holds.
+    Each rank reads the rows that it holds. Raises ConfigError.
     """
     checkpoint = own_checkpoint(name)
     if not checkpoint:
-        return load_weights(model, fetch(name), shards)
-    state = join(load_parts(checkpoint, "cpu", mmap=True), shards.rows)
-    copy_weights(checkpoint, state["model"], shards.tensors_of(model))
+        load_weights(model, fetch(name), shards)
+        return merge_adapter(model, name, shards)
+    states = load_parts(checkpoint, "cpu", mmap=True)
+    saved = states[0]["config"]
+    if states[0].get("base"):
+        load_initial(model, saved["init_from"], shards)
+        return merge_checkpoint(model, join(states), checkpoint, shards)
+    if model.cfg.vocab_size > saved["vocab_size"]:
+        raise ConfigError(f"--resize_embeddings: {name} is a run; expected a folder that "
+                          "python model.py export has made of it")
+    tensors = shards.tensors_of(model).items()
+    copy_weights(checkpoint, join(states, shards.rows)["model"],
+                 {name: tensor for name, tensor in tensors if not lora.is_adapter(name)})
 
 
 def check_tokenizer(name: str, data):
@@ -205,26 +234,12 @@ def check_tokenizer(name: str, data):
         run_dir = run_dir_of(checkpoint)
         theirs = vocabulary(state["tokenizer"], run_dir and run_dir / "tokenizer")
     else:
-        theirs = vocabulary(None, fetch(name))
+        theirs = vocabulary(None, tokenizer_folder(name))
     mine = vocabulary(data.tokenizer, data.tokenizer_folder)
-    if mine and theirs and mine != theirs:
+    if mine and theirs and not theirs.items() <= mine.items():  # which may have added some
         raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "
                           f"{data.tokenizer}; prepare it with python data.py ... --tokenizer "
                           f"{name}, or --allow_change tokenizer")
-
-
-def end_of_text_ids(folder: Path) -> list[int]:
-    """All ids that end a text, as a model's own files list them; none where they do not."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        ids = [i for i in ids if isinstance(i, int)]
-        if ids:
-            return ids
-    return []
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -280,6 +295,8 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards | None = None):
             mine, place = missing.pop(name)
             start, stop, _ = place.indices(len(shapes[mine]))
             expected = [stop - start, *shapes[mine].shape[1:]]
+            if model.cfg.resize_embeddings and place.stop == model.cfg.vocab_size:
+                shape, read = expected, with_mean_rows(read, expected[0])
             if shape != expected:
                 raise ConfigError(f"{file}: {name} is {shape}; expected {expected}")
             held = shards.rows(len(shapes[mine]))
@@ -294,6 +311,16 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards | None = None):
               and not (tied and name == "lm_head.weight")]
     if unused:
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
+
+
+def with_mean_rows(read, n: int):
+    """Reads as `read`, but n rows: those beyond its own are their mean."""
+    def rows(wanted: slice) -> Tensor:
+        old = read(slice(None))
+        mean = old.float().mean(0, keepdim=True).to(old.dtype)
+        return torch.cat((old, mean.expand(n - len(old), -1)))[wanted]
+
+    return rows
 
 
 def shorten(names) -> str:
@@ -378,6 +405,66 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
         file.chmod((out / "config.json").stat().st_mode)
 
 
+# --- adapters --------------------------------------------------------------------------------
+
+
+def linear_parts(model: nn.Module) -> lora.Parts:
+    """The linear layers in the blocks of our Transformer or of an HFModel."""
+    if isinstance(model, HFModel):
+        blocks = {id(module) for module in model.blocks.modules()}
+        return {name: [(name.removeprefix("module."), range(module.out_features))]
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and id(module) in blocks}
+    parts, linears = {}, dict(model.named_modules())
+    for theirs, (name, rows) in hf_key_map(model.cfg).items():
+        ours = name.removesuffix(".weight")
+        if name.startswith("blocks.") and isinstance(linears.get(ours), nn.Linear):
+            place = range(*rows.indices(linears[ours].out_features))
+            parts.setdefault(ours, []).append((theirs.removesuffix(".weight"), place))
+    return parts
+
+
+def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
+    """The model, with adapters beside its frozen weights if there is a --lora_rank.
+
+    Its `base` is then the fingerprint of these weights. Raises ConfigError.
+    """
+    lora.check(cfg)
+    if cfg.lora_rank:
+        lora.adapt(model, linear_parts(model), cfg, dtype)
+        model.base = fingerprint(cfg.init_from)
+    return model
+
+
+def fingerprint(name: str) -> str:
+    """Sampled hash of the files with the weights that --init_from names."""
+    checkpoint = own_checkpoint(name)
+    files = part_paths(checkpoint) if checkpoint else weight_files(fetch(name))
+    if not checkpoint and lora.is_adapter_folder(fetch_files(name)):
+        files = [*files, fetch_files(name) / lora.WEIGHTS]
+    return sampled_hash({file.name: file for file in files})
+
+
+def merge_adapter(model: nn.Module, name: str, shards: Shards):
+    """Merge the adapter that --init_from names, if it is one, into the weights of its base."""
+    folder = fetch_files(name)
+    if lora.is_adapter_folder(folder):
+        base = lora.read_config(folder)
+        merge_adapter(model, base["base"], shards)
+        lora.merge(shards.tensors_of(model), shards, linear_parts(model), lora.read_pairs(folder),
+                   base["scale"], str(folder))
+
+
+def merge_checkpoint(model: nn.Module, state: dict, path: Path, shards: Shards):
+    """Merge the adapters in a checkpoint into the weights of their base. Raises ConfigError."""
+    saved = SimpleNamespace(**state["config"])
+    if fingerprint(saved.init_from) != state["base"]:
+        raise ConfigError(f"{path}: adapts other weights than {saved.init_from} now has")
+    parts = linear_parts(model)
+    lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, saved),
+               lora.alpha_of(saved) / saved.lora_rank, str(path))
+
+
 # --- other architectures ---------------------------------------------------------------------
 
 
@@ -431,6 +518,16 @@ def module_with_weights(cfg) -> nn.Module:
     return module
 
 
+@torch.no_grad()
+def grow(module: nn.Module, n: int):
+    """Give a module of transformers n token ids: new rows are the mean of the old ones."""
+    old = module.get_input_embeddings().num_embeddings
+    if n > old:
+        module.resize_token_embeddings(n, mean_resizing=False)
+        for layer in filter(None, (module.get_input_embeddings(), module.get_output_embeddings())):
+            layer.weight[old:] = layer.weight[:old].mean(0)
+
+
 class HFModel(nn.Module):
     """A causal language model of transformers with the interface that train.py needs."""
 
@@ -447,6 +544,8 @@ class HFModel(nn.Module):
                 self.module = module_with_weights(cfg)
         except (OSError, ValueError) as e:
             raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
+        if cfg.resize_embeddings:
+            grow(self.module, cfg.vocab_size)
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:
             try:  # with images, some need more than tokens
@@ -464,6 +563,8 @@ class HFModel(nn.Module):
         self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
         self.__dict__["head"] = self.module.get_output_embeddings()
         self.__dict__["embedding"] = self.module.get_input_embeddings()
+        if not checkpoint:
+            merge_adapter(self, cfg.init_from, Shards())
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""

@@ -52,7 +52,7 @@ def refuse_too_large(cfg, ranks: int = 1):
     embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
     weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * weights / ranks > memory:
+    if (2 if cfg.lora_rank else 4) * weights / ranks > memory:
         raise ConfigError(
             f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
             f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
@@ -71,7 +71,8 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
     most = per_rank
     if device.type != "cuda":
         most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
-    kept = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # for the optimizer
+    trained = (p for p in model.parameters() if p.requires_grad)
+    kept = [torch.empty_like(p) for p in trained for _ in range(2)]  # for the optimizer
     size = 1
     try:
         while True:

@@ -199,20 +199,21 @@ class Shards:
 
     @torch.no_grad()
     def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """name → this rank's part of each parameter, in the memory of the model itself.
+        """name → this rank's part of each trained parameter, in the memory of the model itself.
 
         What optimizers and checkpoints work on. `whole_rows` is the number of rows of the whole.
         """
         if self.size == 1:
-            return dict(model.named_parameters())
+            return {name: p for name, p in model.named_parameters() if p.requires_grad}
         for unit in units(model):  # the first gathering moves the rows to where they stay
             unit.unshard()
             unit.reshard()
         parts = {}
         for name, whole in model.named_parameters():
-            parts[name] = nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad)
-            parts[name].whole_rows = len(whole)
-            self.pairs.append((whole, parts[name]))
+            if whole.requires_grad:
+                parts[name] = nn.Parameter(whole.to_local())
+                parts[name].whole_rows = len(whole)
+                self.pairs.append((whole, parts[name]))
         return parts
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:

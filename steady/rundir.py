@@ -307,6 +307,8 @@ def describe(run) -> str:
     """Device, model, data and step of a run, in a few lines for the screen."""
     cfg, data = run.cfg, run.train_data
     parameters = sum(p.numel() for p in run.model.parameters())
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     epochs = [f"{n:.2f} epochs" for n in data.order.epochs(cfg.max_steps * cfg.batch_size)]
     sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
     if len(epochs) > 1:
@@ -326,8 +328,8 @@ def describe(run) -> str:
         f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
         f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
         f"compile {'on' if run.compiled else 'off'}{divided}",
-        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters, {cfg.n_layer} "
-        f"layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
+        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
+        f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
         f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "

@@ -124,21 +124,9 @@ class TokenFile:
         self.map()
 
     def sample(self) -> str:
-        """Hash of blocks spread evenly over the file, its .docs and its .mask: a constant time."""
-        digest = hashlib.blake2b(digest_size=16)
-        for suffix in ("", ".docs", ".mask"):
-            path = Path(f"{self.path}{suffix}")
-            if not path.exists():
-                continue
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(f"{suffix}:{size};".encode())
-                last = max(0, size - SAMPLE_BYTES)
-                places = {last * i // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)}
-                for place in sorted(places):
-                    file.seek(place)
-                    digest.update(file.read(SAMPLE_BYTES))
-        return digest.hexdigest()
+        """Sampled hash of the file, its .docs and its .mask."""
+        files = {suffix: Path(f"{self.path}{suffix}") for suffix in ("", ".docs", ".mask")}
+        return sampled_hash({suffix: path for suffix, path in files.items() if path.exists()})
 
     def documents(self) -> np.ndarray:
         """[documents + 1]: the token at which each begins, and the end of the last.
@@ -165,6 +153,21 @@ class TokenFile:
         places = np.stack((begins + 1, stops), 1).ravel()
         inside = places[:-1]  # reduceat takes no place at the very end
         return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
+
+
+def sampled_hash(files: dict[str, Path]) -> str:
+    """Hash of blocks spread evenly over files, by name: a constant time."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in files.items():
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{name}:{size};".encode())
+            last = max(0, size - SAMPLE_BYTES)
+            places = {last * i // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)}
+            for place in sorted(places):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 SIDECAR_TYPES = dict(
@@ -213,7 +216,8 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     if any("vocab_size" not in meta for meta in metas):
         of_data = max(of_data, vocab_size or GPT2_VOCAB)
     if vocab_size and of_data > vocab_size:
-        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} ids")
+        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} "
+                          "ids; --resize_embeddings adds rows to a model of --init_from")
     named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
     if len(named) > 1:
         listed = ", ".join(f"{path} {name}" for name, path in named.items())
@@ -455,3 +459,17 @@ def tokenizer_files(folder: Path) -> list[str]:
     except (OSError, ValueError, TypeError):
         raise ConfigError(f"{folder}: was not made by this program (no {MANIFEST} in it); move it "
                           "away, or choose another folder") from None
+
+
+def end_of_text_ids(folder: Path) -> list[int]:
+    """All ids that end a text, as a model's own files list them; none where they do not."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        ids = [i for i in ids if isinstance(i, int)]
+        if ids:
+            return ids
+    return []

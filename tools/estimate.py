@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from config import Config
 from model import LinearCrossEntropy, Transformer, flops_per_token
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
+from steady.huggingface import adapt
 from steady.memory import micro_batch_size
 from steady.packing import trial_documents
 from steady.parallel import Shards, check_shard_size
@@ -106,7 +108,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             shards = Shards(way, divided, cfg.shard_size)
             with FakeTensorMode():
                 with torch.device("meta" if divided > 1 else "cpu"):
-                    transformer = Transformer(cfg)
+                    transformer = adapt(Transformer(cfg), cfg, dtype)
                 shards.divide(transformer, dtype)
                 if divided > 1:
                     transformer.to_empty(device="cpu")
@@ -122,7 +124,9 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
           make_optimizers) -> tuple[dict, dict]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
     held = list(parameters.values())
-    for tensor in [*held, *transformer.buffers()]:
+    frozen = [p.to_local() if isinstance(p, DTensor) else p
+              for p in transformer.parameters() if not p.requires_grad]
+    for tensor in [*held, *frozen, *transformer.buffers()]:
         live.see(tensor.untyped_storage())
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)

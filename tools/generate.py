@@ -10,12 +10,13 @@ import torch
 
 from config import Config
 from model import Transformer, generate, rope_table
-from steady import huggingface
+from steady import huggingface, lora
 from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
 from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
-from steady.tokens import byte_tokenizer, load_tokenizer
+from steady.parallel import Shards
+from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
@@ -42,6 +43,8 @@ class GenerateOptions:
 @dataclass
 class ExportOptions:
     dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights in the files")
+    adapter: bool = option(
+        False, "write what --lora_rank trained, as peft loads it, and not its sum with the base")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
@@ -63,7 +66,8 @@ def generate_or_export(argv: list[str]):
     source = Path(given.pop("source"))
     if exports:
         out = Path(given.pop("out"))
-        print(export(source, out, DTYPES[given["dtype"]], given["trust_remote_code"]))
+        given["dtype"] = DTYPES[given["dtype"]]
+        print(export(source, out, **given))
     else:
         options = GenerateOptions(**given)
         check_bounds(options)
@@ -124,15 +128,16 @@ def stop_ids(source: Path, tokenizer) -> tuple[int, ...]:
     if is_run(source):
         run_dir = run_dir_of(source) if is_checkpoint(source) else source
         folder = run_dir and run_dir / huggingface.KEPT
-    elif not source.exists():
+    else:
         folder = huggingface.fetch(str(source))
-    ids = [tokenizer.eos_token_id, *(huggingface.end_of_text_ids(folder) if folder else [])]
+    ids = [tokenizer.eos_token_id, *(end_of_text_ids(folder) if folder else [])]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def is_run(source: Path) -> bool:
     """Whether it is a run or a checkpoint, and not a Hugging Face folder or name."""
-    return source.exists() and not (source.is_dir() and (source / "config.json").exists())
+    theirs = (source / "config.json").exists() or lora.is_adapter_folder(source)
+    return source.exists() and not (source.is_dir() and theirs)
 
 
 def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, stop: tuple[int, ...],
@@ -188,25 +193,36 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     if not is_run(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         cfg = huggingface.config_from_hf(cfg)
-        folder = huggingface.fetch(str(source))
+        folder = huggingface.tokenizer_folder(str(source))
         if cfg.model == "transformers":
             model = huggingface.HFModel(cfg)
         else:
             model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
-            huggingface.load_weights(model, folder)
+            huggingface.load_initial(model, str(source), Shards())
         return model, load_tokenizer(str(folder), needs_end=False)
     state, run_dir, path = read_state(source)
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
-    foreign = cfg.model == "transformers"
-    model = huggingface.HFModel(cfg, path) if foreign else Transformer(cfg)
-    model.load_state_dict(state["model"])
+    model = model_of(state, cfg, path)
     if state["tokenizer"] == "bytes":
         return model, byte_tokenizer()
     if not run_dir or not (run_dir / "tokenizer").is_dir():
         raise ConfigError(f"{path}: its run has no tokenizer, only token ids")
     return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
+
+
+def model_of(state: dict, cfg: Config, path: Path):
+    """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
+    foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
+    model = huggingface.HFModel(cfg, None if adapted else path) if foreign else Transformer(cfg)
+    if not adapted:
+        model.load_state_dict(state["model"])
+    elif foreign:
+        huggingface.merge_checkpoint(model, state, path, Shards())
+    else:
+        huggingface.load_initial(model, str(path), Shards())
+    return model
 
 
 def read_state(source: Path) -> tuple[dict, Path | None, Path]:
@@ -236,10 +252,12 @@ def config_of(state: dict, trust_remote_code: bool) -> Config:
 # --- export ----------------------------------------------------------------------------------
 
 
-def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> str:
+def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool = False,
+           adapter: bool = False) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
-    Raises ConfigError if it is damaged or has non-finite weights.
+    adapter: only what --lora_rank trained, as peft loads it. Raises ConfigError if the checkpoint
+    is damaged, has non-finite weights, or no adapter.
     """
     state, run_dir, path = read_state(source)
     cfg = config_of(state, trust_remote_code)
@@ -248,19 +266,25 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise ConfigError(f"{path}: non-finite weights, first in {bad[0]}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
+    if adapter and not cfg.lora_rank:
+        raise ConfigError(f"{path}: --adapter: it was trained without --lora_rank")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
     out.mkdir(parents=True, exist_ok=True)
-    if cfg.model == "transformers":
-        model = huggingface.HFModel(cfg, path)
-        model.load_state_dict(state["model"])
+    if adapter:
+        model = huggingface.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
+        parts = huggingface.linear_parts(model)
+        lora.save(out, lora.pairs_of(state["model"], parts, cfg), cfg, dtype)
+    elif cfg.model == "transformers":
+        model = model_of(state, cfg, path)
         model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
     else:
-        listed = huggingface.end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
+        listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
         ends = dict.fromkeys((state.get("end_of_text"), *listed))
         ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-        huggingface.save_weights(state["model"], cfg, out, dtype, ends)
+        weights = model_of(state, cfg, path).state_dict() if cfg.lora_rank else state["model"]
+        huggingface.save_weights(weights, cfg, out, dtype, ends)
     tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
 

@@ -1,0 +1,286 @@
+"""Adapters beside frozen weights, added rows of a vocabulary, and the defaults of fine-tuning."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import column
+from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
+from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
+
+import config
+import train
+from config import Config
+from data import load_data
+from model import flops_per_token
+from steady import checkpoint, huggingface, lora
+from steady.cli import ConfigError
+from steady.parallel import Shards
+from steady.tokens import byte_tokenizer
+from tools import generate as generation
+
+LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]
+PHI3 = Phi3Config(**SMALL | dict(pad_token_id=256), tie_word_embeddings=False)
+
+
+@pytest.fixture
+def tune(run, corpus):
+    """run with the corpus and no shape."""
+    return lambda *flags, **how: run("--data", corpus, *FINE, *flags, bare=True, **how)
+
+
+@pytest.fixture
+def tokens():
+    torch.manual_seed(1)
+    return torch.randint(257, (2, 30))
+
+
+def adapted(folder, corpus, dtype=torch.float32, **options):
+    """The model that a run with these options begins with, and its configuration."""
+    cfg = Config(init_from=str(folder), data=[str(corpus)], lora_rank=4, **options)
+    cfg = config.resolve(huggingface.config_from_hf(cfg))
+    train_data, _ = load_data(cfg)
+    return train.make_model(cfg, train_data, None, torch.device("cpu"), dtype, Shards()), cfg
+
+
+def logits(folder, tokens):
+    return generation.open_model(folder, 30)[0].eval().predict(tokens)
+
+
+def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, capsys):
+    base = save_random(tmp_path / "m", FAMILIES["qwen2"]())
+    told = tune(*LORA, "--out_dir", "r", "--save_interval", 10)
+    assert "M trained), 2 layers" in told and "adamw" in told
+    losses = column(tmp_path / "r", "train/loss")
+    assert losses[20] < losses[1] - 0.2
+    last = tmp_path / "r/checkpoints/step_00000020.pt"
+    def at_the_end():
+        return dict(checkpoint.read_state(last), config=None)
+
+    wanted = at_the_end()
+    assert all(lora.is_adapter(name) for name in wanted["model"])
+    for path in (last, last.with_name("best.pt")):
+        path.unlink()
+    tune("--out_dir", "r", "--auto_resume")
+    assert checkpoint.compare(at_the_end(), wanted)[1] == []
+
+    for out, flags in (("merged", []), ("adapter", ["--adapter"])):
+        assert generation.main(["export", "r", out, *flags]) == 0
+    ours, theirs = logits(tmp_path / "r", tokens), base(tokens).logits
+    assert relative(ours, theirs) > 0.05
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert relative(ours, merged(tokens).logits) < 1e-4
+    assert torch.equal(logits(tmp_path / "adapter", tokens), ours)
+    prompt = ["--prompt", "1 + 2 =", "--max_new_tokens", "5", "--temperature", "0"]
+    capsys.readouterr()
+    written = []
+    for source in ("r", "merged"):
+        assert generation.main(["generate", source, *prompt]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    loss = tune("--eval_only", "--init_from", "adapter").partition("validation loss ")[2][:6]
+    assert loss == f"{column(tmp_path / 'r', 'val/loss')[20]:.4f}"
+
+    save_random(tmp_path / "m", FAMILIES["qwen2"](), max_shard_size="60KB")
+    (tmp_path / "m/model.safetensors").unlink()
+    told = tune("--out_dir", "r", "--auto_resume", "--max_steps", 30, expect=2)
+    assert "adapts other weights than --init_from m now has" in told
+    assert generation.main(["generate", "r", *prompt]) == 2
+    assert "adapts other weights than m now has" in capsys.readouterr().err
+
+
+def test_only_adapters_are_trained_and_the_rest_is_held_in_half(tmp_path, corpus, tokens):
+    base = save_random(tmp_path / "m", FAMILIES["qwen3"]())
+    model, cfg = adapted(tmp_path / "m", corpus, torch.bfloat16)
+    assert cfg.optimizer == "adamw" and cfg.learning_rate == 2e-4
+    for name, p in model.named_parameters():
+        trained = lora.is_adapter(name)
+        assert p.requires_grad == trained
+        assert p.dtype == (torch.float32 if trained or p.ndim == 1 else torch.bfloat16), name
+    [optimizer] = train.make_optimizers(model, cfg, torch.device("cpu"))
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == 2 * 4 * cfg.n_layer and all(p.requires_grad for p in held)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert model.hidden(tokens).dtype == torch.float32  # the residual stream
+        assert relative(model.predict(tokens), base(tokens).logits) < 0.05  # B is zero
+    full = generation.Transformer(cfg)
+    matrices = sum(p.numel() for p in full.blocks.parameters() if p.ndim == 2) + 64 * 320
+    added = 6 * sum(p.numel() for p in held) - 2 * matrices
+    assert flops_per_token(model, cfg) - flops_per_token(full, cfg) == added
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["up_proj", "layers.1.mlp.down_proj"]])
+def test_parts_of_a_matrix_have_adapters_of_their_own(tmp_path, corpus, tokens, targets):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    model, cfg = adapted(tmp_path / "m", corpus, lora_targets=targets, lora_alpha=3.0)
+    for name, p in model.named_parameters():
+        if lora.is_adapter(name):
+            torch.nn.init.normal_(p, std=0.3)
+    parts = huggingface.linear_parts(model)
+    pairs = lora.pairs_of(model.state_dict(), parts, cfg)
+    ends = {name.removeprefix("model.") for name in pairs}
+    assert len(ends) == (4 if targets[0] == "q_proj" else 3)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    with torch.no_grad():
+        for name, (a, b) in pairs.items():
+            theirs.get_submodule(name).weight += 3 / 4 * b @ a
+        assert relative(model.predict(tokens), theirs(tokens).logits) < 1e-4
+
+
+@pytest.mark.slow
+def test_models_of_other_architectures_have_adapters(tmp_path, tune, tokens):
+    save_random(tmp_path / "m", PHI3)
+    told = tune(*LORA, "--out_dir", "r", "--lora_targets", "qkv_proj", "down_proj")
+    assert "through transformers' own module" in told
+    losses = column(tmp_path / "r", "train/loss")
+    assert losses[20] < losses[1] - 0.1
+    for out, flags in (("merged", []), ("adapter", ["--adapter"])):
+        assert generation.main(["export", "r", out, *flags]) == 0
+    ours = logits(tmp_path / "r", tokens)
+    assert relative(logits(tmp_path / "merged", tokens), ours) < 1e-4
+    assert torch.equal(logits(tmp_path / "adapter", tokens), ours)
+
+
+def test_what_has_no_adapter_is_told(tmp_path, tune, corpus, capsys):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    assert "--lora_rank: expected --init_from" in tune("--lora_rank", 4, expect=2)
+    assert "(did you mean q_proj?)" in tune(*LORA, "--lora_targets", "q_prj", expect=2)
+    assert "not with --lora_rank" in tune(*LORA, "--resize_embeddings", expect=2)
+    tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
+    assert generation.main(["export", "full", "out", "--adapter"]) == 2
+    assert "trained without --lora_rank" in capsys.readouterr().err
+    told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
+    assert "lora_rank 0 -> 4" in told
+    save_random(tmp_path / "gpt2", GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
+    told = tune("--init_from", "gpt2", "--lora_rank", 4, expect=2)
+    assert "no linear layers" in told
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    found = dict(peft_type="LORA", r=4, lora_alpha=4, base_model_name_or_path=str(tmp_path / "m"))
+    for change, words in ((dict(use_dora=True), "use_dora"), (dict(bias="all"), "bias"),
+                          (dict(peft_type="IA3"), "IA3"), (dict(r="x"), "ValueError")):
+        (folder / lora.CONFIG).write_text(json.dumps(found | change))
+        with pytest.raises(ConfigError, match=words):
+            lora.read_config(folder)
+
+
+def test_defaults_of_fine_tuning(tmp_path):
+    save_random(tmp_path, FAMILIES["llama"]())
+    cfg = config.resolve(huggingface.config_from_hf(Config(init_from=str(tmp_path))))
+    assert (cfg.optimizer, cfg.lr_schedule, cfg.learning_rate) == ("adamw", "cosine", 2e-5)
+    cfg = Config(init_from=str(tmp_path), optimizer="muon", lr_schedule="wsd")
+    cfg = config.resolve(huggingface.config_from_hf(cfg))
+    assert (cfg.optimizer, cfg.lr_schedule) == ("muon", "wsd")
+    cfg = config.resolve(Config())
+    assert (cfg.optimizer, cfg.lr_schedule) == ("muon", "wsd")
+
+
+@pytest.mark.parametrize("family", [
+    FAMILIES["llama"](), pytest.param(FAMILIES["qwen2, tied"](), marks=pytest.mark.slow),
+    pytest.param(PHI3, marks=pytest.mark.slow)], ids=["llama", "tied", "phi3"])
+def test_new_ids_get_the_mean_of_the_old_rows(tmp_path, tune, tokens, family):
+    small = type(family)(**family.to_dict() | dict(vocab_size=200, eos_token_id=1, pad_token_id=1))
+    base = save_random(tmp_path / "m", small)
+    flags = ["--init_from", "m", "--max_steps", 2]
+    told = tune(*flags, expect=2)
+    assert "tokenizer of the data has 257 ids; --resize_embeddings adds rows" in told
+    tune(*flags, "--resize_embeddings", "--learning_rate", 1e-9, "--out_dir", "r")
+    tune("--out_dir", "r", "--auto_resume", "--max_steps", 3)
+    assert generation.main(["export", "r", "out"]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.config.vocab_size == 257
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(module, get)().weight for module in (base, back))
+        assert torch.allclose(new[:200], old, atol=1e-6)
+        assert torch.allclose(new[200:], old.mean(0).expand(57, -1), atol=1e-6)
+
+
+def test_rows_of_a_padded_vocabulary_are_kept(tmp_path, tune):
+    padded = type(FAMILIES["llama"]())(**SMALL | dict(vocab_size=300))
+    save_random(tmp_path / "m", padded)
+    tune("--init_from", "m", "--max_steps", 2, "--out_dir", "r", "--resize_embeddings")
+    assert generation.main(["export", "r", "out"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_several_ranks_train_the_same_adapter(tmp_path, tune, way, kind):
+    save_random(tmp_path / "m", PHI3 if kind == "phi3" else FAMILIES["llama"]())
+    flags = [*LORA, "--lora_rank", 1, "--save_interval", 10, "--lr_schedule", "constant"]
+    tune(*flags, "--out_dir", "alone")
+    flags += ["--out_dir", "r", "--parallel", way]
+    tune(*flags, "--max_steps", 10, ranks=2)  # of some A, one of them has no row
+    tune(*flags, "--auto_resume", ranks=2)
+    expected, found = (column(tmp_path / name, "train/loss") for name in ("alone", "r"))
+    assert found == pytest.approx(expected, rel=1e-3) and found[20] < found[1] - 0.1
+    shapes = [{name: t.shape for name, t in newest.items()} for newest in (
+        generation.read_state(tmp_path / name)[0]["model"] for name in ("alone", "r"))]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+def test_half_precision_on_several_ranks(tmp_path, tune):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    for way in ("ddp", "zero3"):
+        tune(*LORA, "--precision", "bf16", "--out_dir", way, "--parallel", way, ranks=2)
+    expected, found = (column(tmp_path / f, "train/loss") for f in ("ddp", "zero3"))
+    assert found[20] == pytest.approx(expected[20], rel=0.02) and found[20] < found[1] - 0.2
+
+
+@pytest.mark.slow
+def test_a_run_with_an_adapter_is_a_base_like_any_other(tmp_path, tune, tokens):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    tune(*LORA, "--out_dir", "a")
+    tune(*LORA[2:], "--init_from", "a", "--out_dir", "b")
+    losses = [column(tmp_path / name, "train/loss") for name in "ab"]
+    assert losses[1][1] < losses[0][1] and losses[1][20] < losses[0][20]
+    assert generation.main(["export", "b", "out"]) == 0
+    assert relative(logits(tmp_path / "out", tokens), logits(tmp_path / "b", tokens)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "phi3"])
+def test_peft_computes_and_trains_the_same(tmp_path, tune, corpus, tokens, kind):
+    peft = pytest.importorskip("peft")
+    save_random(tmp_path / "m", PHI3 if kind == "phi3" else FAMILIES[kind]())
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+
+    def their_base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+
+    tune(*LORA, "--out_dir", "r", "--lr_schedule", "constant", "--weight_decay", 0)
+    saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
+    cfg = dataclasses.replace(saved, init_from=str(tmp_path / "m"))
+    train_data, _ = load_data(cfg)
+    ours = train.make_model(cfg, train_data, None, torch.device("cpu"), torch.float32, Shards())
+    (tmp_path / "first").mkdir()
+    pairs = lora.pairs_of(ours.state_dict(), huggingface.linear_parts(ours), cfg)
+    lora.save(tmp_path / "first", pairs, cfg, torch.float32)
+    theirs = peft.PeftModel.from_pretrained(their_base(), tmp_path / "first", is_trainable=True)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == sum(
+        p.numel() for p in ours.parameters() if p.requires_grad)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(cfg.beta1, cfg.beta2), weight_decay=0)
+    losses = column(tmp_path / "r", "train/loss")
+    furthest = 0.0
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = train.learning_rate(step, cfg)
+        batch = train_data.batch(8 * step, 8 * step + 8).to(torch.device("cpu"))
+        found = theirs(batch.tokens).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(found, batch.targets.flatten())
+        furthest = max(furthest, abs(loss.item() - losses[step + 1]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"losses of 20 steps differ by at most {furthest:.1e}")
+    assert furthest < 1e-4 and losses[20] < losses[1] - 0.1
+
+    assert generation.main(["export", "r", "mine", "--adapter"]) == 0
+    back = peft.PeftModel.from_pretrained(their_base(), tmp_path / "mine").eval()
+    assert relative(back(tokens).logits, logits(tmp_path / "r", tokens)) < 1e-4
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert relative(logits(tmp_path / "theirs", tokens), theirs.eval()(tokens).logits) < 1e-4
