@@ -280,7 +280,8 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
                 if chunk.kind == "text":
                     yield [chunk.data.decode(errors="replace")]
                 else:
-                    yield [text for _, parts in reader.documents(chunk)[0] for text, _ in parts]
+                    yield [text for _, parts, _ in reader.documents(chunk)[0]
+                           for text, _ in parts]
                 bar.update(every * chunk.read)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
