@@ -1,7 +1,9 @@
 """Conversations: every common form of record gives the same tokens, and only replies count."""
 
+import io
 import itertools
 import json
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -145,6 +147,35 @@ def test_what_cannot_be_written_is_refused(record, words):
     with pytest.raises(ConfigError) as e:
         documents(tokenizer_of("llama3"), record)
     assert words in str(e.value)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_counts_is_shown(tmp_path, monkeypatch, run):
+    tokenizer_of("qwen2").save_pretrained(tmp_path / "t")
+    lines = [json.dumps(dict(messages=CHATS[name])) for name in ("one turn", "two turns")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines * 5))
+
+    def command(*arguments, out=io.StringIO):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out())
+            assert prepare.main([*map(str, arguments)]) == 0
+            return sys.stdout.getvalue()
+
+    command(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tmp_path / "t",
+            "--val_fraction", 0)
+    shown = command("show", tmp_path / "o", 2)
+    reply = "<|im_start|>assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user"
+    assert shown.count("--- document ") == 2 and reply in shown
+    colored = command("show", tmp_path / "o", 2, out=Terminal)
+    assert colored == shown.replace("⟦", "\033[32m").replace("⟧", "\033[0m") != shown
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert command("show", tmp_path / "o", 99, out=Terminal).count("--- document ") == 10
+    run("--data", tmp_path / "o", "--out_dir", "r", "--max_steps", 2, "--seq_len", 256)
+    assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in command("show", "r", 1)
 
 
 # --- as TRL does -----------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, made):
         ([source, "--out", tmp_path / "o", "--train_tokenizer", 9], "expected more than 256"),
         ([source, "--out", "o", "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
         ([source, "--out", "o", "--workers", 0], "--workers 0: expected at least 1"),
-        (["show", tmp_path], "expected: data.py show RUN_DIR STEP"),
+        (["show", tmp_path], "expected: data.py show DIR N"),
     ):
         told = made(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told
