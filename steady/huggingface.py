@@ -431,6 +431,21 @@ def module_with_weights(cfg) -> nn.Module:
     return module
 
 
+class Streamer:
+    """Passes each new token of transformers' `generate` on; the first it is given is the prompt."""
+
+    def __init__(self, on_token):
+        self.on_token, self.begun = on_token, False
+
+    def put(self, tokens: Tensor):
+        if self.begun:
+            self.on_token(tokens)
+        self.begun = True
+
+    def end(self):
+        pass
+
+
 class HFModel(nn.Module):
     """A causal language model of transformers with the interface that train.py needs."""
 
@@ -476,20 +491,25 @@ class HFModel(nn.Module):
         return losses.view_as(targets).clone()  # fully_shard warns of a view
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
-                 top_p: float, stop: int | tuple[int, ...] | None) -> Tensor:
+                 top_p: float, stop: int | tuple[int, ...] | None, on_token=None,
+                 padding: Tensor | None = None) -> Tensor:
         """As `generate` in model.py."""
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
         how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
         how |= dict(temperature=temperature) if temperature > 0 else {}
-        context, unseen = self.context(), tokens[:, :0]
+        context, unseen, seen = self.context(), tokens[:, :0], torch.ones_like(tokens)
+        if padding is not None:
+            seen = torch.arange(tokens.shape[1], device=tokens.device) >= padding[:, None]
+            seen = seen.long()
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
+            seen = seen[:, -(context // 2) :]
         was_training = self.training
         self.eval()
         tokens = self.module.generate(
             tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
-            attention_mask=torch.ones_like(tokens), pad_token_id=stop[0] if stop else 0, **how,
-        )
+            attention_mask=seen, pad_token_id=stop[0] if stop else 0, **how,
+            streamer=on_token and Streamer(on_token))
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
 

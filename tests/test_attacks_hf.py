@@ -114,8 +114,8 @@ def write(capsys, monkeypatch):
     """write(*flags) → token ids, standard output, standard error of `model.py generate`."""
     plain, returned = generation.generate, []
 
-    def record(*arguments):
-        returned.append(plain(*arguments))
+    def record(*arguments, **how):
+        returned.append(plain(*arguments, **how))
         return returned[-1]
 
     monkeypatch.setattr(generation, "generate", record)
@@ -178,10 +178,10 @@ class Stub(torch.nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path, n):
-    def generate(model, tokens, *how):
+    def generate(model, tokens, *_, on_token, **how):
         new = torch.tensor([[4, 5, 6, 1]] * n)
         for column in new.T if n == 1 else ():
-            how[-1](column)
+            on_token(column)
         return torch.cat((tokens, new), 1)
 
     monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like()))

@@ -175,7 +175,8 @@ def test_what_counts_is_shown(tmp_path, monkeypatch, run):
     monkeypatch.setenv("NO_COLOR", "1")
     assert command("show", tmp_path / "o", 99, out=Terminal).count("--- document ") == 10
     run("--data", tmp_path / "o", "--out_dir", "r", "--max_steps", 2, "--seq_len", 256)
-    assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in command("show", "r", 1)
+    assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in (
+        command("show", "r", 1) + command("show", "r", 2))
 
 
 # --- as TRL does -----------------------------------------------------------------------------

@@ -509,9 +509,9 @@ def test_a_chat_is_what_the_template_writes_and_no_more(trained, tmp_path, monke
     tokenizer.save_pretrained("out")
     prompts = []
 
-    def record(model, tokens, *more):
+    def record(model, tokens, *more, **how):
         prompts.append(tokens[0].tolist())
-        return generate(model, tokens, *more)
+        return generate(model, tokens, *more, **how)
 
     monkeypatch.setattr(generation, "generate", record)
     for flags, shows_prompt in ((["--chat"], False), ([], True)):

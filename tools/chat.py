@@ -179,6 +179,18 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
         raise ValueError(f"the chat template refuses it: {e}") from None
 
 
+def end_of_turn(tokenizer) -> int | None:
+    """The special token that the template writes after a reply; None if it writes another text."""
+    try:
+        text = apply(tokenizer, [dict(role="user", content="a"),
+                                 dict(role="assistant", content=PLACE)], None)
+    except (ValueError, TypeError, LookupError):  # no template, or one of its own kind
+        return None
+    ids = tokenizer(text.partition(PLACE)[2].strip(), add_special_tokens=False)["input_ids"]
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return ids[0] if token and token.special else None
+
+
 def marked(tokenizer, messages, tools, whole: str) -> list[list[Part]] | None:
     """By the template's {% generation %} marks; None where it has none."""
     if not tokenizer.is_fast or not MARKED.search(tokenizer.get_chat_template(tools=tools)):
