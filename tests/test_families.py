@@ -5,13 +5,15 @@ And what comes out compared with transformers, and read by the gguf package wher
 
 import io
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import column
+from conftest import ROOT, column
 from families import CHATS, FAMILIES, chat, config_of, tokenizer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,9 +84,37 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     assert new.startswith(answers[1].rstrip("\n"))
 
 
+def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch):
+    """With a small model, few steps, and a prompt in place of a terminal."""
+    make_model(tmp_path / "base", "qwen3")
+    Path("chats").mkdir()
+    Path("chats/a.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
+    Path("questions.txt").write_text("1 + 1?\n2 + 20?\n")
+    few = "--seq_len 192 --batch_size 2 --max_steps 4 --eval_steps 1 --precision fp32".split()
+    page = (ROOT / "docs/finetuning.md").read_text()
+    done = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        _, script, *argv = shlex.split(block.replace("Qwen/Qwen3-0.6B", "base"))
+        done.append(f"{script} {argv[0]}")
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1?"))
+        if script == "train.py":
+            assert "step 4/4" in run(*argv, *few, bare=True)
+        else:
+            assert (prepare if script == "data.py" else generation).main(argv) == 0
+        if "--prompt_file" in argv:
+            assert "--- 2 of 2" in capsys.readouterr().out
+    assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
+                    "model.py generate", "model.py export"]
+    assert AutoTokenizer.from_pretrained("out").chat_template
+
+
 @pytest.mark.parametrize("family", NATIVE)
 def test_gguf_takes_what_is_exported(tmp_path, run, family):
-    """By the package's own writer, with names and shapes from its own map."""
+    """By the package's own writer, with names and shapes from its own map.
+
+    Weights as they are: llama.cpp's converter also reorders the rows of q and k of Llama.
+    """
     gguf = pytest.importorskip("gguf")
     make_model(tmp_path / "base", family)
     write = [json.dumps(dict(messages=m)) for m in CHATS.values() if len(m) == 2]

@@ -562,5 +562,5 @@ def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
 
 
 def test_options_of_the_new_commands_have_help():
-    for options in (generation.GenerateOptions, generation.ExportOptions):
+    for options in generation.COMMANDS.values():
         assert all(f.metadata["help"] for f in dataclasses.fields(options))

@@ -19,6 +19,7 @@ from steady.cli import ConfigError, check_bounds, make_parser, option, read_flag
 from steady.device import DTYPES, pick_device
 from steady.tokens import byte_tokenizer, load_tokenizer
 from tools.chat import end_of_turn
+from tools.talk import Screen, talk, text_after
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
@@ -88,8 +89,6 @@ def generate_or_export(argv: list[str]):
     options = kind(**given)
     check_bounds(options)
     if command == "chat":
-        from tools.talk import talk
-
         talk(Writer(source, options), options.system)
     else:
         write_text(Writer(source, options), options)
@@ -154,28 +153,6 @@ class Writer:
 
     def until_stop(self, ids: list[int]) -> list[int]:
         return [*itertools.takewhile(lambda i: i not in self.stop, ids)]
-
-
-class Screen:
-    """Prints an answer while it is written, in complete characters."""
-
-    def __init__(self, writer: Writer, prompt: list[int]):
-        self.writer, self.text = writer, ""
-        # decoded behind the prompt, since SentencePiece's decoders drop a space at the beginning
-        self.ids = end_of_prompt(writer.tokenizer, prompt)
-        self.begin, self.done = 0, len(self.ids)  # what is decoded again; what is printed
-
-    def add(self, token: int):
-        if token in self.writer.stop:
-            return
-        self.ids.append(token)
-        decode = self.writer.tokenizer.decode
-        old = decode(self.ids[self.begin : self.done], skip_special_tokens=True)
-        new = decode(self.ids[self.begin :], skip_special_tokens=True)
-        if not new.endswith("\ufffd"):  # otherwise inside a character
-            self.text += new[len(old) :]
-            print(new[len(old) :], end="", flush=True)
-            self.begin, self.done = self.done, len(self.ids)
 
 
 def write_text(writer: Writer, options: GenerateOptions):
@@ -258,22 +235,6 @@ def usual_sampling(folder: Path | None) -> dict[str, float]:
 def is_run(source: Path) -> bool:
     """Whether it is a run or a checkpoint, and not a Hugging Face folder or name."""
     return source.exists() and not (source.is_dir() and (source / "config.json").exists())
-
-
-def end_of_prompt(tokenizer, ids: list[int]) -> list[int]:
-    """The last ids of a prompt that have a text by themselves."""
-    most = min(32, len(ids))
-    for n in range(1, most + 1):
-        text = tokenizer.decode(ids[-n:], skip_special_tokens=True)
-        if text and "\ufffd" not in text:  # which would be the middle of a character
-            return ids[-n:]
-    return []
-
-
-def text_after(tokenizer, prompt: list[int], answer: list[int]) -> str:
-    before = end_of_prompt(tokenizer, prompt)
-    both = tokenizer.decode(before + answer, skip_special_tokens=True)
-    return both[len(tokenizer.decode(before, skip_special_tokens=True)) :]
 
 
 def open_model(source: Path, length: int, trust_remote_code: bool = False):

@@ -6,12 +6,11 @@ Where the input is not a terminal, all of it is one prompt, and only the answer 
 import contextlib
 import sys
 
-from tools.generate import Screen, Writer
-
 HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D ends the talk"
 
 
-def talk(writer: Writer, system: str):
+def talk(writer, system: str):
+    """writer: generate.Writer."""
     chats = bool(writer.tokenizer.chat_template)
     if not chats:
         print(f"note: the tokenizer of {writer.source} has no chat template: each prompt is "
@@ -53,7 +52,7 @@ def with_system(system: str) -> list[dict]:
     return [dict(role="system", content=system)] if system else []
 
 
-def fit(writer: Writer, system: str, history: list[dict]) -> list[int]:
+def fit(writer, system: str, history: list[dict]) -> list[int]:
     """The ids of the talk, without its oldest turns if it leaves no room for an answer."""
     while True:
         ids = writer.chat_ids([*with_system(system), *history])
@@ -64,7 +63,7 @@ def fit(writer: Writer, system: str, history: list[dict]) -> list[int]:
         print("note: the oldest question is forgotten, to make room", file=sys.stderr)
 
 
-def answer(writer: Writer, ids: list[int]) -> str:
+def answer(writer, ids: list[int]) -> str:
     """Print the answer as it is written; Ctrl-C ends it. Returns its text."""
     writer.warn_of_length(ids)
     screen = Screen(writer, ids)
@@ -75,3 +74,44 @@ def answer(writer: Writer, ids: list[int]) -> str:
             raise
     print(flush=True)
     return screen.text
+
+
+# --- answers as text -------------------------------------------------------------------------
+
+
+class Screen:
+    """Prints an answer while it is written, in complete characters."""
+
+    def __init__(self, writer, prompt: list[int]):
+        self.writer, self.text = writer, ""
+        # decoded behind the prompt, since SentencePiece's decoders drop a space at the beginning
+        self.ids = end_of_prompt(writer.tokenizer, prompt)
+        self.begin, self.done = 0, len(self.ids)  # what is decoded again; what is printed
+
+    def add(self, token: int):
+        if token in self.writer.stop:
+            return
+        self.ids.append(token)
+        decode = self.writer.tokenizer.decode
+        old = decode(self.ids[self.begin : self.done], skip_special_tokens=True)
+        new = decode(self.ids[self.begin :], skip_special_tokens=True)
+        if not new.endswith("\ufffd"):  # otherwise inside a character
+            self.text += new[len(old) :]
+            print(new[len(old) :], end="", flush=True)
+            self.begin, self.done = self.done, len(self.ids)
+
+
+def end_of_prompt(tokenizer, ids: list[int]) -> list[int]:
+    """The last ids of a prompt that have a text by themselves."""
+    most = min(32, len(ids))
+    for n in range(1, most + 1):
+        text = tokenizer.decode(ids[-n:], skip_special_tokens=True)
+        if text and "\ufffd" not in text:  # which would be the middle of a character
+            return ids[-n:]
+    return []
+
+
+def text_after(tokenizer, prompt: list[int], answer: list[int]) -> str:
+    before = end_of_prompt(tokenizer, prompt)
+    both = tokenizer.decode(before + answer, skip_special_tokens=True)
+    return both[len(tokenizer.decode(before, skip_special_tokens=True)) :]
