@@ -347,8 +347,12 @@ def tensors_of(file: Path) -> Iterator[tuple]:
             yield name, tensor.get_shape(), lambda rows, tensor=tensor: tensor[rows]
 
 
-def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int]):
-    """Write our Transformer's state dict with the config.json that describes it."""
+def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int],
+                 sampling: dict):
+    """Write our Transformer's state dict with the config.json that describes it.
+
+    sampling: for generation_config.json.
+    """
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig, GenerationConfig
 
@@ -372,7 +376,7 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
         eos_token_id=ends, architectures=[f"{kind.capitalize()}ForCausalLM"],
     ).save_pretrained(out)
     pad = next(iter(end_of_text), None)
-    GenerationConfig(eos_token_id=ends, pad_token_id=pad).save_pretrained(out)
+    GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling).save_pretrained(out)
     save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
     for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
         file.chmod((out / "config.json").stat().st_mode)

@@ -245,7 +245,8 @@ def test_a_run_begins_with_the_weights_of_another(run, corpus, tmp_path, source)
 def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, found):
     save_random(tmp_path / "m", found)
     byte_tokenizer().save_pretrained(tmp_path / "m")
-    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2])
+    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2], temperature=0.3,
+                do_sample=True)
     flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--eval_steps", 1, "--precision",
              "fp32", "--lr_schedule", "constant", "--out_dir"]
     run("--init_from", "m", *flags, "r", "--max_steps", 2, bare=True)
@@ -261,6 +262,7 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, f
     assert generation.main(["export", "r", "out"]) == 0
     exported = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert exported["eos_token_id"] == [256, 1, 2]
+    assert exported["temperature"] == 0.3 and exported["do_sample"]
     run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3, bare=True)
     assert (tmp_path / "other/hf/config.json").exists()
     shutil.rmtree(tmp_path / "r")

@@ -317,7 +317,9 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         listed = huggingface.end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
         ends = dict.fromkeys((state.get("end_of_text"), *listed))
         ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-        huggingface.save_weights(state["model"], cfg, out, dtype, ends)
+        sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
+        sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
+        huggingface.save_weights(state["model"], cfg, out, dtype, ends, sampling)
     tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
 
