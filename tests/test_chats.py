@@ -166,7 +166,7 @@ def test_what_counts_is_shown(tmp_path, monkeypatch, run):
             return sys.stdout.getvalue()
 
     command(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tmp_path / "t",
-            "--val_fraction", 0)
+            "--val_fraction", 0, "--workers", 1)
     shown = command("show", tmp_path / "o", 2)
     reply = "<|im_start|>assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user"
     assert shown.count("--- document ") == 2 and reply in shown
