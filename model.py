@@ -160,15 +160,16 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents [B, T]: for packed rows, the number of each token's document in its row; every
-        document is computed as if it stood alone. Or, for flash attention without a mask, where
-        each begins among all B * T tokens, and the end: steady.packing.boundaries.
+        documents [B, T]: for packed rows, the number of each token's document in its row, also of
+        those in the caches; every document is computed as if it stood alone. Or, for flash
+        attention without a mask, where each begins among all B * T tokens, and the end:
+        steady.packing.boundaries.
         """
         start, mask = caches[0].length if caches else 0, None
         x = self.dropout(self.embedding(tokens))
         positions = slice(start, start + tokens.shape[1])
         if documents is not None:
-            mask, positions = document_mask(documents, tokens.shape)
+            mask, positions = document_mask(documents, tokens.shape, start)
         cos, sin = self.cos[positions], self.sin[positions]
         recompute = self.cfg.activation_checkpointing == "full" and self.training
         for i, block in enumerate(self.blocks):
@@ -309,16 +310,18 @@ def generate(
     top_p: float = 1.0,
     stop: int | tuple[int, ...] | None = None,
     on_token=None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
     the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
     several; the first of them pads the rest of it. on_token is called with each new column [B].
-    When the context (cfg.seq_len) is full, its older half is dropped.
+    padding [B]: tokens to ignore at the left. A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
-        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop)
+        how = temperature, top_k, top_p, stop, on_token, padding
+        return model.generate(tokens, max_new_tokens, *how)
     was_training, context = model.training, model.cfg.seq_len
     stop = (stop,) if isinstance(stop, int) else stop
     stops = torch.tensor(stop, device=tokens.device) if stop else None
@@ -332,7 +335,9 @@ def generate(
         if caches is None:
             capacity = min(context, unseen.shape[1] + max_new_tokens)
             caches = [KVCache(capacity) for _ in model.blocks]
-        logits = model.logits(model.hidden(unseen, caches)[:, -1])
+        documents = None if padding is None else torch.arange(
+            start, tokens.shape[1], device=tokens.device) >= padding[:, None]
+        logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
             new = new.masked_fill(ended[:, None], stop[0])

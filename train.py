@@ -33,7 +33,7 @@ from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, lo
 from model import Transformer, flops_per_token, generate, output_health
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
-from steady import faults, float8, huggingface, lora, memory, parallel, rundir
+from steady import faults, float8, foreign, huggingface, lora, memory, parallel, rundir
 from steady.backup import Backup
 from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
 from steady.cli import ConfigError, due
@@ -413,7 +413,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch
         huggingface.check_tokenizer(cfg.init_from, data)
     checkpoint = None if cfg.lora_rank else checkpoint  # which holds only adapters
     if cfg.model == "transformers":
-        model = huggingface.HFModel(cfg, Path(checkpoint) if checkpoint else None)
+        model = foreign.HFModel(cfg, Path(checkpoint) if checkpoint else None)
         shards.divide(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
     memory.refuse_too_large(cfg, shards.size)

@@ -1,7 +1,7 @@
 """Hugging Face models: loaded into our Transformer, or wrapped so that train.py can train them.
 
 Llama, Mistral, Qwen2 and Qwen3 become the Transformer of model.py; other architectures are trained
-through their own module in transformers (`HFModel`).
+through their own module in transformers (steady/foreign.py).
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady import lora
@@ -374,8 +373,12 @@ def tensors_of(file: Path) -> Iterator[tuple]:
             yield name, tensor.get_shape(), lambda rows, tensor=tensor: tensor[rows]
 
 
-def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int]):
-    """Write our Transformer's state dict with the config.json that describes it."""
+def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int],
+                 sampling: dict):
+    """Write our Transformer's state dict with the config.json that describes it.
+
+    sampling: for generation_config.json.
+    """
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig, GenerationConfig
 
@@ -399,7 +402,7 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
         eos_token_id=ends, architectures=[f"{kind.capitalize()}ForCausalLM"],
     ).save_pretrained(out)
     pad = next(iter(end_of_text), None)
-    GenerationConfig(eos_token_id=ends, pad_token_id=pad).save_pretrained(out)
+    GenerationConfig(eos_token_id=ends, pad_token_id=pad, **sampling).save_pretrained(out)
     save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
     for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
         file.chmod((out / "config.json").stat().st_mode)
@@ -409,8 +412,8 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
 
 
 def linear_parts(model: nn.Module) -> lora.Parts:
-    """The linear layers in the blocks of our Transformer or of an HFModel."""
-    if isinstance(model, HFModel):
+    """The linear layers in the blocks of our Transformer or of a foreign model."""
+    if model.cfg.model == "transformers":
         blocks = {id(module) for module in model.blocks.modules()}
         return {name: [(name.removeprefix("module."), range(module.out_features))]
                 for name, module in model.named_modules()
@@ -465,8 +468,7 @@ def merge_checkpoint(model: nn.Module, state: dict, path: Path, shards: Shards):
                lora.alpha_of(saved) / saved.lora_rank, str(path))
 
 
-# --- other architectures ---------------------------------------------------------------------
-
+# --- what a run keeps ------------------------------------------------------------------------
 
 KEPT = "hf"  # folder of a run directory: the configuration of its model, if it was not ours
 
@@ -489,112 +491,3 @@ def keep_config(cfg, run_dir: Path, resumed_from: Path | None):
     for file in (source / "config.json", source / "generation_config.json", *code):
         if file.exists():
             shutil.copyfile(file, kept / file.name)
-
-
-def module_of_config(folder: Path, trust_remote_code: bool) -> nn.Module:
-    """A module of transformers with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32,
-                                              trust_remote_code=trust_remote_code)
-    if (folder / "generation_config.json").exists():
-        module.generation_config = GenerationConfig.from_pretrained(folder)
-    return module
-
-
-def module_with_weights(cfg) -> nn.Module:
-    """The module of transformers in --init_from. Raises ConfigError if its weights do not fit."""
-    from transformers import AutoModelForCausalLM
-
-    module, found = AutoModelForCausalLM.from_pretrained(
-        fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
-        trust_remote_code=cfg.trust_remote_code, output_loading_info=True,
-    )
-    for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
-        if found[f"{kind}_keys"]:
-            names = shorten(sorted(found[f"{kind}_keys"]))
-            raise ConfigError(f"{cfg.init_from}: {problem} {names}")
-    return module
-
-
-@torch.no_grad()
-def grow(module: nn.Module, n: int):
-    """Give a module of transformers n token ids: new rows are the mean of the old ones."""
-    old = module.get_input_embeddings().num_embeddings
-    if n > old:
-        module.resize_token_embeddings(n, mean_resizing=False)
-        for layer in filter(None, (module.get_input_embeddings(), module.get_output_embeddings())):
-            layer.weight[old:] = layer.weight[:old].mean(0)
-
-
-class HFModel(nn.Module):
-    """A causal language model of transformers with the interface that train.py needs."""
-
-    def __init__(self, cfg, checkpoint: Path | None = None):
-        """checkpoint: one that will be loaded, so that no weights are needed here."""
-        super().__init__()
-        self.cfg = cfg
-        run_dir = checkpoint and run_dir_of(checkpoint)
-        kept = run_dir and run_dir / KEPT
-        try:
-            if kept and (kept / "config.json").exists():
-                self.module = module_of_config(kept, cfg.trust_remote_code)
-            else:
-                self.module = module_with_weights(cfg)
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
-        if cfg.resize_embeddings:
-            grow(self.module, cfg.vocab_size)
-        self.train()  # from_pretrained leaves it in evaluation mode
-        if self.module.config.get_text_config() is not self.module.config:
-            try:  # with images, some need more than tokens
-                self.predict(torch.zeros(1, 2, dtype=torch.long))
-            except Exception as e:  # whatever its code raises
-                raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
-                                  f"trained on text alone: {reason(e)}") from None
-        if cfg.activation_checkpointing == "full":
-            self.module.gradient_checkpointing_enable()
-        for module in self.module.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = cfg.dropout
-        lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
-        # set past nn.Module, or each weight would have two names
-        self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
-        self.__dict__["head"] = self.module.get_output_embeddings()
-        self.__dict__["embedding"] = self.module.get_input_embeddings()
-        if not checkpoint:
-            merge_adapter(self, cfg.init_from, Shards())
-
-    def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens [B, T] → fp32 logits [B, T, V]."""
-        return self.module(tokens, use_cache=False).logits.float()
-
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is -100."""
-        logits = self.predict(tokens).flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view_as(targets).clone()  # fully_shard warns of a view
-
-    def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
-                 top_p: float, stop: int | tuple[int, ...] | None) -> Tensor:
-        """As `generate` in model.py."""
-        stop = [stop] if isinstance(stop, int) else list(stop or []) or None
-        how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
-        how |= dict(temperature=temperature) if temperature > 0 else {}
-        context, unseen = self.context(), tokens[:, :0]
-        if tokens.shape[1] >= context:
-            unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
-        was_training = self.training
-        self.eval()
-        tokens = self.module.generate(
-            tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
-            attention_mask=torch.ones_like(tokens), pad_token_id=stop[0] if stop else 0, **how,
-        )
-        self.train(was_training)
-        return torch.cat((unseen, tokens), dim=1)
-
-    def context(self) -> int:
-        """How many tokens the model sees at once, at most."""
-        found = self.module.config.get_text_config()
-        return getattr(found, "max_position_embeddings", None) or 1 << 60

@@ -48,22 +48,22 @@ def boundaries(documents: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-def document_mask(documents: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def document_mask(documents: Tensor, shape: torch.Size, start: int = 0) -> tuple[Tensor, Tensor]:
     """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
 
-    A token attends to itself and to earlier tokens of the same document. In place of a mask,
-    boundaries of documents in rows of this shape remain as they are.
+    Of tokens from `start` on. A token attends to itself and to earlier ones of its document. In
+    place of a mask, boundaries of documents in rows of this shape remain as they are.
     """
     if documents.ndim == 1:
         place = torch.arange(shape.numel(), dtype=documents.dtype, device=documents.device)
         first = documents[torch.searchsorted(documents, place, right=True) - 1]
         return documents, (place - first).view(shape)
     place = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    mask = same & (place[:, None] >= place[None, :])
+    same = documents[:, None, start:, None] == documents[:, None, None, :]
+    mask = same & (place[start:, None] >= place[None, :])
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
-    return mask, place - first
+    return mask, (place - first)[:, start:]
 
 
 def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import (
 import config
 from config import Config
 from model import Transformer
-from steady import huggingface
+from steady import foreign, huggingface
 from steady.cli import ConfigError
 from steady.tokens import byte_tokenizer
 from tools import generate as generation
@@ -37,7 +37,7 @@ def change_json(path, **changes):
 def load(folder):
     cfg = huggingface.config_from_hf(Config(init_from=str(folder)))
     if cfg.model == "transformers":
-        return huggingface.HFModel(cfg)
+        return foreign.HFModel(cfg)
     model = Transformer(config.resolve(cfg))
     huggingface.load_weights(model, folder)
     return model
@@ -114,8 +114,8 @@ def write(capsys, monkeypatch):
     """write(*flags) → token ids, standard output, standard error of `model.py generate`."""
     plain, returned = generation.generate, []
 
-    def record(*arguments):
-        returned.append(plain(*arguments))
+    def record(*arguments, **how):
+        returned.append(plain(*arguments, **how))
         return returned[-1]
 
     monkeypatch.setattr(generation, "generate", record)
@@ -178,10 +178,10 @@ class Stub(torch.nn.Module):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path, n):
-    def generate(model, tokens, *how):
+    def generate(model, tokens, *_, on_token, **how):
         new = torch.tensor([[4, 5, 6, 1]] * n)
         for column in new.T if n == 1 else ():
-            how[-1](column)
+            on_token(column)
         return torch.cat((tokens, new), 1)
 
     monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like()))
@@ -245,7 +245,8 @@ def test_a_run_begins_with_the_weights_of_another(run, corpus, tmp_path, source)
 def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, found):
     save_random(tmp_path / "m", found)
     byte_tokenizer().save_pretrained(tmp_path / "m")
-    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2])
+    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2], temperature=0.3,
+                do_sample=True)
     flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--eval_steps", 1, "--precision",
              "fp32", "--lr_schedule", "constant", "--out_dir"]
     run("--init_from", "m", *flags, "r", "--max_steps", 2, bare=True)
@@ -261,6 +262,7 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, f
     assert generation.main(["export", "r", "out"]) == 0
     exported = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert exported["eos_token_id"] == [256, 1, 2]
+    assert exported["temperature"] == 0.3 and exported["do_sample"]
     run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3, bare=True)
     assert (tmp_path / "other/hf/config.json").exists()
     shutil.rmtree(tmp_path / "r")

@@ -405,7 +405,7 @@ def test_options_reach_a_model_of_transformers(tmp_path):
     save_random(tmp_path, found)
     cfg = huggingface.config_from_hf(Config(
         init_from=str(tmp_path), dropout=0.25, activation_checkpointing="full"))
-    model = huggingface.HFModel(config.resolve(cfg))
+    model = foreign.HFModel(config.resolve(cfg))
     rates = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
     assert rates == {0.25}
     assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
@@ -509,9 +509,9 @@ def test_a_chat_is_what_the_template_writes_and_no_more(trained, tmp_path, monke
     tokenizer.save_pretrained("out")
     prompts = []
 
-    def record(model, tokens, *more):
+    def record(model, tokens, *more, **how):
         prompts.append(tokens[0].tolist())
-        return generate(model, tokens, *more)
+        return generate(model, tokens, *more, **how)
 
     monkeypatch.setattr(generation, "generate", record)
     for flags, shows_prompt in ((["--chat"], False), ([], True)):
@@ -562,5 +562,5 @@ def test_rows_end_by_themselves_and_top_p_keeps_the_fewest(trained):
 
 
 def test_options_of_the_new_commands_have_help():
-    for options in (generation.GenerateOptions, generation.ExportOptions):
+    for options in generation.COMMANDS.values():
         assert all(f.metadata["help"] for f in dataclasses.fields(options))

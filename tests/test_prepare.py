@@ -204,7 +204,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, made, token
     from transformers import AutoTokenizer
 
     other = AutoTokenizer.from_pretrained(tokenizer)
-    other.chat_template = "{{ messages | length }}" + TEMPLATE
+    counting = "{{ messages | length }}" + TEMPLATE
+    other.chat_template = counting.replace("m['content']", "m['content'] | upper")
     other.save_pretrained(tmp_path / "t")
     chat = [dict(role=role, content="a") for role in ("user", "assistant", "user", "assistant")]
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat}])
@@ -304,7 +305,7 @@ def test_parquet_and_packed_files(tmp_path, made):
     made(tmp_path / "pairs.parquet", "--out", tmp_path / "p", "--val_fraction", 0)
     assert read(tmp_path / "p")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
     told = made(tmp_path / "a.parquet", "--out", tmp_path / "x", expect=2)
-    assert "columns id, body; expected text (see --text_field)" in told
+    assert "has id, body; expected text (see --text_field)" in told
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-100])
     assert "cannot be unpacked" in made(tmp_path / "torn.jsonl.gz", "--out", tmp_path / "x",
                                         "--text_field", "body", expect=2)
@@ -400,7 +401,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, made):
         ([source, "--out", tmp_path / "o", "--train_tokenizer", 9], "expected more than 256"),
         ([source, "--out", "o", "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
         ([source, "--out", "o", "--workers", 0], "--workers 0: expected at least 1"),
-        (["show", tmp_path], "expected: data.py show RUN_DIR STEP"),
+        (["show", tmp_path], "expected: data.py show DIR N"),
     ):
         told = made(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told

@@ -137,9 +137,8 @@ def test_commands_are_valid(page):
             parser.add_argument("inputs", nargs="+")
             prepare.read_flags(parser, argv)
         elif script == "model.py":
-            kind = {"generate": generate.GenerateOptions, "export": generate.ExportOptions}[argv[0]]
-            parser = generate.make_parser(kind, "model.py", "", "")
-            parser.add_argument("positional", nargs=2 if argv[0] == "generate" else 3)
+            parser = generate.make_parser(generate.COMMANDS[argv[0]], "model.py", "", "")
+            parser.add_argument("positional", nargs=3 if argv[0] == "export" else 2)
             generate.read_flags(parser, argv)
 
 
@@ -278,7 +277,7 @@ def test_readme_is_short():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_and_files_exist(page):
     text = PAGES[page]
-    options = (config.Config, prepare.Options, generate.GenerateOptions, generate.ExportOptions)
+    options = (config.Config, prepare.Options, *generate.COMMANDS.values())
     known = {f.name for kind in options for f in dataclasses.fields(kind)}
     known |= {f"no_{name}" for name in known} | {"help"}
     known |= {"nproc_per_node", "max_restarts", "nnodes", "local_addr"}  # of torchrun

@@ -2,41 +2,161 @@
 
 import json
 import re
+from functools import partial
 from itertools import groupby
 
 from steady.cli import ConfigError
 
 Part = tuple[str | bytes, bool]  # text, and whether the loss counts it
 
+PLACE = "\0the reply\0"  # stands where a template puts the content of a message
+ROLES = dict(
+    system="system", human="user", user="user", gpt="assistant", assistant="assistant",
+    function_call="assistant", tool="tool", observation="tool", function_response="tool",
+)  # of a message with `from` and `value`
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def chat_documents(tokenizer, record: dict) -> tuple[list[list[Part]], str]:
+def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part]], str]:
     """The documents of a conversation, and how its replies were told from its prompts.
 
-    Replies are what the template marks as generated ("marks"). Where it has no marks, a reply
-    begins where the template, asked for the next one, would leave off (""); and where it writes
-    earlier turns differently when more follow, as Qwen3's drops what was thought, each reply is
-    the end of a document of its own ("turns"). Raises ValueError where none of them can be done.
+    keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated
+    ("marks"). Where it has no marks, a reply begins where the template, asked for the next one,
+    would leave off (""); and where it writes earlier turns differently when more follow, as
+    Qwen3's drops what was thought, each reply ends a document of its own ("turns").
+    Raises ValueError where none of them can be done.
     """
     if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError("messages need a --tokenizer that has a chat template")
-    messages, tools = record["messages"], read_tools(record.get("tools"))
-
-    def written(n: int, **options):
-        return apply(tokenizer, messages[:n], tools, **options)
-
-    replies = [i for i, message in enumerate(messages)
-               if message["role"] == "assistant" and i > 0]  # a greeting answers nobody
-    whole = written(len(messages))
-    documents, how = marked(tokenizer, messages, tools, whole), "marks"
-    if documents is None:
-        befores = [written(i, add_generation_prompt=True) for i in replies]
-        afters = [whole if i + 1 == len(messages) else written(i + 1) for i in replies]
-        documents, how = one_document(whole, befores, afters), ""
-    if documents is None:
-        documents, how = one_per_reply(befores, afters), "turns"
+        raise ConfigError(f"{keys[0]} need a --tokenizer that has a chat template")
+    messages, given = read_messages(record, keys)
+    tools = read_tools(record.get("tools"))
+    try:
+        documents, how = write_documents(tokenizer, messages, given, tools)
+    except TypeError:  # DeepSeek's template takes the arguments of a call as JSON
+        documents, how = write_documents(tokenizer, dump_arguments(messages), given, tools)
     return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], how
+
+
+def write_documents(tokenizer, messages: list[dict], given: int, tools: list | None):
+    """As chat_documents; replies among the first `given` messages belong to the prompt."""
+    roles = [message["role"] for message in messages]
+    replies = [i for i, role in enumerate(roles)
+               if role == "assistant" and i >= max(1, given)]  # a greeting answers nobody
+    whole = apply(tokenizer, messages, tools)
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if any(call.get("function", call)["name"] not in whole for call in calls):
+        raise ValueError("the chat template leaves out tool calls")
+    if "assistant" not in roles[:given]:
+        documents = marked(tokenizer, messages, tools, whole)
+        if documents:
+            return documents, "marks"
+    turns = [reply_of(tokenizer, messages, i, tools) for i in replies]
+    documents = one_document(whole, turns, tokenizer.eos_token)
+    if documents:
+        return documents, ""
+    return [[(before, False), (after[len(before) :], True)] for before, after in turns], "turns"
+
+
+def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
+    """The conversation up to reply i: its prompt, and prompt and reply. Raises ValueError."""
+    before = apply(tokenizer, messages[:i], tools, add_generation_prompt=True)
+    after = apply(tokenizer, messages[: i + 1], tools)
+    if after.startswith(before):
+        return before, after
+    content, calls = messages[i]["content"], "tool_calls" in messages[i]
+    placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
+    placed = apply(tokenizer, [*messages[:i], placed], tools)
+    head, found, tail = placed.partition(PLACE)
+    if found and head.startswith(apply(tokenizer, messages[:i], tools)):
+        # DeepSeek's begins a thought in the prompt, but writes replies without their thoughts
+        if content.strip() not in after and not calls:
+            after = head + content + tail
+        before = before if after.startswith(before) else head
+        found = content.strip() in after and after.startswith(before)
+    elif found:
+        # Mistral's writes the system prompt only while no reply follows
+        asked = before[before.rfind(messages[i - 1]["content"].strip()) :]
+        _, same, rest = head.rpartition(asked)
+        found = same and after.startswith(head)
+        after = before + after[len(head) - len(rest) :]
+    if not found:
+        raise ValueError("the chat template writes earlier turns differently when a reply "
+                         "follows, so that replies cannot be told from prompts")
+    return before, after
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def read_messages(record: dict, keys: tuple) -> tuple[list[dict], int]:
+    """The messages of a record as templates take them, and how many of them are a prompt."""
+    given = 0
+    if keys[0] == "instruction":
+        asked = filter(None, (record["instruction"], record.get("input")))
+        messages = [dict(role="user", content="\n\n".join(asked)),
+                    dict(role="assistant", content=record["output"])]
+    elif keys[0] == "prompt":
+        prompt, reply = (record[key] if isinstance(record[key], list)
+                         else [dict(role=role, content=record[key])]
+                         for key, role in zip(keys, ("user", "assistant"), strict=True))
+        messages, given = prompt + reply, len(prompt)
+    else:
+        messages = record[keys[0]]
+    messages = [read_message(message) for message in messages]
+    if record.get("system") and messages[0]["role"] != "system":
+        messages.insert(0, dict(role="system", content=record["system"]))
+    return messages, given
+
+
+def read_message(message: dict) -> dict:
+    """With role and content, and with the arguments of tool calls as objects."""
+    message = without_none(message)
+    if "from" in message:
+        role, content = message.pop("from"), message.pop("value")
+        if role not in ROLES:
+            raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
+        message |= dict(role=ROLES[role], content=content)
+        if role == "function_call":
+            calls = json.loads(content)
+            calls = calls if isinstance(calls, list) else [calls]
+            calls = [dict(type="function", function=call) for call in calls]
+            message |= dict(content="", tool_calls=calls)
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
+        message["tool_calls"] = with_arguments(
+            message["tool_calls"], lambda x: json.loads(x) if isinstance(x, str) else x)
+    role, content = message["role"], message["content"]
+    if isinstance(content, list):  # of parts, which many templates would drop
+        kinds = {part["type"] for part in content} - {"text"}
+        if kinds:
+            raise ValueError(f"content of type {', '.join(sorted(kinds))}; expected text")
+        message["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str):
+        raise ValueError(f"{role}: expected text, found {type(content).__name__}")
+    return message
+
+
+def with_arguments(calls: list[dict], change) -> list[dict]:
+    """Tool calls with the arguments of their functions changed."""
+    def changed(call: dict) -> dict:
+        if "function" in call:
+            return call | dict(function=changed(call["function"]))
+        return call | dict(arguments=change(call["arguments"])) if "arguments" in call else call
+
+    return [changed(call) for call in calls]
+
+
+def dump_arguments(messages: list[dict]) -> list[dict]:
+    calls = [m.get("tool_calls") for m in messages]
+    return [m | dict(tool_calls=with_arguments(c, partial(json.dumps, ensure_ascii=False)))
+            if c else m for m, c in zip(messages, calls, strict=True)]
+
+
+def without_none(x):
+    """Without keys of None, which Parquet has where other rows have a value."""
+    if isinstance(x, dict):
+        return {k: without_none(v) for k, v in x.items() if v is not None}
+    return [without_none(v) for v in x] if isinstance(x, list) else x
 
 
 def read_tools(tools) -> list | None:
@@ -44,7 +164,10 @@ def read_tools(tools) -> list | None:
     tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, found {type(tools).__name__}")
-    return tools or None
+    return without_none(tools) or None
+
+
+# --- templates -------------------------------------------------------------------------------
 
 
 def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, **options):
@@ -54,6 +177,18 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
     except TemplateError as e:
         raise ValueError(f"the chat template refuses it: {e}") from None
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """The special token that the template writes after a reply; None if it writes another text."""
+    try:
+        text = apply(tokenizer, [dict(role="user", content="a"),
+                                 dict(role="assistant", content=PLACE)], None)
+    except (ValueError, TypeError, LookupError):  # no template, or one of its own kind
+        return None
+    ids = tokenizer(text.partition(PLACE)[2].strip(), add_special_tokens=False)["input_ids"]
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return ids[0] if token and token.special else None
 
 
 def marked(tokenizer, messages, tools, whole: str) -> list[list[Part]] | None:
@@ -72,25 +207,17 @@ def marked(tokenizer, messages, tools, whole: str) -> list[list[Part]] | None:
     return [[*parts, (whole[done:], False)]] if any(mask) else None
 
 
-def one_document(whole: str, befores: list[str], afters: list[str]) -> list[list[Part]] | None:
+def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[list[Part]] | None:
     """The conversation, if each turn is written the same whatever follows."""
     parts, done = [], 0
-    for before, after in zip(befores, afters, strict=True):
+    for before, after in turns:
+        if not whole.startswith(after):
+            after = after.removesuffix(eos)  # Phi-3's ends the last turn with it
         if not (after.startswith(before) and whole.startswith(after)):
             return None
         parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
         done = len(after)
     return [[*parts, (whole[done:], False)]]
-
-
-def one_per_reply(befores: list[str], afters: list[str]) -> list[list[Part]]:
-    """The messages up to each reply, of which the reply alone counts."""
-    for before, after in zip(befores, afters, strict=True):
-        if not after.startswith(before):
-            raise ValueError("the chat template writes earlier turns differently when a reply "
-                             "follows, so that replies cannot be told from prompts")
-    return [[(before, False), (after[len(before) :], True)]
-            for before, after in zip(befores, afters, strict=True)]
 
 
 def end_at_eos(parts: list[Part], eos: str) -> list[Part]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import numpy as np
 from steady.cli import ConfigError
 from steady.tokens import BYTES_END_OF_TEXT, load_tokenizer, share_of
 from tools.chat import Part, chat_documents
-from tools.read import Chunk
+from tools.read import Chunk, find_keys
 
 
 class Encoder:
@@ -40,13 +41,13 @@ class Encoder:
         """(split → what TokenWriter.add takes, counts, chunk.read). Raises ConfigError."""
         documents, counts = self.documents(chunk)
         encoded = {}
-        for split in {split for split, _ in documents}:
-            mine = [parts for of, parts in documents if of == split]
+        for split in {split for split, *_ in documents}:
+            mine = [document for of, *document in documents if of == split]
             encoded[split] = self.encode(mine, chunk.begins, chunk.ends)
         return encoded, counts, chunk.read
 
-    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part]]], Counter]:
-        """(split, parts) of each document, and counts for `summarize`.
+    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part], bool]], Counter]:
+        """(split, parts, whether a chat template wrote it) of each; counts for `summarize`.
 
         Raises ConfigError with the number of such a line, unless --skip_bad.
         """
@@ -62,7 +63,7 @@ class Encoder:
                                           "place") from None
                     text = chunk.data.decode(errors="replace")
                     counts["left out", "not UTF-8"] += 1
-            return [(chunk.split, [(text, True)])], counts
+            return [(chunk.split, [(text, True)], False)], counts
         found = []
         counts = Counter({("ignored", name): len(chunk.data) for name in chunk.ignored})
         for number, item in enumerate(chunk.data, chunk.first):
@@ -84,45 +85,48 @@ class Encoder:
             if how:
                 counts["chat", how] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
-            found += [(split, parts) for parts in documents if parts]
+            found += [(split, parts, how is not None) for parts in documents if parts]
         return found, counts
 
-    def read(self, record) -> tuple[list[list[Part]], str, tuple[str, ...]]:
-        """The documents of a record, how a conversation was written, and the keys it was read from.
+    def read(self, record) -> tuple[list[list[Part]], str | None, tuple[str, ...]]:
+        """The documents of a record, how its chat was written, and the keys it was read from.
 
         Documents have no empty parts. Raises ValueError for a record of an unknown kind.
         """
         if not isinstance(record, dict):
             raise ValueError("expected an object with keys")
-        field, how = self.options.text_field, ""
-        if field in record:
-            used, documents = (field,), [[(record[field], True)]]
-        elif "prompt" in record and "response" in record:
-            used = "prompt", "response"
-            documents = [[(record["prompt"], False), (record["response"], True)]]
-        elif "messages" in record:
-            used = "messages", "tools"
-            documents, how = chat_documents(self.tokenizer, record)
+        keys, used = find_keys(record, self.options.text_field)
+        how, texts = None, [record[key] for key in keys]
+        if keys == (self.options.text_field,):
+            documents = [[(*texts, True)]]
+        elif keys[0] == "prompt" and not any(isinstance(text, list) for text in texts):
+            used, documents = keys, [[*zip(texts, (False, True), strict=True)]]
         else:
-            raise ValueError(f"has {', '.join(map(str, record)) or 'no key'}; expected {field} "
-                             "(see --text_field), prompt and response, or messages")
+            documents, how = chat_documents(self.tokenizer, record, keys)
         for text, _ in itertools.chain(*documents):
             if not isinstance(text, str):
                 raise ValueError(f"expected text, found {type(text).__name__}")
         return [[part for part in parts if part[0]] for parts in documents], how, used
 
-    def encode(self, documents: list[list[Part]], begins: bool, ends: bool) -> tuple:
-        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        texts = [text for parts in documents for text, _ in parts]
-        raw = [text if isinstance(text, bytes) else text.encode() for text in texts]
+    def encode(self, documents: list[tuple[list[Part], bool]], begins: bool, ends: bool) -> tuple:
+        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last.
+
+        A prompt and its response are tokenized apart, a chat in one piece, as templates do.
+        """
+        texts = [[text for text, _ in parts] for parts, _ in documents]
+        raw = [t if isinstance(t, bytes) else t.encode() for t in itertools.chain(*texts)]
+        fast = self.tokenizer and self.tokenizer.is_fast
+        joined = [fast and (self.adds_space or is_chat) for _, is_chat in documents]
         if self.tokenizer is None:
-            encoded = iter([np.frombuffer(text, np.uint8) for text in raw])
-        elif self.adds_space:
-            encoded = self.encode_joined(documents, "" if begins else "\n")
+            apart = iter([np.frombuffer(text, np.uint8) for text in raw])
         else:
-            encoded = iter(encode_batch(self.tokenizer, texts))
+            apart = itertools.compress(texts, map(operator.not_, joined))
+            apart = iter(encode_batch(self.tokenizer, [*itertools.chain(*apart)]))
+        together = [*itertools.compress(texts, joined)]
+        together = self.encode_joined(together, "" if begins else "\n") if together else iter(())
         pieces, last = [], []  # (ids, counted); where in it each document ends
-        for parts in documents:
+        for (parts, _), is_joined in zip(documents, joined, strict=True):
+            encoded = together if is_joined else apart
             mine = [(next(encoded), counted) for _, counted in parts]
             if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
                 mine.insert(0, (self.prefix, mine[0][1]))
@@ -135,13 +139,14 @@ class Encoder:
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
         return ids, np.cumsum(sizes)[last if ends else []], mask, sum(map(len, raw))
 
-    def encode_joined(self, documents: list[list[Part]], before: str) -> Iterator[np.ndarray]:
-        """The ids of each part, without the space that would be put before a part alone.
+    def encode_joined(self, texts: list[list[str]], before: str) -> Iterator[np.ndarray]:
+        """The ids of each part of the documents, each tokenized in one piece.
 
-        before: what comes before a document that is continued.
+        So without the space that SentencePiece would put before a part alone. A token belongs to
+        the part that it begins in. before: what comes before a document that is continued.
         """
         backend = self.tokenizer.backend_tokenizer
-        texts = [[before, *(text for text, _ in parts)] for parts in documents]
+        texts = [[before, *parts] for parts in texts]
         joined = ["".join(text) for text in texts]
         found = backend.encode_batch(joined, add_special_tokens=False)
         for text, encoding in zip(texts, found, strict=True):

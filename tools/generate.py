@@ -1,5 +1,7 @@
-"""python model.py generate|export: text from a model, and its weights in Hugging Face's format."""
+"""python model.py generate|chat|export: text from a model, and its weights for Hugging Face."""
 
+import itertools
+import json
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -10,34 +12,52 @@ import torch
 
 from config import Config
 from model import Transformer, generate, rope_table
-from steady import huggingface, lora
+from steady import foreign, huggingface, lora
 from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
 from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
 from steady.parallel import Shards
 from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
+from tools.chat import end_of_turn
+from tools.talk import Screen, talk, text_after
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
+       model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
-ABOUT = "Generate text with a model, or export it to Hugging Face's format."
+ABOUT = "Generate text with a model, talk to it, or export it to Hugging Face's format."
+SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # where the model's files say nothing
+TOGETHER = 32  # rows that are generated at a time
 
 
 @dataclass
-class GenerateOptions:
-    prompt: list[str] = option(
-        ["\n"], "text to continue; several are taken one after another (default: a line end)")
+class SamplingOptions:
     max_new_tokens: int = option(200, "tokens to write, at most", at_least=1)
-    temperature: float = option(
-        0.8, "0 takes the likeliest token, 1 samples from the model's distribution", at_least=0)
-    top_k: int = option(50, "sample from this many likeliest tokens; 0 is all", at_least=0)
-    top_p: float = option(
-        1.0, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
+    temperature: float | None = option(
+        None, "0 takes the likeliest token, 1 samples from the model's distribution (default of "
+        "this and the next two: the model's generation_config.json, or 0.8, 50 and 1)", at_least=0)
+    top_k: int | None = option(
+        None, "sample from this many likeliest tokens; 0 is all", at_least=0)
+    top_p: float | None = option(
+        None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
-    n: int = option(1, "answers to each prompt, written together", at_least=1)
-    chat: bool = option(False, "put the prompt into the tokenizer's chat template")
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option("auto", "where to compute")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
+
+
+@dataclass
+class GenerateOptions(SamplingOptions):
+    prompt: list[str] = option(
+        ["\n"], "text to continue; several are taken together (default: a line end)")
+    prompt_file: str | None = option(None, "take each line of this file as a prompt")
+    n: int = option(1, "answers to each prompt", at_least=1)
+    chat: bool = option(False, "put the prompt into the tokenizer's chat template")
+
+
+@dataclass
+class ChatOptions(SamplingOptions):
+    max_new_tokens: int = option(1000, "tokens of an answer, at most", at_least=1)
+    system: str = option("", "system prompt")
 
 
 @dataclass
@@ -53,58 +73,126 @@ def main(argv: list[str]) -> int:
     return run_command("model.py", generate_or_export, argv)
 
 
+COMMANDS = dict(generate=GenerateOptions, chat=ChatOptions, export=ExportOptions)
+
+
 def generate_or_export(argv: list[str]):
-    exports = argv[:1] == ["export"]
-    kind = ExportOptions if exports else GenerateOptions
+    kind = COMMANDS.get(argv[0] if argv else None, GenerateOptions)
     parser = make_parser(kind, "model.py", USAGE, ABOUT)
-    parser.add_argument("command", choices=("generate", "export"))
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("source", help="run directory, checkpoint or Hugging Face folder")
-    if exports:
+    if kind is ExportOptions:
         parser.add_argument("out", help="folder to make")
     given = vars(read_flags(parser, argv))
-    del given["command"]
-    source = Path(given.pop("source"))
-    if exports:
+    command, source = given.pop("command"), Path(given.pop("source"))
+    if command == "export":
         out = Path(given.pop("out"))
         given["dtype"] = DTYPES[given["dtype"]]
         print(export(source, out, **given))
+        return
+    options = kind(**given)
+    check_bounds(options)
+    if command == "chat":
+        talk(Writer(source, options), options.system)
     else:
-        options = GenerateOptions(**given)
-        check_bounds(options)
-        write_text(source, options)
+        write_text(Writer(source, options), options)
 
 
 # --- text from a model -----------------------------------------------------------------------
 
 
-def write_text(source: Path, options: GenerateOptions):
-    """Continue the prompts with the model of a run, a checkpoint or a Hugging Face folder."""
-    device = pick_device(options.device, 0)
-    model, tokenizer = open_model(source, options.max_new_tokens, options.trust_remote_code)
-    stop = stop_ids(source, tokenizer)
-    model.to(device).eval()
-    torch.manual_seed(options.seed)
-    for prompt in options.prompt:
-        if options.chat:
-            if not tokenizer.chat_template:
-                raise ConfigError(f"--chat: the tokenizer of {source} has no chat template")
-            prompt = tokenizer.apply_chat_template(
-                [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True
-            )
-        ids = tokenizer(prompt, add_special_tokens=not options.chat)["input_ids"]
-        ids = ids or [tokenizer.eos_token_id]
+class Writer:
+    """The model of a run, a checkpoint or a Hugging Face folder, and how it shall write."""
+
+    def __init__(self, source: Path, options: SamplingOptions):
+        self.source, self.max_new_tokens = source, options.max_new_tokens
+        self.device = pick_device(options.device, 0)
+        self.model, self.tokenizer = open_model(
+            source, options.max_new_tokens, options.trust_remote_code)
+        folder = files_of(source)
+        self.stop = stop_ids(folder, self.tokenizer)
+        given = {name: getattr(options, name) for name in SAMPLING}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.sampling = SAMPLING | usual_sampling(folder) | given
+        self.model.to(self.device).eval()
+        torch.manual_seed(options.seed)
+
+    def chat_ids(self, messages: list[dict]) -> list[int]:
+        """The ids of a conversation up to where an answer begins."""
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True)
+        return self.ids(text, add_special_tokens=False)
+
+    def ids(self, text: str, **how) -> list[int]:
+        ids = self.tokenizer(text, **how)["input_ids"] or [self.tokenizer.eos_token_id]
         if ids == [None]:
             raise ConfigError("--prompt: expected text: the tokenizer has no end-of-text to begin "
                               "with")
-        context = widen(model, len(ids) + options.max_new_tokens)
-        # a context that is too full is cut to its newer half, as in `generate`
-        if len(ids) > context or len(ids) == context and not isinstance(model, Transformer):
-            seen = context // 2 if isinstance(model, huggingface.HFModel) else (context + 1) // 2
+        return ids
+
+    def context(self, length: int) -> int:
+        """How many tokens the model sees at once, with `length` of them in the prompt."""
+        return widen(self.model, length + self.max_new_tokens)
+
+    def warn_of_length(self, ids: list[int]):
+        """A context that is too full is cut to its newer half, as in `generate`."""
+        context, ours = self.context(len(ids)), isinstance(self.model, Transformer)
+        if len(ids) > context or len(ids) == context and not ours:
+            seen = (context + ours) // 2
             print(f"warning: the prompt has {len(ids):,} tokens, the model sees {context:,} at "
                   f"most: it continues the last {seen:,}, without the first {len(ids) - seen:,}",
                   file=sys.stderr, flush=True)
-        tokens = torch.tensor([ids] * options.n, device=device)
-        answer(model, tokenizer, prompt, tokens, stop, options)
+
+    def write(self, rows: list[list[int]], on_token=None) -> list[list[int]]:
+        """Ids of prompts → ids of the answers; on_token is called with each id of a single one."""
+        longest = max(map(len, rows))
+        padding = [longest - len(ids) for ids in rows]
+        tokens = [[0] * n + ids for n, ids in zip(padding, rows, strict=True)]
+        out = generate(
+            self.model, torch.tensor(tokens, device=self.device), self.max_new_tokens,
+            **self.sampling, stop=self.stop,
+            on_token=on_token and (lambda new: on_token(int(new[0]))),
+            padding=torch.tensor(padding, device=self.device) if any(padding) else None)
+        return [self.until_stop(row) for row in out[:, longest:].tolist()]
+
+    def until_stop(self, ids: list[int]) -> list[int]:
+        return [*itertools.takewhile(lambda i: i not in self.stop, ids)]
+
+
+def write_text(writer: Writer, options: GenerateOptions):
+    """Continue the prompts: a single one as it is written, several together."""
+    tokenizer, prompts = writer.tokenizer, options.prompt
+    if options.prompt_file:
+        try:
+            prompts = Path(options.prompt_file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
+    if options.chat and not tokenizer.chat_template:
+        raise ConfigError(f"--chat: the tokenizer of {writer.source} has no chat template")
+    if options.chat:
+        rows = [writer.chat_ids([dict(role="user", content=prompt)]) for prompt in prompts]
+        prompts = [""] * len(prompts)
+    else:
+        rows = [writer.ids(prompt) for prompt in prompts]
+    for ids in rows:
+        writer.warn_of_length(ids)
+    if len(rows) * options.n == 1:
+        print(prompts[0], end="", flush=True)
+        screen = Screen(writer, rows[0])
+        (ids,) = writer.write(rows, screen.add)
+        print(text_after(tokenizer, rows[0], ids)[len(screen.text) :])
+        return
+    number, total = itertools.count(1), len(rows) * options.n
+    # a prompt that leaves no room for all of its answer is cut, and so must not be padded
+    groups = ["fits" if writer.context(len(ids)) >= len(ids) + writer.max_new_tokens else i
+              for i, ids in enumerate(rows)]
+    repeated = [row for row in zip(groups, prompts, rows, strict=True) for _ in range(options.n)]
+    for _, group in itertools.groupby(repeated, key=lambda row: row[0]):
+        while batch := [*itertools.islice(group, TOGETHER)]:
+            answers = writer.write([ids for *_, ids in batch])
+            for (_, prompt, ids), answer in zip(batch, answers, strict=True):
+                text = text_after(tokenizer, ids, answer)
+                print(f"--- {next(number)} of {total}\n{prompt}{text}", flush=True)
 
 
 def widen(model, length: int) -> int:
@@ -122,67 +210,36 @@ def widen(model, length: int) -> int:
     return model.cfg.seq_len
 
 
-def stop_ids(source: Path, tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end-of-text, and those of the model's files."""
-    folder = source
+def files_of(source: Path) -> Path | None:
+    """The folder with the model's own configuration."""
     if is_run(source):
         run_dir = run_dir_of(source) if is_checkpoint(source) else source
-        folder = run_dir and run_dir / huggingface.KEPT
-    else:
-        folder = huggingface.fetch(str(source))
-    ids = [tokenizer.eos_token_id, *(end_of_text_ids(folder) if folder else [])]
+        return run_dir and run_dir / huggingface.KEPT
+    return huggingface.fetch(str(source))
+
+
+def stop_ids(folder: Path | None, tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: end-of-text, those of the model's files, of the template."""
+    ids = [tokenizer.eos_token_id, *(end_of_text_ids(folder) if folder else []),
+           end_of_turn(tokenizer)]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def usual_sampling(folder: Path | None) -> dict[str, float]:
+    """What the generation_config.json of a model says of SAMPLING."""
+    try:
+        found = json.loads((folder / "generation_config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return {}
+    if found.get("do_sample") is False:
+        return dict(temperature=0)
+    return {name: found[name] for name in SAMPLING if isinstance(found.get(name), int | float)}
 
 
 def is_run(source: Path) -> bool:
     """Whether it is a run or a checkpoint, and not a Hugging Face folder or name."""
     theirs = (source / "config.json").exists() or lora.is_adapter_folder(source)
     return source.exists() and not (source.is_dir() and theirs)
-
-
-def answer(model, tokenizer, prompt: str, tokens: torch.Tensor, stop: tuple[int, ...],
-           options: GenerateOptions):
-    """Print the continuation of tokens [n, T]: as it is written, or for several when it is done."""
-    written, shown, alone = [], 0, options.n == 1
-    shown_prompt = "" if options.chat else prompt
-    before, text_before = end_of_prompt(tokenizer, tokens[0].tolist())
-
-    def text_of(ids: list[int]) -> str:
-        end = next((i for i, token in enumerate(ids) if token in stop), len(ids))
-        text = tokenizer.decode(before + ids[:end], skip_special_tokens=True)
-        return text[len(text_before) :]
-
-    def stream(new: torch.Tensor):
-        nonlocal shown
-        written.append(int(new[0]))
-        text = text_of(written)
-        if not text.endswith("\ufffd"):  # otherwise inside a character
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-
-    if alone:
-        print(shown_prompt, end="", flush=True)
-    out = generate(model, tokens, options.max_new_tokens, options.temperature, options.top_k,
-                   options.top_p, stop, stream if alone else None)
-    texts = [text_of(row) for row in out[:, tokens.shape[1] :].tolist()]
-    if alone:
-        print(texts[0][shown:])
-    else:
-        for i, text in enumerate(texts, start=1):
-            print(f"--- {i} of {options.n}\n{shown_prompt}{text}")
-
-
-def end_of_prompt(tokenizer, ids: list[int]) -> tuple[list[int], str]:
-    """The last ids of a prompt that have a text by themselves, and the text.
-
-    Answers are decoded behind them, since SentencePiece's decoders drop a space at the beginning.
-    """
-    most = min(32, len(ids))
-    for n in range(1, most + 1):
-        text = tokenizer.decode(ids[-n:], skip_special_tokens=True)
-        if text and "\ufffd" not in text:  # which would be the middle of a character
-            return ids[-n:], text
-    return [], ""
 
 
 def open_model(source: Path, length: int, trust_remote_code: bool = False):
@@ -195,7 +252,7 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
         cfg = huggingface.config_from_hf(cfg)
         folder = huggingface.tokenizer_folder(str(source))
         if cfg.model == "transformers":
-            model = huggingface.HFModel(cfg)
+            model = foreign.HFModel(cfg)
         else:
             model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
             huggingface.load_initial(model, str(source), Shards())
@@ -214,11 +271,11 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
 
 def model_of(state: dict, cfg: Config, path: Path):
     """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
-    foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
-    model = huggingface.HFModel(cfg, None if adapted else path) if foreign else Transformer(cfg)
+    is_foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
+    model = foreign.HFModel(cfg, None if adapted else path) if is_foreign else Transformer(cfg)
     if not adapted:
         model.load_state_dict(state["model"])
-    elif foreign:
+    elif is_foreign:
         huggingface.merge_checkpoint(model, state, path, Shards())
     else:
         huggingface.load_initial(model, str(path), Shards())
@@ -273,7 +330,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
                           "--qkv_bias; not exported")
     out.mkdir(parents=True, exist_ok=True)
     if adapter:
-        model = huggingface.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
+        model = foreign.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
         parts = huggingface.linear_parts(model)
         lora.save(out, lora.pairs_of(state["model"], parts, cfg), cfg, dtype)
     elif cfg.model == "transformers":
@@ -283,8 +340,10 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
         ends = dict.fromkeys((state.get("end_of_text"), *listed))
         ends = [i for i in ends if i is not None and i < cfg.vocab_size]
+        sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
+        sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
         weights = model_of(state, cfg, path).state_dict() if cfg.lora_rank else state["model"]
-        huggingface.save_weights(weights, cfg, out, dtype, ends)
+        huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
     tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
 

@@ -48,6 +48,7 @@ MAX_COUNTS = 1000  # names of ignored keys and reasons that are counted
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
+       data.py show DIR N           print the first N samples; what the loss counts is marked
        data.py show RUN_DIR STEP    print the samples that a run had in one step"""
 ABOUT = "Turn text, JSONL (.gz, .zst too) and Parquet files, folders or patterns into token files."
 
@@ -77,7 +78,8 @@ def main(argv: list[str]) -> int:
 def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"]:
         if len(argv) != 3 or not argv[2].isdecimal():
-            raise ConfigError("expected: data.py show RUN_DIR STEP, the number of an update")
+            raise ConfigError("expected: data.py show DIR N, a number of samples, or data.py show "
+                              "RUN_DIR STEP, the number of an update")
         show(argv[1], int(argv[2]))
         return
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
@@ -280,7 +282,8 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
                 if chunk.kind == "text":
                     yield [chunk.data.decode(errors="replace")]
                 else:
-                    yield [text for _, parts in reader.documents(chunk)[0] for text, _ in parts]
+                    yield [text for _, parts, _ in reader.documents(chunk)[0]
+                           for text, _ in parts]
                 bar.update(every * chunk.read)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)

@@ -11,7 +11,13 @@ from steady.cli import ConfigError
 from steady.tokens import share_of
 from tools.inputs import kind_of
 
-CONVERSATIONS = (("prompt", "response"), ("messages",))  # columns, or keys, that hold one
+RECORDS = {  # keys, or columns, that hold a document; those that are read with them
+    ("prompt", "response"): ("tools", "system"),
+    ("prompt", "completion"): ("tools", "system"),
+    ("messages",): ("tools", "system"),
+    ("conversations",): ("tools", "system"),
+    ("instruction", "output"): ("input", "system"),
+}
 CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
 CUT_BYTES = 100_000  # a text file of this size, or the only one, is cut in two
 LONGEST_LINE = 1 << 24  # bytes; a text without line ends is cut there
@@ -29,6 +35,16 @@ class Chunk(NamedTuple):
     ends: bool = True  # whether it ends with it
     read: float = 0.0  # bytes of the file since the previous chunk
     ignored: tuple = ()  # columns of the file that are not in the rows
+
+
+def find_keys(names, text_field: str) -> tuple[tuple, tuple]:
+    """Which of these keys or columns hold a document; all that are read. Raises ValueError."""
+    for keys, more in ({(text_field,): ()} | RECORDS).items():
+        if set(keys) <= set(names):
+            return keys, keys + tuple(name for name in more if name in names)
+    known = ", ".join(" and ".join(keys) for keys in RECORDS)
+    raise ValueError(f"has {', '.join(map(str, names)) or 'no key'}; expected {text_field} "
+                     f"(see --text_field), or {known}")
 
 
 def optional(module: str, path: Path):
@@ -149,17 +165,16 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
     try:
         # pages as they are needed, not whole row groups
         file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        names, kinds = file.schema_arrow.names, ([text_field], *CONVERSATIONS)
-        columns = next((kind for kind in kinds if set(kind) <= set(names)), None)
-        if columns is None:
-            raise ConfigError(f"{path}: columns {', '.join(names)}; expected {text_field} "
-                              "(see --text_field), prompt and response, or messages")
-        columns = [*columns, *(["tools"] if columns == ("messages",) and "tools" in names else [])]
+        names = file.schema_arrow.names
+        try:
+            _, columns = find_keys(names, text_field)
+        except ValueError as e:
+            raise ConfigError(f"{path}: {e}") from None
         ignored = tuple(name for name in names if name not in columns)
         about, first = file.metadata, 1
         n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
         batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-        for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
+        for batch in file.iter_batches(batch_size, columns=[*columns], use_threads=False):
             data = batch.to_pylist()
             read = path.stat().st_size * len(data) / about.num_rows
             yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)

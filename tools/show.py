@@ -1,17 +1,53 @@
-"""python data.py show RUN_DIR STEP: the samples that a run trained on in a step, as text."""
+"""python data.py show: samples as text, with the tokens that the loss counts marked.
+
+Of a folder of token files, the first samples; of a run, those that it trained on in a step.
+"""
 
 import contextlib
 import json
+import os
+import sys
+from itertools import groupby
+from pathlib import Path
 
-from config import parse
+from config import IGNORE, parse
 from data import load_mixture
 from steady.cli import ConfigError
+from steady.tokens import TokenFile, decode, find_files, read_sidecars
+
+GREEN = "\033[32m", "\033[0m"  # on a terminal
+BRACKETS = "⟦", "⟧"  # in a file, or with NO_COLOR
 
 
-def show(run_dir: str, step: int):
+def show(path: str, n: int):
+    """Print the samples of update n of a run directory, or else the first n of token files."""
+    if n < 1:
+        raise ConfigError(f"{n}: expected 1 or more, a number of samples or of an update")
+    if Path(path, "config.yaml").exists():
+        show_step(path, n)
+    else:
+        show_first(path, n)
+
+
+def show_first(path: str, n: int):
+    """Print the first n documents of a folder or file of tokens."""
+    for name in find_files(path, "train", "show"):
+        file = TokenFile(name, seq_len=1)
+        _, tokenizer, folder, _ = read_sidecars([file], None)
+        tokenizer = "bytes" if tokenizer == "bytes" else folder
+        at = file.documents()
+        for i, (begin, end) in enumerate(zip(at[:n], at[1:], strict=False)):
+            counted = [True] * (end - begin) if file.mask is None else file.mask[begin:end] > 0
+            print(f"--- document {i} of {len(at) - 1:,} in {name}: {end - begin:,} tokens, "
+                  f"{sum(counted):,} counted")
+            print(marked(file.tokens[begin:end].tolist(), counted, tokenizer))
+        n -= len(at) - 1
+        if n <= 0:
+            return
+
+
+def show_step(run_dir: str, step: int):
     """Print the samples of update number `step`, in the order of their positions."""
-    if step < 1:
-        raise ConfigError(f"step {step}: expected 1 or more, the number of an update")
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
                         mode=cfg.data_mode, packing=cfg.packing)
@@ -27,10 +63,29 @@ def show(run_dir: str, step: int):
     source, sample = data.order(first, first + n)
     lengths = data.per_sample("lengths", source, sample)
     batch = data.batch(first, first + n)
+    tokenizer = "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder
     for i in range(n):
         dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
+        counted = [True] * len(ids)
         if data.mode == "documents":
             ids = ids[: lengths[i]]
+            counted = [data.has_prompts == 0, *(batch.targets[i] != IGNORE)][: len(ids)]
         path, token = dataset.find(sample[i])
         print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
-        print(data.decode(ids))
+        print(marked(ids, counted, tokenizer))
+
+
+def marked(ids: list[int], counted: list[bool], tokenizer: str | None) -> str:
+    """The text of a sample, the counted stretches in color or in brackets, unless all of it is."""
+    if all(counted):
+        return decode(tokenizer, ids)
+    on, off = GREEN if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BRACKETS
+    text = done = ""
+    at = 0
+    for counts, stretch in groupby(map(bool, counted)):
+        at += len(list(stretch))
+        # decoded from the beginning, since some tokenizers drop a space there
+        so_far = decode(tokenizer, ids[:at])
+        new, done = so_far[len(done) :], so_far
+        text += f"{on}{new}{off}" if counts else new
+    return text

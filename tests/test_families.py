@@ -1,0 +1,177 @@
+"""Each family from chats to a model one talks to: prepare, show, tune, resume, export, chat.
+
+And what comes out compared with transformers, and read by the gguf package where it is installed.
+"""
+
+import io
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, column
+from families import CHATS, FAMILIES, chat, config_of, tokenizer_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from steady.tokens import TokenFile
+from tools import generate as generation
+from tools import prepare
+
+pytestmark = pytest.mark.slow
+NATIVE = {"qwen2": "QWEN2", "qwen3": "QWEN3", "llama3": "LLAMA", "mistral": "LLAMA"}
+TALKS = [chat("system: Be brief.", f"user: {a} + {b}?", f"assistant: It is {a + b}.",
+              "user: Sure?", "assistant: Yes.") for a in range(8) for b in range(8)]
+
+
+def make_model(folder: Path, family: str):
+    """A random model with its tokenizer, as they would come from the hub."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of(family)
+    model = AutoModelForCausalLM.from_config(config_of(family, tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
+    make_model(tmp_path / "base", family)
+    Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
+    command = ["chats.jsonl", "--out", "chats", "--tokenizer", "base", "--val_fraction", "0.1"]
+    assert prepare.main(command) == 0
+    assert prepare.main(["show", "chats", "1"]) == 0
+    assert "⟦" in capsys.readouterr().out
+    flags = ["--init_from", "base", "--data", "chats", "--learning_rate", 3e-3, "--seq_len", 192,
+             "--batch_size", 8, "--warmup_steps", 2, "--log_interval", 5, "--eval_steps", 2,
+             "--precision", "fp32", "--save_interval", 10, "--max_steps", 20, "--out_dir"]
+    run(*flags, "r", bare=True)
+    losses = column(tmp_path / "r", "train/loss")
+    assert losses[20] < 0.8 * losses[1]
+    run(*flags, "s", "--resume", "r/checkpoints/step_00000010.pt", bare=True)
+    assert column(tmp_path / "s", "train/loss")[20] == losses[20]
+    assert generation.main(["export", "r", "out"]) == 0
+
+    theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32).eval()
+    ours, tokenizer = generation.open_model(tmp_path / "r", 192)
+    ours.eval()
+    file = TokenFile(tmp_path / "chats/train.bin", 192)
+    begin, end = file.documents()[:2].tolist()
+    ids = torch.from_numpy(file.tokens[begin:end].astype(np.int64))[None]
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        found = ours.predict(ids)
+        assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+        labels = ids.masked_fill(torch.from_numpy(file.mask[begin:end] == 0)[None], -100)
+        targets = labels[:, 1:]
+        mean = ours(ids[:, :-1], targets).sum() / (targets != -100).sum()
+        assert abs(mean - theirs(ids, labels=labels).loss) < 1e-4 * mean
+
+    prompt = tokenizer.apply_chat_template(TALKS[0][:2], add_generation_prompt=True,
+                                           return_dict=True, return_tensors="pt")["input_ids"]
+    answers = []
+    for source in ("r", "out", "base"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(TALKS[0][1]["content"]))
+        capsys.readouterr()
+        assert generation.main(["chat", source, "--system", "Be brief.", "--temperature", "0",
+                                "--max_new_tokens", "12"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    new = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    new = tokenizer.decode(new[0, prompt.shape[1]:], skip_special_tokens=True)
+    assert new.startswith(answers[1].rstrip("\n"))
+
+
+def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch):
+    """With a small model, few steps, and a prompt in place of a terminal."""
+    make_model(tmp_path / "base", "qwen3")
+    Path("chats").mkdir()
+    Path("chats/a.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
+    Path("questions.txt").write_text("1 + 1?\n2 + 20?\n")
+    few = "--seq_len 192 --batch_size 2 --max_steps 4 --eval_steps 1 --precision fp32".split()
+    page = (ROOT / "docs/finetuning.md").read_text()
+    done = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        _, script, *argv = shlex.split(block.replace("Qwen/Qwen3-0.6B", "base"))
+        done.append(f"{script} {argv[0]}")
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1?"))
+        if script == "train.py":
+            assert "step 4/4" in run(*argv, *few, bare=True)
+        else:
+            assert (prepare if script == "data.py" else generation).main(argv) == 0
+        if "--prompt_file" in argv:
+            assert "--- 2 of 2" in capsys.readouterr().out
+    assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
+                    "model.py generate", "model.py export"]
+    assert AutoTokenizer.from_pretrained("out").chat_template
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_gguf_takes_what_is_exported(tmp_path, run, family):
+    """By the package's own writer, with names and shapes from its own map.
+
+    Weights as they are: llama.cpp's converter also reorders the rows of q and k of Llama.
+    """
+    gguf = pytest.importorskip("gguf")
+    make_model(tmp_path / "base", family)
+    write = [json.dumps(dict(messages=m)) for m in CHATS.values() if len(m) == 2]
+    Path("chats.jsonl").write_text("\n".join(write * 4))
+    assert prepare.main(["chats.jsonl", "--out", "chats", "--tokenizer", "base",
+                         "--val_fraction", "0"]) == 0
+    run("--init_from", "base", "--data", "chats", "--seq_len", 128, "--batch_size", 4,
+        "--max_steps", 2, "--precision", "fp32", "--out_dir", "r", bare=True)
+    assert generation.main(["export", "r", "out"]) == 0
+
+    found = json.loads(Path("out/config.json").read_text())
+    architecture = gguf.MODEL_ARCH[NATIVE[family]]
+    names = gguf.TensorNameMap(architecture, found["num_hidden_layers"])
+    model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    written = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and found["tie_word_embeddings"]:
+            continue
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped, name
+        written[mapped] = tensor.numpy()
+    writer = gguf.GGUFWriter("model.gguf", gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_block_count(found["num_hidden_layers"])
+    writer.add_context_length(found["max_position_embeddings"])
+    writer.add_embedding_length(found["hidden_size"])
+    writer.add_feed_forward_length(found["intermediate_size"])
+    writer.add_head_count(found["num_attention_heads"])
+    writer.add_head_count_kv(found["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(found["rms_norm_eps"])
+    writer.add_rope_freq_base(found["rope_parameters"]["rope_theta"])
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = gguf.SpecialVocab("out", load_merges=True, n_vocab=len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if i in tokenizer.added_tokens_decoder
+                            else gguf.TokenType.NORMAL for i in range(len(tokens))])
+    special.add_to_gguf(writer, quiet=True)
+    for name, tensor in written.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    back = gguf.GGUFReader("model.gguf")
+    tensors = {t.name: t for t in back.tensors}
+    known = {names.get_name(f"model.layers.{i}.{part}.weight", try_suffixes=(".weight",))
+             for i in range(found["num_hidden_layers"]) for part in ("self_attn.q_proj",
+                                                                     "mlp.down_proj")}
+    assert tensors.keys() == written.keys() and known <= tensors.keys()
+    for name, tensor in written.items():
+        assert np.array_equal(tensors[name].data.reshape(tensor.shape), tensor), name
+        assert list(tensors[name].shape) == list(tensor.shape[::-1])
+    text = bytes(back.fields["tokenizer.chat_template"].parts[-1]).decode()
+    assert text == tokenizer.chat_template
+    end = back.fields["tokenizer.ggml.eos_token_id"].parts[-1][0]
+    assert end == tokenizer.eos_token_id
+    assert len(back.fields["tokenizer.ggml.tokens"].data) == found["vocab_size"]
+    assert len(back.fields["tokenizer.ggml.merges"].data) > 10
