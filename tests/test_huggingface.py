@@ -28,7 +28,7 @@ import data
 import train
 from config import Config
 from model import Transformer, generate, sample_token
-from steady import checkpoint, faults, huggingface
+from steady import checkpoint, faults, foreign, huggingface
 from steady.cli import ConfigError
 from steady.tokens import byte_tokenizer
 from tools import commands
