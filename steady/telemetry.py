@@ -8,7 +8,9 @@ import math
 import multiprocessing
 import os
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,8 @@ class Sinks:
             self.give_up("metrics.jsonl", e)
             self.metrics = None
         self.to_tensorboard(self.write_scalars, step, row)
+        if "sample" in row:
+            self.write_text("samples", textwrap.indent(row["sample"], "    "), step)
 
     def write_scalars(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
@@ -91,11 +95,13 @@ class Sinks:
 
     def close(self):
         self.to_tensorboard(lambda: self.writer and self.writer.close())
+        self.folder = None
         if self.cfg.wandb and "wandb" in sys.modules:
             sys.modules["wandb"].finish()
         try:
             if self.metrics:
                 self.metrics.close()
+                self.metrics = None
         except OSError as e:
             self.give_up("metrics.jsonl", e)
 
@@ -111,7 +117,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     path.touch()
     size, length = path.stat().st_size, TAIL_BYTES
     while True:
-        rows = read_rows(path, max(0, size - length))
+        rows = list(read_rows(path, max(0, size - length)))
         if length >= size or rows and rows[0][1]["step"] <= start_step:
             break
         length *= 2
@@ -126,12 +132,11 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     return file, [row for _, row in kept], dropped
 
 
-def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
-    """[(byte at which it ends, row)] of a metrics.jsonl, from byte `start` on.
+def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
+    """(byte at which it ends, row) of each row of a metrics.jsonl, from byte `start` on.
 
     Without the row that `start` falls into and without the torn last row of a killed process.
     """
-    rows = []
     with open(path, "rb") as file:
         file.seek(start)
         end = start + (len(file.readline()) if start else 0)
@@ -140,8 +145,7 @@ def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if line.endswith(b"\n") and is_row(row):
-                    rows.append((end, row))
-    return rows
+                    yield end, row
 
 
 def is_row(row) -> bool:
@@ -149,7 +153,7 @@ def is_row(row) -> bool:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return False
     nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str,
-              "runs_out": str, "hang": str}
+              "runs_out": str, "hang": str, "sample": str, "ranks_ms": list}
     if any(name in row and not isinstance(row[name], kind) for name, kind in nested.items()):
         return False
     values = [*row.items(), *row.get("end", {}).items()]
@@ -206,6 +210,9 @@ def stacked(row: dict) -> dict[str, float]:
 # --- ranks, memory ---------------------------------------------------------------------------
 
 
+MOST_RANKS = 64  # more of them would make a row longer than all its metrics
+
+
 def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
@@ -219,6 +226,8 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
     probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
     known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
+    if len(busy) <= MOST_RANKS:
+        known["ranks_ms"] = [round(float(ms), 3) for ms in busy]
     return known | {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
