@@ -83,8 +83,8 @@ def short(x: float) -> float | None:
     return int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.4g}")
 
 
-def read_run(run_dir: Path, runs: int = 1) -> dict:
-    """What the page shows of one of so many runs. Raises OSError if there is no metrics.jsonl."""
+def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
+    """What the page shows of one of so many runs; told: its report."""
     logs, evaluations, processes, samples, told_at = Table(), Table(), [], [], []
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if "perf/step_ms" in row:
@@ -96,7 +96,6 @@ def read_run(run_dir: Path, runs: int = 1) -> dict:
         if "hang" in row or "runs_out" in row:
             told_at.append(row)
         add_seconds(processes, row)
-    told = report(run_dir)
     config, notes = read_config(run_dir / "config.yaml")
     shown = [name for name in logs.columns if name in LINES or name.startswith("train/loss/")]
     heat = {title: logs.thin([name for name in logs.columns if name.startswith(prefix)],
@@ -135,13 +134,16 @@ def add_seconds(processes: list[dict], row: dict):
     now = seconds_so_far([row])
     if not now:
         return
-    before = processes[-1]["so far"] if processes else dict.fromkeys(KINDS, 0.0)
+    nothing = dict.fromkeys(KINDS, 0.0)
+    before = processes[-1]["so far"] if processes else nothing
     spent = {kind: max(0.0, now[kind] - before[kind]) for kind in KINDS}
+    if not processes and spent["lost"]:  # of a process that crashed before its first checkpoint
+        processes.append(nothing | {"step": 0})
     if not processes or "perf/startup_s" in row:
         if processes:
             processes[-1]["lost"] += spent["lost"]
             spent["lost"] = 0.0
-        processes.append(dict.fromkeys(KINDS, 0.0) | {"step": row["step"]})
+        processes.append(nothing | {"step": row["step"]})
     for kind, seconds in spent.items():
         processes[-1][kind] += seconds
     processes[-1]["so far"] = now
@@ -218,8 +220,8 @@ def read_config(path: Path) -> tuple[dict, dict]:
 # --- the page --------------------------------------------------------------------------------
 
 
-def page_data(run_dirs: list[Path]) -> dict:
-    runs = [read_run(path, len(run_dirs)) for path in run_dirs]
+def page_data(reports: list[dict]) -> dict:
+    runs = [read_run(Path(told["run"]), told, len(reports)) for told in reports]
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": run["path"]} for run in runs]
     made = time.strftime("%Y-%m-%d %H:%M")
@@ -248,9 +250,9 @@ def page(data: dict) -> str:
     return out
 
 
-def write_page(run_dirs: list[Path], file: Path) -> str:
+def write_page(reports: list[dict], file: Path) -> str:
     """What was written, as a line. Raises OSError."""
-    text = page(page_data(run_dirs))
+    text = page(page_data(reports))
     file.write_text(text, "utf-8")
     return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
 
@@ -268,7 +270,7 @@ class Watched:
         began = time.monotonic()
         now = [(path / "metrics.jsonl").stat().st_size for path in self.run_dirs]
         if now != self.seen:
-            self.data, self.seen = page_data(self.run_dirs), now
+            self.data, self.seen = page_data([report(path) for path in self.run_dirs]), now
             self.data["again_s"] = max(3.0, 20 * (time.monotonic() - began))  # 5 % of a core
         return self.data
 

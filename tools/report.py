@@ -78,7 +78,7 @@ def print_reports(argv: list[str]) -> int:
             print(side_by_side(reports))
     if args.html:
         try:
-            print(write_page(run_dirs, Path(args.html)), file=sys.stderr, flush=True)
+            print(write_page(reports, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     if args.watch:

@@ -3,8 +3,8 @@
 "use strict";
 
 const COLOURS = {  // neighbours in a stack differ in lightness, for black and white
-  data: "#e69f00", forward: "#0a5c99", backward: "#7fc4ee", waiting: "#a3487f", optimizer: "#8fd3b0",
-  other: "#8a8f96", logging: "#f4e04d", evaluation: "#5b3a8c", checkpoint: "#e8743b",
+  data: "#f2a72e", forward: "#0b4f8a", backward: "#8cc9f0", waiting: "#c2659b", optimizer: "#12683f",
+  other: "#c3c8cf", logging: "#a8861a", evaluation: "#532f85", checkpoint: "#f0926a",
   startup: "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];  // of runs, for black and white
@@ -61,7 +61,8 @@ function drawHead() {
       line.lastChild.style.borderTopStyle = i ? "dashed" : "solid";
       add(line, "b", run.name + " ");
     }
-    add(line, "span", run.verdict[0], {className: run.verdict[0].startsWith("steady") ? "" : "bad"});
+    const bad = run.events.some(e => ["slow-down", "no progress", "runs out"].includes(e.kind));
+    add(line, "span", run.verdict[0], {className: bad ? "bad" : ""});
     for (const text of run.verdict.slice(1)) add(block, "p", text);
     const facts = [`step ${run.step}${run.max_steps && " of " + run.max_steps}`];
     for (const [key, text] of [["train/loss", x => `loss ${x}`], ["val/loss", x => `validation ${x}`],
@@ -84,7 +85,7 @@ function drawGoodput(block, run) {
       const s = process[kind];
       if (!s) continue;
       sums[kind] = (sums[kind] || 0) + s;
-      const part = add(bar, "i", s > 0.07 * total ? kind : "", {className: kind,
+      const part = add(bar, "i", s > 0.07 * total && kind != "lost" ? kind : "", {className: kind,
         title: `${kind}: ${duration(s)}, ${(100 * s / total).toFixed(1)} %`});
       part.style.flex = `${s / total} 0 0px`;
       if (kind != "lost") part.style.backgroundColor = COLOURS[kind];
@@ -121,8 +122,8 @@ function eventsAt(u, run, at) {  // what happened there, within 6 pixels
 }
 
 // lines: [{label, x, y, low?, high?, run, stroke, dash?, scale?, points?}]
-function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, describe, cls, heat} = {}) {
-  const figure = add(byId("charts"), "figure", "", {tabIndex: 0, className: cls || ""});
+function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colours, describe, heat} = {}) {
+  const figure = add(byId("charts"), "figure", "", {tabIndex: 0});
   figure.setAttribute("role", "group");
   figure.setAttribute("aria-label", title);
   add(figure, "h2", title);
@@ -131,7 +132,7 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, desc
   const series = [{label: "step", value: (u, x) => x ?? "–"}], spread = [];
   for (const l of lines) {
     const paint = {label: l.label, stroke: l.stroke, width: l.width ?? 1.5, dash: l.dash || [], fill: l.fill,
-      scale: l.scale || "y", spanGaps: true, points: {show: l.points || l.y.length < 2, size: 6},
+      scale: l.scale || "y", spanGaps: true, points: {show: l.y.length < 2 || l.points && l.y.length < 60, size: 6},
       value: value || ((u, x) => format(x))};
     series.push(paint);
     if (l.low) {
@@ -171,6 +172,10 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, desc
       draw: [...(draw ? [draw] : []), u => drawEvents(u, runs, draw && !heat)]},
   };
   if (heat) options.legend = {show: false};
+  if (colours) {
+    const colour = (u, k) => k ? colours[k - 1] : "transparent";
+    options.legend = {markers: {width: 0, fill: colour}};
+  }
   const u = new uPlot(options, data, figure);
   figure.append(note);
   plots.push(u);
@@ -277,19 +282,18 @@ function lineChart(title, lines, more) {
   if (lines.length) chart(title, lines, more);
 }
 
-// Second and third lines of a run: another colour where there is one run, else thinner dots.
-const second = (i, dash) => page.runs.length > 1 ? {dash, width: 1.2} : {dash, stroke: runColour(i + 1)};
-const third = (i, dash) => page.runs.length > 1 ? {dash, width: 1.2} : {dash, stroke: runColour(i + 2)};
+// The second line of a run: dotted, and of another colour where there is one run only.
+const second = i => ({dash: [2, 3], stroke: runColour(page.runs.length > 1 ? i : 1)});
 
 function drawLoss() {
   lineChart("Loss (nats)", perRun(i => [...line(i, "logs", "train/loss", "train"),
-    ...line(i, "evaluations", "val/loss", "validation", {points: true, ...second(i, [5, 4])})]));
+    ...line(i, "evaluations", "val/loss", "validation", {points: true, ...second(i)})]));
   const names = new Set(page.runs.flatMap(r => [...Object.keys(r.logs), ...Object.keys(r.evaluations)])
     .filter(n => /^(train|val)\/loss\//.test(n)));
   const datasets = [...new Set([...names].map(n => n.replace(/^(train|val)\/loss\//, "")))];
   lineChart("Loss by dataset (nats)", datasets.flatMap((name, k) => perRun(i => {
     const stroke = runColour(k);
-    const dash = DASHES[page.runs.length > 1 ? i % 4 : Math.floor(k / 4) % 4];
+    const dash = DASHES[(page.runs.length > 1 ? i : k) % 4];
     return [...line(i, "logs", "train/loss/" + name, name, {stroke, dash}),
       ...line(i, "evaluations", "val/loss/" + name, name + " validation", {stroke, dash, points: true, width: 1})];
   })));
@@ -306,7 +310,7 @@ function drawPhases(run, i) {
     return raw.map((column, k) => (sums = sums.map((s, j) => column[j] == null ? null : s + shown[k] * column[j])));
   };
   const lines = stack().map((y, k) => ({label: names[k], x: logs.step, y, width: 1,
-    stroke: COLOURS[names[k]], fill: k ? undefined : COLOURS[names[0]]}));
+    stroke: css("--back"), fill: k ? undefined : COLOURS[names[0]]}));
   const bands = names.slice(1).map((name, k) => ({series: [k + 2, k + 1], fill: COLOURS[name]}));
   const order = logs.step;  // the steps of this run alone: no join, so indices agree
   const top = () => {  // a rare evaluation or checkpoint may be cut off, or it would flatten the rest
@@ -330,7 +334,7 @@ function drawPhases(run, i) {
     ctx.restore();
   };
   const title = page.runs.length > 1 ? `Step time by phase (ms), ${run.name}` : "Step time by phase (ms)";
-  const u = chart(title, lines, {runs: [run], bands, draw: labels, rangeY: () => [0, top()],
+  const u = chart(title, lines, {runs: [run], bands, colours: names.map(name => COLOURS[name]), draw: labels, rangeY: () => [0, top()],
     value: (u, x, k, j) => format(j == null ? null : raw[k - 1][j])});
   u.hooks.setSeries = [(u, k, options) => {
     if (k == null || options.show == null) return;
@@ -352,12 +356,12 @@ function drawHeat(run, key, title, logarithmic) {
   if (!table) return;
   const names = Object.keys(table).filter(n => n != "step" && !/ (low|high)$/.test(n));
   const byNumber = n => +(n.match(/\d+/)?.[0] ?? (n.includes("embed") ? -1 : Infinity));
-  names.sort((a, b) => byNumber(a) - byNumber(b) || 0);  // from the bottom up; 0 for NaN
+  names.sort((a, b) => byNumber(a) - byNumber(b) || 0);  // from the bottom up
   const scale = x => logarithmic ? Math.log10(x) : x;
   const known = names.flatMap(n => table[n]).filter(x => x != null && (x > 0 || !logarithmic));
   if (!known.length) return;
   const sorted = known.map(scale).sort((a, b) => a - b);
-  const low = sorted[Math.floor(0.02 * sorted.length)], high = sorted[Math.ceil(0.98 * sorted.length) - 1];
+  const low = sorted[Math.floor(0.05 * sorted.length)], high = sorted[Math.ceil(0.95 * sorted.length) - 1];
   const share = x => high > low ? (scale(x) - low) / (high - low) : 0.5;
   const steps = table.step, n = names.length;
   const paint = u => {
@@ -374,18 +378,18 @@ function drawHeat(run, key, title, logarithmic) {
     }));
     ctx.restore();
   };
-  const every = Math.ceil(n / 12);
+  const every = Math.ceil(n / 12), prefix = key == "ranks" ? "rank " : "";
   const unit = logarithmic ? "" : " ms";
   const [dark, light] = (logarithmic ? [10 ** low, 10 ** high] : [low, high]).map(format);
   chart(`${title}${page.runs.length > 1 ? ", " + run.name : ""}: dark ${dark}${unit}, light ${light}${unit}`,
     [{label: "", x: steps, y: steps.map(() => null), stroke: "#000"}], {
-      runs: [run], draw: paint, rangeY: () => [0, n], cls: "heat",
+      runs: [run], draw: paint, rangeY: () => [0, n],
       heat: {splits: () => names.map((_, k) => k + 0.5).filter((_, k) => k % every == 0),
-        values: (u, at) => at.map(k => names[Math.floor(k)].slice(0, 14)), ticks: {show: false}},
+        values: (u, at) => at.map(k => prefix + names[Math.floor(k)].slice(0, 14)), ticks: {show: false}},
       describe: (u, at) => {
         const j = steps.findIndex(s => s >= at), k = Math.floor(u.posToVal(u.cursor.top, "y"));
         return names[k] == null || j < 0 ? "" :
-          `step ${steps[j]} · ${key == "ranks" ? "rank " : ""}${names[k]}: ${format(table[names[k]][j])}${unit}`;
+          `step ${steps[j]} · ${prefix}${names[k]}: ${format(table[names[k]][j])}${unit}`;
       }});
   if (key == "ranks" && run.slow_rank) add(byId("charts").lastChild, "p", run.slow_rank);
 }
@@ -397,7 +401,7 @@ function drawCharts() {
   page.runs.forEach(drawPhases);
   lineChart("Throughput (tokens/s) and MFU", perRun(i => [
     ...line(i, "logs", "perf/tokens_per_second", "tokens/s"),
-    ...line(i, "logs", "perf/mfu", "MFU", {scale: "right", ...second(i, [5, 4])})]),
+    ...line(i, "logs", "perf/mfu", "MFU", {scale: "right", ...second(i)})]),
   {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
   const memory = {host_rss: "host", workers_rss: "workers", allocated: "device, allocated",
     reserved: "device, reserved", peak: "device, peak"};
@@ -408,7 +412,7 @@ function drawCharts() {
   })), {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
   lineChart("Gradient norm, learning rate", perRun(i => [
     ...line(i, "logs", "train/grad_norm", "gradient norm"),
-    ...line(i, "logs", "train/learning_rate", "learning rate", {scale: "right", ...second(i, [5, 4])})]),
+    ...line(i, "logs", "train/learning_rate", "learning rate", {scale: "right", ...second(i)})]),
   {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
   page.runs.forEach(run => drawHeat(run, "layers", "Update ratio by layer", true));
   page.runs.forEach(run => drawHeat(run, "ranks", "Own work of each rank (ms a step)", false));
