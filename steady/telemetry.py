@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import multiprocessing
@@ -15,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from steady.clouds import tensorboard_folder
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
@@ -24,7 +26,7 @@ PHASES = STEP_PHASES + OUTSIDE_PHASES
 # TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
 # holds the interpreter's lock: of rows that come faster it gets what training itself is about.
 SECONDS_BETWEEN_TIMES = 1.0
-TIMES = ("perf/", "stacked/", "machine/", "memory/", "goodput/", "disk/")
+TIMES = ("perf/", "machine/", "memory/", "goodput/", "disk/")
 
 
 # --- files and TensorBoard -------------------------------------------------------------------
@@ -47,7 +49,7 @@ class Sinks:
                 out_dir / "metrics.jsonl", start_step
             )
         if out_dir and cfg.tensorboard:
-            self.folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+            self.folder = tensorboard_folder(cfg, out_dir)
 
     def write(self, step: int, row: dict):
         try:
@@ -65,7 +67,8 @@ class Sinks:
             self.write_text("samples", textwrap.indent(row["sample"], "    "), step)
 
     def write_scalars(self, step: int, row: dict):
-        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        numbers = {k: v for k, v in row.items()
+                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
         self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
         if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
             numbers |= self.times
@@ -178,14 +181,18 @@ def open_tensorboard(folder: Path, first_step: int, cfg):
     charts = {
         "loss": ["train/loss$", "val/loss$"],
         "loss by dataset": ["train/loss/.*", "val/loss/.*"],
-        "phases, stacked (ms a step)": ["stacked/.*"],
         "throughput": ["perf/tokens_per_second"],
-        "step time (ms)": ["perf/step_ms.*"],
+        "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
     }
     if len(cfg.data) == 1:
         del charts["loss by dataset"]
-    layout = {title: ["Multiline", tags] for title, tags in charts.items()}
-    writer.add_custom_scalars({"steady": layout})
+    # A chart for each phase: TensorBoard gives all lines of a run the same colour.
+    names = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
+    phases = {} if cfg.monitor == "off" else {name: [f"perf/{name}_ms$"] for name in names}
+    writer.add_custom_scalars({
+        section: {title: ["Multiline", tags] for title, tags in content.items()}
+        for section, content in {"steady": charts, "phases (ms a step)": phases}.items() if content
+    })
     writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
     return writer
 
@@ -198,13 +205,6 @@ def put_event_files_in_order(folder: Path):
         second, rest = old.name.split(".", 4)[3:]
         if int(second) >= now:
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
-
-
-def stacked(row: dict) -> dict[str, float]:
-    """Running sums over the phases: TensorBoard itself cannot draw a stacked chart."""
-    names = [name for name in PHASES if f"perf/{name}_ms" in row]
-    sums = itertools.accumulate(row[f"perf/{name}_ms"] for name in names)
-    return {f"stacked/{i}_{n}": s for i, (n, s) in enumerate(zip(names, sums, strict=True), 1)}
 
 
 # --- ranks, memory ---------------------------------------------------------------------------

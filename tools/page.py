@@ -105,8 +105,7 @@ def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
         name=run_dir.name or str(run_dir.resolve()), path=str(run_dir), step=told["step"],
         max_steps=config.get("max_steps", ""), seconds=told["seconds"], verdict=told["verdict"],
         figures=told["figures"], events=events_of(told, processes, told_at),
-        processes=[{k: v if k == "step" else short(v) for k, v in p.items() if k != "so far"}
-                   for p in processes],
+        processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
         logs=logs.thin(shown, POINTS // runs), evaluations=evaluations.thin(
             [name for name in evaluations.columns if name.startswith("val/loss")], POINTS // runs),
         heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
@@ -162,8 +161,9 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
                         label=f"{name} {by}", text=describe_event(event)))
     for row in told["anomalies"]:
         text = f"{row['anomaly']} on rank {row.get('rank', 0)}"
-        if number(row.get("median")):
-            text += f": {number(row.get('value')):.4g}, the median is {number(row['median']):.4g}"
+        value, median = (number(row.get(name)) for name in ("value", "median"))
+        if median > 0:
+            text += f": {value:.4g}, the median is {median:.4g}"
         if row.get("first_bad_layer"):
             text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
         out.append(dict(kind="anomaly", step=row["step"], label=row["anomaly"], text=text))
