@@ -319,7 +319,7 @@ def test_a_browser_runs_no_text_of_a_run(browser, tmp_path):
     write_evil_run(folder)
     make_page(tmp_path, folder, folder)
     assert show(browser, (tmp_path / "page.html").as_uri()) == []
-    assert "owned" not in browser.title.replace(EVIL.replace("/", ""), "").replace(str(folder), "")
+    assert browser.title == f"{folder}, {folder}"
     assert browser.execute_script("return document.images.length + document.scripts.length") == 2
     assert browser.find_element("tag name", "pre").text == EVIL
 

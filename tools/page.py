@@ -46,7 +46,7 @@ class Table:
         self.columns, self.rows = {"step": array("d")}, 0
 
     def add(self, row: dict):
-        for name in row.keys() - self.columns.keys():
+        for name in [name for name in row if name not in self.columns]:
             self.columns[name] = array("d", [math.nan]) * self.rows
         for name, column in self.columns.items():
             column.append(number(row.get(name)))
@@ -90,7 +90,7 @@ def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
         if "perf/step_ms" in row:
             logs.add(log_columns(row))
         if "val/loss" in row:
-            evaluations.add({k: v for k, v in row.items() if k == "step" or k.startswith("val/")})
+            evaluations.add({k: v for k, v in row.items() if k.startswith(("step", "val/loss"))})
         if "sample" in row:
             samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if "hang" in row or "runs_out" in row:
@@ -102,16 +102,21 @@ def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
                              CELLS // runs) for title, prefix in HEAT.items()}
     every = max(1, math.ceil(len(samples) / MOST_SAMPLES))
     return dict(
-        name=run_dir.name or str(run_dir.resolve()), path=str(run_dir), step=told["step"],
-        max_steps=config.get("max_steps", ""), seconds=told["seconds"], verdict=told["verdict"],
-        figures=told["figures"], events=events_of(told, processes, told_at),
+        name=str(run_dir),
+        step=told["step"],
+        max_steps=config.get("max_steps", ""),
+        verdict=told["verdict"],
+        figures=told["figures"],
         processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
-        logs=logs.thin(shown, POINTS // runs), evaluations=evaluations.thin(
-            [name for name in evaluations.columns if name.startswith("val/loss")], POINTS // runs),
+        events=events_of(told, processes, told_at),
+        logs=logs.thin(shown, POINTS // runs),
+        evaluations=evaluations.thin(list(evaluations.columns)[1:], POINTS // runs),
         heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
               for title, table in heat.items() if len(table) > 2},
-        samples=samples[::-1][::every][::-1], config=config, notes=notes,
         slow_rank=slow_rank(logs),
+        samples=samples[::-1][::every][::-1],
+        config=config,
+        notes=notes,
     )
 
 
@@ -222,10 +227,8 @@ def read_config(path: Path) -> tuple[dict, dict]:
 
 def page_data(reports: list[dict]) -> dict:
     runs = [read_run(Path(told["run"]), told, len(reports)) for told in reports]
-    if len({run["name"] for run in runs}) < len(runs):
-        runs = [run | {"name": run["path"]} for run in runs]
-    made = time.strftime("%Y-%m-%d %H:%M")
-    return {"runs": runs, "made": made, "phases": PHASES, "kinds": KINDS}
+    return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": PHASES,
+            "kinds": KINDS}
 
 
 def as_json(data: dict) -> str:

@@ -8,7 +8,7 @@ const COLOURS = {  // neighbours in a stack differ in lightness, for black and w
   startup: "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];  // of runs, for black and white
-const HEIGHT = innerWidth < 600 ? 190 : 220;
+const HEIGHT = innerWidth < 600 ? 190 : 235;
 let page = JSON.parse(document.getElementById("data").textContent);
 let zoom = null;  // [first, last step] or null for all
 let sampleShown = null;  // position of the slider, as a share
@@ -152,15 +152,16 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colo
   note.setAttribute("aria-live", "polite");
   const hover = u => {
     const at = u.data[0][u.cursor.idx];
-    const said = at == null ? [] : runs.flatMap(run => eventsAt(u, run, at).map(e =>
+    const here = u.over.matches(":hover") || figure.contains(document.activeElement);
+    const said = at == null || !here ? [] : runs.flatMap(run => eventsAt(u, run, at).map(e =>
       `${runs.length > 1 ? run.name + ": " : ""}${e.kind} at step ${e.step}: ${e.text}`));
-    if (describe && at != null) said.unshift(describe(u, at));
+    if (describe && at != null && here) said.unshift(describe(u, at));
     note.textContent = said.join("\n");
   };
   const options = {
     width: figure.clientWidth - 18, height: HEIGHT, series, axes, bands: bands || spread,
     scales: {x: {time: false, range: (u, min, max) => [min, max]}, y: {range: rangeY}},
-    cursor: {sync: {key: "steps", scales: ["x", null],
+    cursor: {y: !!heat, sync: {key: "steps", scales: ["x", null],
       filters: {sub: type => type == "mousemove" || type == "mouseleave"}},
     drag: {x: true, y: false}, bind: {dblclick: () => () => { setZoom(null); return null; }}},
     hooks: {setCursor: [hover],
@@ -171,11 +172,9 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colo
       }],
       draw: [...(draw ? [draw] : []), u => drawEvents(u, runs, draw && !heat)]},
   };
-  if (heat) options.legend = {show: false};
-  if (colours) {
-    const colour = (u, k) => k ? colours[k - 1] : "transparent";
-    options.legend = {markers: {width: 0, fill: colour}};
-  }
+  const dashed = (u, k) => series[k].dash?.length ? "dashed" : "solid";
+  options.legend = {show: !heat, markers: {dash: dashed}};
+  if (colours) options.legend.markers = {width: 0, fill: (u, k) => colours[k - 1] || "transparent"};
   const u = new uPlot(options, data, figure);
   figure.append(note);
   plots.push(u);
@@ -399,7 +398,8 @@ function drawCharts() {
   byId("charts").replaceChildren();
   drawLoss();
   page.runs.forEach(drawPhases);
-  lineChart("Throughput (tokens/s) and MFU", perRun(i => [
+  const mfu = page.runs.some(r => r.logs["perf/mfu"]) ? " and MFU" : "";
+  lineChart(`Throughput (tokens/s)${mfu}`, perRun(i => [
     ...line(i, "logs", "perf/tokens_per_second", "tokens/s"),
     ...line(i, "logs", "perf/mfu", "MFU", {scale: "right", ...second(i)})]),
   {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
