@@ -343,6 +343,7 @@ def test_a_page_fits_a_phone(browser, tmp_path, scheme):
     make_page(tmp_path, tmp_path / "r", tmp_path / "r")
     screen = dict(width=360, height=740, deviceScaleFactor=2, mobile=True)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=True))
     preference = [dict(name="prefers-color-scheme", value=scheme)]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=preference))
     try:
@@ -350,8 +351,17 @@ def test_a_page_fits_a_phone(browser, tmp_path, scheme):
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 360
         back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert (back == "rgb(255, 255, 255)") == (scheme == "light")
+        box = browser.execute_script("plots[0].over.scrollIntoView({block: 'center'});"
+                                     "const b = plots[0].over.getBoundingClientRect();"
+                                     "return {x: b.x + 40, y: b.y + 40}")
+        for kind, x in (("Start", 0), ("Move", 40), ("Move", 120), ("End", None)):  # a finger
+            points = [] if x is None else [{"x": box["x"] + x, "y": box["y"]}]
+            browser.execute_cdp_cmd("Input.dispatchTouchEvent",
+                                    dict(type=f"touch{kind}", touchPoints=points))
+        wait(browser, "return zoom")
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=False))
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[]))
 
 

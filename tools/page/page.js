@@ -189,7 +189,7 @@ function touch(over, type) {  // a finger does what the mouse does; up and down 
     if (e.pointerType == "mouse") return;
     const {clientX, clientY} = e;
     const send = kind => (kind == "mouseup" ? document : over).dispatchEvent(
-      new MouseEvent(kind, {clientX, clientY, button: 0, bubbles: true}));
+      new MouseEvent(kind, {clientX, clientY, movementX: 1, bubbles: true}));  // 0: uPlot ignores it
     if (type == "down") send("mousemove");
     send("mouse" + type);
   });
