@@ -1,5 +1,6 @@
 """The page of a run: what it holds, that its text stays text, and what a browser makes of it."""
 
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import conftest
 import numpy as np
 import pytest
 
-import config
 import train
 from steady import telemetry
 from steady.report import report
@@ -189,10 +189,12 @@ def test_a_watched_page_grows_with_its_run(tmp_path, served):
             get(served + path, host)
 
 
-def test_training_needs_nothing_of_the_page():
-    assert not {"tools.page", "tools.report"} & set(vars(train)) and config
-    parts = {path.name for path in page.PARTS.iterdir()}
-    assert {"uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"} <= parts
+def test_the_library_is_the_one_whose_checksum_is_noted(tmp_path):
+    library = (page.PARTS / "uPlot.iife.min.js").read_bytes()
+    assert hashlib.sha256(library).hexdigest() in page.__doc__
+    write_rows(tmp_path / "r", [])
+    make_page(tmp_path, tmp_path / "r")
+    assert (page.PARTS / "uPlot.LICENSE").read_text() in (tmp_path / "page.html").read_text()
 
 
 # --- in a browser ----------------------------------------------------------------------------

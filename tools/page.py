@@ -2,7 +2,9 @@
 
 The page is one file that loads nothing. tools/page/ holds what it is made of: page.html, page.js,
 and uPlot, which draws (https://github.com/leeoniya/uPlot, version 1.6.32, MIT license), as its npm
-package has it. That package's integrity is
+package has it. SHA-256 of uPlot.iife.min.js:
+19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f
+The package's integrity:
 sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
 """
 
@@ -237,8 +239,9 @@ def as_json(data: dict) -> str:
 
 def page(data: dict) -> str:
     """The page as HTML. It may run its own script only, and load nothing from elsewhere."""
-    script = "\n".join((PARTS / name).read_text("utf-8") for name in ("uPlot.iife.min.js",
-                                                                    "page.js"))
+    license, library, own = ((PARTS / name).read_text("utf-8") for name in (
+        "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
+    script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "{{digest}}": digest,

@@ -300,8 +300,9 @@ function drawLoss() {
 
 function drawPhases(run, i) {
   const logs = run.logs, names = page.phases.filter(p => logs[`perf/${p}_ms`]?.some(x => x > 0));
+  const of = page.runs.length > 1 ? ", " + run.name : "";
   if (!names.length)
-    return lineChart(`Step time (ms), ${run.name}`, line(i, "logs", "perf/step_ms", "step"), {runs: [run]});
+    return lineChart(`Step time (ms)${of}`, line(i, "logs", "perf/step_ms", "step"), {runs: [run]});
   const raw = names.map(p => logs[`perf/${p}_ms`]);
   let shown = names.map(() => true);
   const stack = () => {
@@ -327,13 +328,17 @@ function drawPhases(run, i) {
       if (!shown[k] || sums[k][j] == null) return;
       const high = u.valToPos(sums[k][j], "y", true), low = u.valToPos(k ? sums[k - 1][j] : 0, "y", true);
       if (low - high < 13 * ratio || low - 13 * ratio < u.bbox.top) return;
+      const at = [name, left + width - 6 * ratio, (high + low) / 2 + 4 * ratio];
+      ctx.lineWidth = 4 * ratio;
+      ctx.lineJoin = "round";
+      ctx.strokeStyle = COLOURS[name];  // readable where the band is narrower than the word
       ctx.fillStyle = ink(COLOURS[name]);
-      ctx.fillText(name, left + width - 6 * ratio, (high + low) / 2 + 4 * ratio);
+      ctx.strokeText(...at);
+      ctx.fillText(...at);
     });
     ctx.restore();
   };
-  const title = page.runs.length > 1 ? `Step time by phase (ms), ${run.name}` : "Step time by phase (ms)";
-  const u = chart(title, lines, {runs: [run], bands, colours: names.map(name => COLOURS[name]), draw: labels, rangeY: () => [0, top()],
+  const u = chart(`Step time by phase (ms)${of}`, lines, {runs: [run], bands, colours: names.map(name => COLOURS[name]), draw: labels, rangeY: () => [0, top()],
     value: (u, x, k, j) => format(j == null ? null : raw[k - 1][j])});
   u.hooks.setSeries = [(u, k, options) => {
     if (k == null || options.show == null) return;
