@@ -227,7 +227,7 @@ class Config:
         None, "peak of the device for MFU, if it is not known", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "where they go (default: out_dir/tensorboard)", metavar="DIR")
+        None, "where they go (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1)
     wandb: bool = option(False, "mirror TensorBoard to Weights & Biases, if it is installed")

@@ -251,6 +251,7 @@ def show_sample(run: "Run", title: str = ""):
         run.monitor.phase(previous)
         if run.rank == 0:
             print(f"{title}{text}", flush=True)
+            run.monitor.write(run.step, {"sample": text})
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:

@@ -34,6 +34,7 @@ from steady.checkpoint import (
     set_aside,
 )
 from steady.cli import ConfigError, write_yaml
+from steady.clouds import is_our_link
 from steady.device import DTYPE_NAMES, attention_backend, device_name
 from steady.huggingface import KEPT, keep_config
 from steady.parallel import restart_count
@@ -118,10 +119,13 @@ def holds_a_run(out_dir: Path) -> bool:
 def files_of_run(out_dir: Path) -> list[Path]:
     """The files of the run in out_dir that --overwrite deletes; links are not followed.
 
+    Of TensorBoard files in a cloud's place it deletes the link only: another run directory, a copy,
+    may have the same.
+
     Raises ConfigError if one of its folders is a link.
     """
     for name in ("checkpoints", "tensorboard", "tokenizer", "stacks", KEPT):
-        if (out_dir / name).is_symlink():
+        if (out_dir / name).is_symlink() and not is_our_link(out_dir / name):
             raise ConfigError(f"--overwrite: {out_dir / name} is a link, which is not deleted; "
                               "remove it yourself, or choose another --out_dir")
     folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
@@ -129,10 +133,12 @@ def files_of_run(out_dir: Path) -> list[Path]:
     found += (p for p in checkpoints if not p.is_dir())
     found += (part for p in checkpoints if p.is_dir() and not p.is_symlink()
               for part in p.glob("*") if PART.fullmatch(part.name) or part.name == MANIFEST)
-    found += (out_dir / "tensorboard").glob("events.out.tfevents.*")
+    tensorboard = out_dir / "tensorboard"
+    found += [] if tensorboard.is_symlink() else tensorboard.glob("events.out.tfevents.*")
     found += (out_dir / "stacks").glob("rank_*.txt")
     found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
-    return [p for p in found if p.is_file() and not p.is_symlink()]
+    found = [p for p in found if p.is_file() and not p.is_symlink()]
+    return [*found, tensorboard] if tensorboard.is_symlink() else found
 
 
 def continues(cfg, out_dir: Path | None) -> bool:

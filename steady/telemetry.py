@@ -2,17 +2,21 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import multiprocessing
 import os
 import sys
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+
+from steady.clouds import tensorboard_folder
 
 from steady.proc import count, rss_bytes
 
@@ -24,7 +28,7 @@ PHASES = STEP_PHASES + OUTSIDE_PHASES
 # TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
 # holds the interpreter's lock: of rows that come faster it gets what training itself is about.
 SECONDS_BETWEEN_TIMES = 1.0
-TIMES = ("perf/", "stacked/", "machine/", "memory/", "goodput/", "disk/")
+TIMES = ("perf/", "machine/", "memory/", "goodput/", "disk/")
 
 
 # --- files and TensorBoard -------------------------------------------------------------------
@@ -47,7 +51,7 @@ class Sinks:
                 out_dir / "metrics.jsonl", start_step
             )
         if out_dir and cfg.tensorboard:
-            self.folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+            self.folder = tensorboard_folder(cfg, out_dir)
 
     def write(self, step: int, row: dict):
         try:
@@ -61,9 +65,12 @@ class Sinks:
             self.give_up("metrics.jsonl", e)
             self.metrics = None
         self.to_tensorboard(self.write_scalars, step, row)
+        if "sample" in row:
+            self.write_text("samples", textwrap.indent(row["sample"], "    "), step)
 
     def write_scalars(self, step: int, row: dict):
-        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))} | stacked(row)
+        numbers = {k: v for k, v in row.items()
+                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
         self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
         if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
             numbers |= self.times
@@ -93,11 +100,13 @@ class Sinks:
 
     def close(self):
         self.to_tensorboard(lambda: self.writer and self.writer.close())
+        self.folder = None
         if self.cfg.wandb and "wandb" in sys.modules:
             sys.modules["wandb"].finish()
         try:
             if self.metrics:
                 self.metrics.close()
+                self.metrics = None
         except OSError as e:
             self.give_up("metrics.jsonl", e)
 
@@ -113,7 +122,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     path.touch()
     size, length = path.stat().st_size, TAIL_BYTES
     while True:
-        rows = read_rows(path, max(0, size - length))
+        rows = list(read_rows(path, max(0, size - length)))
         if length >= size or rows and rows[0][1]["step"] <= start_step:
             break
         length *= 2
@@ -128,12 +137,11 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     return file, [row for _, row in kept], dropped
 
 
-def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
-    """[(byte at which it ends, row)] of a metrics.jsonl, from byte `start` on.
+def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
+    """(byte at which it ends, row) of each row of a metrics.jsonl, from byte `start` on.
 
     Without the row that `start` falls into and without the torn last row of a killed process.
     """
-    rows = []
     with open(path, "rb") as file:
         file.seek(start)
         end = start + (len(file.readline()) if start else 0)
@@ -142,8 +150,7 @@ def read_rows(path: Path, start: int = 0) -> list[tuple[int, dict]]:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if line.endswith(b"\n") and is_row(row):
-                    rows.append((end, row))
-    return rows
+                    yield end, row
 
 
 def is_row(row) -> bool:
@@ -151,7 +158,7 @@ def is_row(row) -> bool:
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return False
     nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str,
-              "runs_out": str, "hang": str}
+              "runs_out": str, "hang": str, "sample": str, "ranks_ms": list}
     if any(name in row and not isinstance(row[name], kind) for name, kind in nested.items()):
         return False
     values = [*row.items(), *row.get("end", {}).items()]
@@ -176,14 +183,18 @@ def open_tensorboard(folder: Path, first_step: int, cfg):
     charts = {
         "loss": ["train/loss$", "val/loss$"],
         "loss by dataset": ["train/loss/.*", "val/loss/.*"],
-        "phases, stacked (ms a step)": ["stacked/.*"],
         "throughput": ["perf/tokens_per_second"],
-        "step time (ms)": ["perf/step_ms.*"],
+        "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
     }
     if len(cfg.data) == 1:
         del charts["loss by dataset"]
-    layout = {title: ["Multiline", tags] for title, tags in charts.items()}
-    writer.add_custom_scalars({"steady": layout})
+    # A chart for each phase: TensorBoard gives all lines of a run the same colour.
+    names = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
+    phases = {} if cfg.monitor == "off" else {name: [f"perf/{name}_ms$"] for name in names}
+    writer.add_custom_scalars({
+        section: {title: ["Multiline", tags] for title, tags in content.items()}
+        for section, content in {"steady": charts, "phases (ms a step)": phases}.items() if content
+    })
     writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
     return writer
 
@@ -198,14 +209,10 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-def stacked(row: dict) -> dict[str, float]:
-    """Running sums over the phases: TensorBoard itself cannot draw a stacked chart."""
-    names = [name for name in PHASES if f"perf/{name}_ms" in row]
-    sums = itertools.accumulate(row[f"perf/{name}_ms"] for name in names)
-    return {f"stacked/{i}_{n}": s for i, (n, s) in enumerate(zip(names, sums, strict=True), 1)}
-
-
 # --- ranks, memory ---------------------------------------------------------------------------
+
+
+MOST_RANKS = 64  # more of them would make a row longer than all its metrics
 
 
 def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
@@ -221,6 +228,8 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
     probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
     known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
+    if len(busy) <= MOST_RANKS:
+        known["ranks_ms"] = [round(float(ms), 3) for ms in busy]
     return known | {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),

@@ -1,17 +1,21 @@
 """python monitor.py RUN …: print the report of a run, or compare runs.
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
+    python monitor.py runs/001 --html run.html        also as a page to look at, or to send
+    python monitor.py runs/001 --watch                the page of a run that goes on
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
 """
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from steady.cli import ConfigError, Parser, run_command
 from steady.report import report, report_text
+from tools.page import watch, write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -55,9 +59,14 @@ def print_reports(argv: list[str]) -> int:
     parser.add_argument("--fail_on_regression", "--fail-on-regression", type=float,
                         metavar="PERCENT", help="exit with 3 if a run is slower than the first by "
                         "more than this, or a single run has slowed down by more")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
+                        "that opens without a network; runs lie on top of one another")
+    parser.add_argument("--watch", action="store_true",
+                        help="serve that page on 127.0.0.1, renewed while the runs go on")
     args = parser.parse_args(argv)
+    run_dirs = [Path(path) for path in args.run_dir]
     try:
-        reports = [report(Path(path)) for path in args.run_dir]
+        reports = [report(path) for path in run_dirs]
     except (OSError, KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"not a run directory with a metrics.jsonl: {e}") from e
     if args.json:
@@ -67,5 +76,12 @@ def print_reports(argv: list[str]) -> int:
             print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
         if len(reports) > 1:
             print(side_by_side(reports))
+    if args.html:
+        try:
+            print(write_page(reports, Path(args.html)), file=sys.stderr, flush=True)
+        except OSError as e:
+            raise ConfigError(f"--html {args.html}: {e.strerror}") from e
+    if args.watch:
+        watch(run_dirs)
     limit = args.fail_on_regression
     return 0 if limit is None or regression_percent(reports) <= limit else 3  # 3 also for NaN

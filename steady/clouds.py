@@ -1,0 +1,74 @@
+"""Where a cloud looks for TensorBoard files, and a link to that place in the run directory.
+
+Without such a place, or with --tensorboard_dir, nothing here changes anything.
+"""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path("/")  # another one in tests
+
+
+def tensorboard_place() -> tuple[str, Path] | None:
+    """(name of the cloud, the folder whose TensorBoard files it shows), or None.
+
+    Sources: Azure ML sets AZUREML_TB_PATH; SageMaker writes its TensorBoardOutputConfig, if a job
+    has one, to a file (smdebug's documentation of TENSORBOARD_CONFIG_FILE_PATH) and uploads from
+    "LocalPath" only; OpenBayes shows /openbayes/home/tf_dir.
+    """
+    if os.environ.get("AZUREML_TB_PATH"):
+        return "Azure ML", Path(os.environ["AZUREML_TB_PATH"])
+    settings = Path(os.environ.get("TENSORBOARD_CONFIG_FILE_PATH") or
+                    ROOT / "opt/ml/input/config/tensorboardoutputconfig.json")
+    if settings.is_file():
+        try:
+            local = json.loads(settings.read_text()).get("LocalPath")
+        except (OSError, ValueError, AttributeError):
+            local = None
+        return "SageMaker", Path(local or ROOT / "opt/ml/output/tensorboard")
+    if (ROOT / "openbayes/home").is_dir():
+        return "OpenBayes", ROOT / "openbayes/home/tf_dir"
+    return None
+
+
+def tensorboard_folder(cfg, out_dir: Path) -> Path:
+    """Where the event files of the run in out_dir go; made and linked to in a cloud's place.
+
+    A run that continues goes on where it began. Says which place it is.
+    """
+    own = out_dir / "tensorboard"
+    found = None if cfg.tensorboard_dir else tensorboard_place()
+    if not found or own.is_dir() and not own.is_symlink():
+        return Path(cfg.tensorboard_dir or own)
+    cloud, place = found
+    try:
+        if not own.is_dir():
+            own.unlink(missing_ok=True)  # a link to what is gone
+            own.symlink_to(new_folder(place, out_dir.resolve().name))
+    except OSError as e:
+        print(f"warning: no TensorBoard files in {place}, where {cloud} shows them: {e}",
+              file=sys.stderr, flush=True)
+        return own
+    print(f"TensorBoard files are in {own.resolve()}, where {cloud} shows them", flush=True)
+    return own
+
+
+def new_folder(place: Path, name: str) -> Path:
+    """Another run of this name may have one already: then name-2, name-3, …"""
+    for n in itertools.count(1):
+        folder = place.absolute() / (name if n == 1 else f"{name}-{n}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not place.is_dir():
+                raise
+
+
+def is_our_link(path: Path) -> bool:
+    """Whether a link was made by tensorboard_folder."""
+    found = path.is_symlink() and tensorboard_place()
+    return bool(found) and path.resolve().parent == found[1].resolve()

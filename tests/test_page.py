@@ -1,0 +1,376 @@
+"""The page of a run: what it holds, that its text stays text, and what a browser makes of it."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import conftest
+import numpy as np
+import pytest
+
+import train
+from steady import telemetry
+from steady.report import report
+from tools import page
+from tools.report import main
+
+EVIL = ("</script><script>document.title = 'owned'</script>"
+        "<img src=x onerror=\"document.title='owned'\">")
+
+
+def data_of(file) -> dict:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>',
+                         file.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def make_page(tmp_path, *runs) -> dict:
+    assert main([*map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
+    return data_of(tmp_path / "page.html")
+
+
+def test_a_page_has_what_a_run_did(run, tmp_path):
+    printed = run("--out_dir", "r", "--sample_interval", 6, "--monitor", "full",
+                  "--eval_interval", 6)
+    (told,) = make_page(tmp_path, "r")["runs"]
+    assert (told["name"], told["step"], told["max_steps"]) == ("r", 12, "12")
+    assert told["logs"]["step"] == [1, 4, 8, 12] and told["evaluations"]["step"] == [6, 12]
+    row = conftest.rows(tmp_path / "r")[1]
+    assert told["logs"]["train/loss"][0] == pytest.approx(row["train/loss"], rel=1e-3)
+    assert told["logs"]["perf/forward_ms"][0] is None  # the first step starts the process
+    assert all(told["logs"]["perf/forward_ms"][1:])
+    assert {"blocks.0", "blocks.1", "embedding"} <= told["heat"]["layers"].keys()
+    assert [sample["step"] for sample in told["samples"]] == [6, 12]
+    assert told["samples"][0]["text"] in printed and told["samples"][1]["text"] in printed
+    assert told["verdict"] == report(tmp_path / "r")["verdict"]
+    assert told["config"]["seq_len"] == "32" and told["notes"]["torch"]
+    (process,) = told["processes"]
+    assert process["startup"] > 0 and process["training"] > 0 and process["lost"] == 0
+
+
+def test_two_runs_and_what_differs_between_them(run, tmp_path):
+    run("--out_dir", "a/r", "--max_steps", 4)
+    run("--out_dir", "b/r", "--max_steps", 4, "--seed", 7)
+    one, other = make_page(tmp_path, "a/r", "b/r")["runs"]
+    assert (one["name"], other["name"]) == ("a/r", "b/r")
+    assert {k for k in one["config"] if one["config"][k] != other["config"][k]} == {"seed"}
+
+
+def test_what_a_crash_cost_stands_beside_it(run, tmp_path):
+    run("--out_dir", "r", "--save_interval", 4, "--log_interval", 1)
+    (tmp_path / "r/checkpoints/step_00000012.pt").unlink()
+    (tmp_path / "r/checkpoints/best.pt").unlink(missing_ok=True)
+    run("--out_dir", "r", "--save_interval", 4, "--log_interval", 1, "--auto_resume")
+    (told,) = make_page(tmp_path, "r")["runs"]
+    crashed, second = told["processes"]
+    assert crashed["lost"] > 0 and second["lost"] == 0 and second["startup"] > 0
+    wall = sum(report(tmp_path / "r")["seconds"].values())
+    kinds = [p[k] for p in (crashed, second) for k in p if k != "step"]
+    assert sum(kinds) == pytest.approx(wall, rel=0.01)
+    (restart,) = [event for event in told["events"] if event["kind"] == "restart"]
+    assert restart["step"] == 8 and "lost" in restart["text"]
+
+
+def write_rows(folder, rows):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def long_run(logs: int, slow_from: int, every=50):
+    """Rows of a run of logs * every steps, in which data takes longer from the log slow_from on."""
+    rng = np.random.default_rng(0)
+    for k in range(1, logs + 1):
+        ms = dict(zip(telemetry.STEP_PHASES, (2, 20, 20, 5, 15, 3), strict=True))
+        ms |= dict(zip(telemetry.OUTSIDE_PHASES, (1, 2, 1), strict=True))
+        ms = {name: value * rng.uniform(0.98, 1.02) for name, value in ms.items()}
+        ms["data"] += 20 * (k >= slow_from)
+        step_ms = sum(ms[name] for name in telemetry.STEP_PHASES)
+        yield {"step": every * k, "train/loss": 5 * k**-0.1 + rng.normal(0, 0.02),
+               "train/grad_norm": rng.uniform(0.9, 1.1), "train/learning_rate": 1e-3,
+               "perf/step_ms": step_ms, "perf/step_ms_median": step_ms, "perf/mfu": 0.4,
+               "perf/tflops": 100 / step_ms, "perf/tokens_per_second": 1e6 / step_ms,
+               "memory/host_rss_gb": 1.0, "memory/peak_gb": 60.0, "ranks_ms": [40.0] * 7 + [60.0],
+               "perf/slowest_rank": 7, "perf/slowest_rank_ratio": 1.5, "perf/slowest_rank_phase": 0,
+               **{f"perf/{name}_ms": value for name, value in ms.items()},
+               **{f"health/update_ratio/blocks.{i}": 1e-3 * (i + 1) for i in range(32)}}
+        if k == logs // 3:
+            yield {"step": every * k - 7, "anomaly": "loss spike", "value": 9.0, "median": 2.0,
+                   "steps": 1, "rank": 3}
+
+
+def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "POINTS", 100)
+    monkeypatch.setattr(page, "CELLS", 30)
+    write_rows(tmp_path / "r", long_run(300, slow_from=201))
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    lines = told["logs"]
+    assert {len(column) for column in lines.values()} == {page.POINTS}
+    losses = [row["train/loss"] for row in long_run(300, 201) if "train/loss" in row]
+    assert min(lines["train/loss low"]) == pytest.approx(min(losses), rel=1e-3)
+    assert max(lines["train/loss high"]) == pytest.approx(max(losses), rel=1e-3)
+    assert np.mean(lines["train/loss"]) == pytest.approx(np.mean(losses), rel=1e-2)
+    kinds = {event["kind"]: event for event in told["events"]}
+    assert kinds["anomaly"]["step"] == 4_993 and "9" in kinds["anomaly"]["text"]
+    assert abs(kinds["slow-down"]["step"] - 10_001) <= 100
+    assert kinds["slow-down"]["label"].startswith("data +")
+    assert "rank 7" in told["slow_rank"] and "in data" in told["slow_rank"]
+    assert len(told["heat"]["ranks"]) == 1 + 8 and len(told["heat"]["ranks"]["7"]) == page.CELLS
+
+
+def write_evil_run(folder):
+    row = {"step": 1, "sample": EVIL, f"train/loss/{EVIL}": 1.0, "perf/step_ms": 3.0,
+           "train/loss": None, "perf/mfu": 10**400, "ranks_ms": [EVIL, None, {}]}
+    write_rows(folder, [
+        row, row | {"step": 2, "perf/mfu": 0.5}, {"step": 2, "hang": EVIL},
+        {"step": 2, "runs_out": EVIL},
+        {"step": 2, "anomaly": EVIL, "rank": EVIL, "value": EVIL, "first_bad_layer": EVIL}])
+    (folder / "config.yaml").write_text(f"# commit: {EVIL}\n{json.dumps({EVIL: EVIL})}\n")
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path):
+    folder = tmp_path / EVIL.replace("/", "")
+    write_evil_run(folder)
+    (told,) = make_page(tmp_path, folder)["runs"]
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text
+    assert told["samples"][0]["text"] == EVIL and told["config"] == {EVIL: EVIL}
+
+
+def test_odd_configurations_and_rows_leave_a_page(tmp_path):
+    odd = "", "[1]", "a: [", "a: &a [x]\nb: [*a, *a]", "\x00", "a: 2020-01-01"
+    for i, text in enumerate(odd):
+        write_rows(tmp_path / f"r{i}", [])
+        (tmp_path / f"r{i}/config.yaml").write_text(text)
+        make_page(tmp_path, tmp_path / f"r{i}")
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path, capsys):
+    write_rows(tmp_path / "r", long_run(3, 9))
+    assert main([str(tmp_path / "r"), "--html", str(tmp_path / "none/page.html")]) == 2
+    assert main([str(tmp_path / "none"), "--html", str(tmp_path / "page.html")]) == 2
+    assert [line.partition(" error: ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "monitor.py:"] * 2
+
+
+def get(address, host=None) -> bytes:
+    request = urllib.request.Request(address, headers={"Host": host} if host else {})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(the address at which the page of tmp_path/r is served, its rows so far)"""
+    write_rows(tmp_path / "r", long_run(3, 9))
+    server = page.make_server([tmp_path / "r"])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_watched_page_grows_with_its_run(tmp_path, served):
+    assert b"uPlot" in get(served + "/")
+    before = json.loads(get(served + "/data"))
+    write_rows(tmp_path / "r", long_run(5, 9))
+    after = json.loads(get(served + "/data"))
+    assert (before["runs"][0]["step"], after["runs"][0]["step"]) == (150, 250)
+    assert after["again_s"] >= 1
+    for path, host in (("/metrics.jsonl", None), ("/data", "evil.example:80")):
+        with pytest.raises(urllib.error.HTTPError):
+            get(served + path, host)
+
+
+def test_the_library_is_the_one_whose_checksum_is_noted(tmp_path):
+    library = (page.PARTS / "uPlot.iife.min.js").read_bytes()
+    assert hashlib.sha256(library).hexdigest() in page.__doc__
+    write_rows(tmp_path / "r", [])
+    make_page(tmp_path, tmp_path / "r")
+    assert (page.PARTS / "uPlot.LICENSE").read_text() in (tmp_path / "page.html").read_text()
+
+
+# --- in a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    chromium, driver = map(shutil.which, ("chromium", "chromedriver"))
+    if not (chromium and driver):
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1300,1600"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+def show(browser, address) -> list[str]:
+    """Open it; returns what it asked for and what the console says."""
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)  # of earlier pages
+    browser.get(str(address))
+    wait(browser, "return plots.length && plots.every(u => u.status)")
+    return said(browser)
+
+
+def said(browser) -> list[str]:
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events
+             if event["method"] == "Network.requestWillBeSent"]
+    return ([url for url in asked if not url.startswith(("file:", "data:"))]
+            + [entry["message"] for entry in browser.get_log("browser")])
+
+
+def wait(browser, condition: str):
+    for _ in range(600):
+        if found := browser.execute_script(condition):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"never: {condition}")
+
+
+PHASES_CHART = "plots.find(u => u.root.parentNode.textContent.startsWith('Step time'))"
+
+
+def planted(step: int):
+    """From this step on each batch takes 30 ms longer."""
+    plain, seed_everything, now = train.Mixture.batch, train.seed_everything, [0]
+
+    def seed(seed, step, rank):
+        now[0] = step
+        seed_everything(seed, step, rank)
+
+    def batch(self, *args):
+        time.sleep(0.03 * (now[0] >= step))
+        return plain(self, *args)
+
+    train.seed_everything, train.Mixture.batch = seed, batch
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_planted_slow_down(browser, tmp_path, corpus):
+    """From a file: no console error, no request; hover, zoom, keys, legend."""
+    flags = [*conftest.TINY, "--data", corpus, "--out_dir", "r", "--num_workers", 0, "--max_steps",
+             600, "--log_interval", 10, "--monitor", "full", "--eval_interval", 100,
+             "--sample_interval", 200, "--no_tensorboard"]
+    assert conftest.Process(tmp_path, flags, lambda: planted(400)).code(300) == 0
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    (event,) = [e for e in told["events"] if e["kind"] == "slow-down" and "data" in e["label"]]
+    assert 370 <= event["step"] <= 430
+    assert show(browser, (tmp_path / "page.html").as_uri()) == []
+    assert "the loop waits for data" in browser.find_element("id", "head").text
+    assert f"step {event['step']}, slow-down" in browser.find_element("id", "events").text
+
+    # hover: the values of every chart at that step, and what happened there
+    from selenium.webdriver import ActionChains, Keys
+
+    chart = browser.execute_script(f"return {PHASES_CHART}.over")
+    figure = browser.execute_script(f"return {PHASES_CHART}.root.parentNode")
+    ActionChains(browser).move_to_element_with_offset(chart, chart.size["width"] // 3, 0).perform()
+    wait(browser, f"return {PHASES_CHART}.root.parentNode.innerText.includes('the loop waits')")
+    shown = browser.execute_script(f"return {PHASES_CHART}.legend.values")
+    step = int(shown[0]["_"])
+    at = told["logs"]["step"].index(step)
+    ms = told["logs"]["perf/data_ms"][at]
+    assert 450 < step < 550 and float(shown[1]["_"]) == pytest.approx(ms, rel=1e-3)
+    loss = browser.execute_script("return plots[0].legend.values[1]._")
+    assert float(loss) == pytest.approx(told["logs"]["train/loss"][at], rel=1e-3)
+
+    # a drag zooms all charts; the button shows everything again
+    range_of = "const {min, max} = plots[%d].scales.x; return [min, max]"
+    ActionChains(browser).move_to_element_with_offset(chart, -100, 0).click_and_hold(
+        ).move_by_offset(100, 0).release().perform()
+    wait(browser, "return zoom")
+    zoomed = [browser.execute_script(range_of % i) for i in (0, 1, 3)]
+    assert zoomed[0] == zoomed[1] == zoomed[2] and 0 < zoomed[0][0] < zoomed[0][1] < 600
+    browser.find_element("id", "zoom").click()
+    assert browser.execute_script(range_of % 0) == [0, 600]
+
+    # by keyboard
+    browser.execute_script("arguments[0].focus()", figure)
+    figure.send_keys(Keys.HOME, Keys.ARROW_RIGHT, "+", "+")
+    low, high = wait(browser, "return zoom")
+    assert high - low == pytest.approx(150, abs=5)
+    figure.send_keys(Keys.ESCAPE)
+    assert browser.execute_script("return zoom") is None
+
+    # a phase that is hidden leaves the stack
+    top = f"return {PHASES_CHART}.data.at(-1).at(-1)"
+    before = browser.execute_script(top)
+    browser.execute_script(f"{PHASES_CHART}.setSeries(1, {{show: false}})")
+    after = wait(browser, f"return {PHASES_CHART}.data.at(-1).at(-1) < {before} && {top[7:]}")
+    assert before - after == pytest.approx(told["logs"]["perf/data_ms"][-1], rel=1e-2)
+    assert said(browser) == []
+
+
+@pytest.mark.slow
+def test_a_browser_runs_no_text_of_a_run(browser, tmp_path):
+    folder = tmp_path / EVIL.replace("/", "")
+    write_evil_run(folder)
+    make_page(tmp_path, folder, folder)
+    assert show(browser, (tmp_path / "page.html").as_uri()) == []
+    assert browser.title == f"{folder}, {folder}"
+    assert browser.execute_script("return document.images.length + document.scripts.length") == 2
+    assert browser.find_element("tag name", "pre").text == EVIL
+
+
+@pytest.mark.slow
+def test_a_browser_opens_a_million_steps(browser, tmp_path):
+    write_rows(tmp_path / "r", long_run(20_000, slow_from=12_001))
+    make_page(tmp_path, tmp_path / "r")
+    assert (tmp_path / "page.html").stat().st_size < 10**6
+    assert show(browser, (tmp_path / "page.html").as_uri()) == []
+    took = browser.execute_script(
+        "const t = performance.timing; return t.loadEventEnd - t.navigationStart")
+    print(f"opened in {took} ms, {os.path.getsize(tmp_path / 'page.html') / 1e3:.0f} kB")
+    assert "600001" in browser.find_element("id", "events").text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_fits_a_phone(browser, tmp_path, scheme):
+    write_rows(tmp_path / "r", long_run(100, slow_from=60))
+    make_page(tmp_path, tmp_path / "r", tmp_path / "r")
+    screen = dict(width=360, height=740, deviceScaleFactor=2, mobile=True)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=True))
+    preference = [dict(name="prefers-color-scheme", value=scheme)]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=preference))
+    try:
+        assert show(browser, (tmp_path / "page.html").as_uri()) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 360
+        back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (back == "rgb(255, 255, 255)") == (scheme == "light")
+        box = browser.execute_script("plots[0].over.scrollIntoView({block: 'center'});"
+                                     "const b = plots[0].over.getBoundingClientRect();"
+                                     "return {x: b.x + 40, y: b.y + 40}")
+        for kind, x in (("Start", 0), ("Move", 40), ("Move", 120), ("End", None)):  # a finger
+            points = [] if x is None else [{"x": box["x"] + x, "y": box["y"]}]
+            browser.execute_cdp_cmd("Input.dispatchTouchEvent",
+                                    dict(type=f"touch{kind}", touchPoints=points))
+        wait(browser, "return zoom")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", dict(enabled=False))
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[]))
+
+
+@pytest.mark.slow
+def test_a_watched_page_is_drawn_anew_where_it_was_zoomed(browser, tmp_path, served):
+    show(browser, served)
+    browser.execute_script("setZoom([50, 100])")
+    write_rows(tmp_path / "r", long_run(60, 99))
+    wait(browser, "return page.runs[0].step == 3000")
+    assert browser.execute_script("return plots[0].scales.x.max") == 100

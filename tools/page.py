@@ -1,0 +1,323 @@
+"""python monitor.py RUN … --html FILE: runs as a page that opens from the disk; --watch serves it.
+
+The page is one file that loads nothing. tools/page/ holds what it is made of: page.html, page.js,
+and uPlot, which draws (https://github.com/leeoniya/uPlot, version 1.6.32, MIT license), as its npm
+package has it. SHA-256 of uPlot.iife.min.js:
+19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f
+The package's integrity:
+sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
+"""
+
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import time
+from array import array
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from steady.goodput import KINDS, seconds_so_far
+from steady.report import describe_event, report, worth_saying
+from steady.telemetry import PHASES, read_rows
+
+PARTS = Path(__file__).parent / "page"
+PORT = 8265  # where --watch serves, or the next free one
+POINTS, CELLS = 2000, 300  # most points of a line and columns of a heat map, of all runs together
+MOST_EVENTS, MOST_SAMPLES = 1000, 40
+LINES = ("train/loss", "train/learning_rate", "train/grad_norm", "perf/step_ms",
+         *(f"perf/{name}_ms" for name in PHASES), "perf/tokens_per_second", "perf/mfu",
+         "memory/host_rss_gb", "memory/workers_rss_gb", "memory/allocated_gb",
+         "memory/reserved_gb", "memory/peak_gb")
+SPREAD = ("train/loss", "train/grad_norm")  # shown with the least and the greatest of each point
+HEAT = {"layers": "health/update_ratio/", "ranks": "rank "}  # heat map → prefix of its columns
+
+
+# --- a run -----------------------------------------------------------------------------------
+
+
+class Table:
+    """Columns of numbers by name, one value a row; NaN where a row has none."""
+
+    def __init__(self):
+        self.columns, self.rows = {"step": array("d")}, 0
+
+    def add(self, row: dict):
+        for name in [name for name in row if name not in self.columns]:
+            self.columns[name] = array("d", [math.nan]) * self.rows
+        for name, column in self.columns.items():
+            column.append(number(row.get(name)))
+        self.rows += 1
+
+    def thin(self, names: list[str], most: int) -> dict:
+        """{name: means of at most `most` groups of rows}, {name + " low" and " high"}: extremes."""
+        starts = np.unique(np.linspace(0, self.rows, most, endpoint=False).astype(int))
+        if not self.rows:
+            return {}
+        out = {"step": np.maximum.reduceat(np.array(self.columns["step"]), starts)}
+        for name in names:
+            values = np.array(self.columns[name])
+            known = np.add.reduceat(np.isfinite(values), starts)
+            if not known.any():
+                continue
+            with np.errstate(invalid="ignore"):
+                out[name] = np.add.reduceat(np.nan_to_num(values), starts) / known
+            if name in SPREAD and len(starts) < self.rows:
+                out[name + " low"] = np.fmin.reduceat(values, starts)
+                out[name + " high"] = np.fmax.reduceat(values, starts)
+        return {name: [short(x) for x in values.tolist()] for name, values in out.items()}
+
+
+def number(value) -> float:
+    is_number = isinstance(value, (int, float)) and abs(value) < 1e300
+    return float(value) if is_number else math.nan
+
+
+def short(x: float) -> float | None:
+    """In few characters: four digits, or all of an integer. None where not finite."""
+    if not math.isfinite(x):
+        return None
+    return int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.4g}")
+
+
+def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
+    """What the page shows of one of so many runs; told: its report."""
+    logs, evaluations, processes, samples, told_at = Table(), Table(), [], [], []
+    for _, row in read_rows(run_dir / "metrics.jsonl"):
+        if "perf/step_ms" in row:
+            logs.add(log_columns(row))
+        if "val/loss" in row:
+            evaluations.add({k: v for k, v in row.items() if k.startswith(("step", "val/loss"))})
+        if "sample" in row:
+            samples.append({"step": row["step"], "text": row["sample"][:2000]})
+        if "hang" in row or "runs_out" in row:
+            told_at.append(row)
+        add_seconds(processes, row)
+    config, notes = read_config(run_dir / "config.yaml")
+    shown = [name for name in logs.columns if name in LINES or name.startswith("train/loss/")]
+    heat = {title: logs.thin([name for name in logs.columns if name.startswith(prefix)],
+                             CELLS // runs) for title, prefix in HEAT.items()}
+    every = max(1, math.ceil(len(samples) / MOST_SAMPLES))
+    return dict(
+        name=str(run_dir),
+        step=told["step"],
+        max_steps=config.get("max_steps", ""),
+        verdict=told["verdict"],
+        figures=told["figures"],
+        processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
+        events=events_of(told, processes, told_at),
+        logs=logs.thin(shown, POINTS // runs),
+        evaluations=evaluations.thin(list(evaluations.columns)[1:], POINTS // runs),
+        heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
+              for title, table in heat.items() if len(table) > 2},
+        slow_rank=slow_rank(logs),
+        samples=samples[::-1][::every][::-1],
+        config=config,
+        notes=notes,
+    )
+
+
+def log_columns(row: dict) -> dict:
+    """The columns of a row that are drawn; no times of the first step, which starts a process."""
+    prefixes = ("train/loss/", HEAT["layers"], "perf/slowest_rank")
+    out = {k: v for k, v in row.items() if k in LINES or k.startswith(prefixes)}
+    out |= {f"rank {i}": ms for i, ms in enumerate(row.get("ranks_ms", ()))}
+    if "perf/startup_s" in row:
+        out = {k: v for k, v in out.items() if not k.startswith(("perf/", "rank "))}
+    return out | {"step": row["step"]}
+
+
+def add_seconds(processes: list[dict], row: dict):
+    """Add the seconds by kind since the row before to the newest process, or begin another.
+
+    What a crash cost is known to the process that follows, and counted for the one that crashed.
+    """
+    now = seconds_so_far([row])
+    if not now:
+        return
+    nothing = dict.fromkeys(KINDS, 0.0)
+    before = processes[-1]["so far"] if processes else nothing
+    spent = {kind: max(0.0, now[kind] - before[kind]) for kind in KINDS}
+    if not processes and spent["lost"]:  # of a process that crashed before its first checkpoint
+        processes.append(nothing | {"step": 0})
+    if not processes or "perf/startup_s" in row:
+        if processes:
+            processes[-1]["lost"] += spent["lost"]
+            spent["lost"] = 0.0
+        processes.append(nothing | {"step": row["step"]})
+    for kind, seconds in spent.items():
+        processes[-1][kind] += seconds
+    processes[-1]["so far"] = now
+
+
+def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[dict]:
+    """[{kind, step, until, label, text}] of slow-downs, anomalies, restarts, in order of steps.
+
+    told_at: rows about a rank that hung, or a resource that runs out.
+    """
+    out = []
+    for event in filter(worth_saying, told["slowdowns"]):
+        name, ms = (event["phases"] or [(event["kind"], None)])[0]
+        by = f"{event['percent']:+.0f}%" if ms is None else f"{ms:+.3g} ms"
+        out.append(dict(kind="slow-down", step=event["since"], until=event.get("ended"),
+                        label=f"{name} {by}", text=describe_event(event)))
+    for row in told["anomalies"]:
+        text = f"{row['anomaly']} on rank {row.get('rank', 0)}"
+        value, median = (number(row.get(name)) for name in ("value", "median"))
+        if median > 0:
+            text += f": {value:.4g}, the median is {median:.4g}"
+        if row.get("first_bad_layer"):
+            text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
+        out.append(dict(kind="anomaly", step=row["step"], label=row["anomaly"], text=text))
+    for before, process in itertools.pairwise(processes):
+        text = (f"restart or rollback: {before['lost']:.3g} s of repeated steps lost, "
+                f"{process['startup']:.3g} s to start up")
+        out.append(dict(kind="restart", step=process["step"] - 1, label="restart", text=text))
+    for row in told_at:
+        kind = "no progress" if "hang" in row else "runs out"
+        text = row.get("hang") or row["runs_out"]
+        out.append(dict(kind=kind, step=row["step"], label=kind, text=text))
+    left_out = len(out) - MOST_EVENTS
+    out = sorted(out, key=lambda e: (e["kind"] == "anomaly", e["step"]))[:MOST_EVENTS]
+    if left_out > 0:
+        text = f"and {left_out} more anomalies, which the page leaves out"
+        out.append(dict(kind="anomaly", step=told["step"], label="", text=text))
+    return sorted(out, key=lambda e: e["step"])
+
+
+def slow_rank(logs: Table) -> str:
+    """Which rank was the slowest most often, how often, by how much and in which phase."""
+    names = [f"perf/slowest_rank{end}" for end in ("", "_ratio", "_phase")]
+    if not all(name in logs.columns for name in names):
+        return ""
+    own = [name for name in PHASES if name != "waiting"]
+    ranks, ratios, phases = (np.array(logs.columns[name]) for name in names)
+    known = np.isfinite(ranks) & np.isfinite(ratios) & np.isfinite(phases)
+    if not known.any():
+        return ""
+    ranks, ratios, phases = ranks[known].astype(int), ratios[known], phases[known].astype(int)
+    rank = int(np.bincount(ranks.clip(0, 1 << 20)).argmax())
+    mine = ranks == rank
+    phase = own[int(np.bincount(phases[mine].clip(0, len(own) - 1)).argmax())]
+    return (f"rank {rank} has the most work of its own in {mine.mean():.0%} of the logs, "
+            f"{np.median(ratios[mine]):.2f} times the others' (median), mostly in {phase}")
+
+
+def read_config(path: Path) -> tuple[dict, dict]:
+    """(options as text, notes above them) of a config.yaml; both empty where it cannot be read."""
+    try:
+        text = path.read_text("utf-8", errors="replace")
+        values = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError, RecursionError, ValueError):
+        return {}, {}
+    notes = [line[2:].partition(": ") for line in text.splitlines() if line.startswith("# ")]
+    options = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        items = value if isinstance(value, list) else [value]
+        if not any(isinstance(item, (dict, list)) for item in items):  # links could make it huge
+            options[str(name)] = " ".join("" if item is None else str(item) for item in items)
+    return options, {name: value for name, _, value in notes}
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def page_data(reports: list[dict]) -> dict:
+    runs = [read_run(Path(told["run"]), told, len(reports)) for told in reports]
+    return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": PHASES,
+            "kinds": KINDS}
+
+
+def as_json(data: dict) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def page(data: dict) -> str:
+    """The page as HTML. It may run its own script only, and load nothing from elsewhere."""
+    license, library, own = ((PARTS / name).read_text("utf-8") for name in (
+        "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
+    script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "{{digest}}": digest,
+        "{{style}}": (PARTS / "uPlot.min.css").read_text("utf-8"),
+        "{{script}}": script,
+        "{{data}}": as_json(data).replace("<", "\\u003c"),  # ends no element, begins no comment
+    }
+    out = (PARTS / "page.html").read_text("utf-8")
+    for mark, text in parts.items():
+        before, after = out.split(mark)
+        out = before + text + after
+    return out
+
+
+def write_page(reports: list[dict], file: Path) -> str:
+    """What was written, as a line. Raises OSError."""
+    text = page(page_data(reports))
+    file.write_text(text, "utf-8")
+    return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
+
+
+# --- a run that goes on ----------------------------------------------------------------------
+
+
+class Watched:
+    """The newest data of runs, read again once they have changed."""
+
+    def __init__(self, run_dirs: list[Path]):
+        self.run_dirs, self.seen, self.data = run_dirs, None, {}
+
+    def renew(self) -> dict:
+        began = time.monotonic()
+        now = [(path / "metrics.jsonl").stat().st_size for path in self.run_dirs]
+        if now != self.seen:
+            self.data, self.seen = page_data([report(path) for path in self.run_dirs]), now
+            self.data["again_s"] = max(3.0, 20 * (time.monotonic() - began))  # 5 % of a core
+        return self.data
+
+
+def make_server(run_dirs: list[Path]) -> ThreadingHTTPServer:
+    """Serves the page and its data on 127.0.0.1."""
+    watched = Watched(run_dirs)
+    watched.renew()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            # another site's name that leads to this address gets nothing
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+                return self.send_error(403)
+            if self.path not in ("/", "/data"):
+                return self.send_error(404)
+            try:
+                data = watched.renew()
+            except (OSError, KeyError, TypeError, ValueError) as e:
+                return self.send_error(503, explain=str(e))
+            text, kind = (page(data), "text/html") if self.path == "/" else (
+                as_json(data), "application/json")
+            body = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    for port in (*range(PORT, PORT + 20), 0):
+        with contextlib.suppress(OSError):
+            return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    raise OSError("no free port on 127.0.0.1")
+
+
+def watch(run_dirs: list[Path]):
+    """Serve the page until Ctrl-C."""
+    with make_server(run_dirs) as server:
+        print(f"page    http://127.0.0.1:{server.server_port} until Ctrl-C", flush=True)
+        server.serve_forever()
