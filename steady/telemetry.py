@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from steady.clouds import tensorboard_folder
-
 from steady.proc import count, rss_bytes
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
