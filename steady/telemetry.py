@@ -154,7 +154,9 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 def is_row(row) -> bool:
     """Whether what a line holds has the types that this program writes."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    if not 0 <= row["step"] < 1 << 53:  # what a float can count to
         return False
     nested = {"end": dict, "order": dict, "slowest": list, "anomaly": str,
               "runs_out": str, "hang": str, "sample": str, "ranks_ms": list}

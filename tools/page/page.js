@@ -179,6 +179,10 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colo
   figure.append(note);
   plots.push(u);
   figure.addEventListener("keydown", e => onKey(e, u));
+  for (const entry of figure.querySelectorAll(".u-series:not(:first-child) th")) {
+    entry.tabIndex = 0;
+    entry.onkeydown = e => { if (e.key == "Enter") entry.click(); };
+  }
   for (const type of ["down", "move", "up"]) touch(u.over, type);
   new ResizeObserver(() => u.setSize({width: figure.clientWidth - 18, height: HEIGHT})).observe(figure);
   return u;
