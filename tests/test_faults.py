@@ -688,13 +688,14 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
 
 def test_a_signal_during_a_save(corpus, tmp_path):
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 20]
-    started, received = tmp_path / "started", tmp_path / "received"
+    started, received, inside = (tmp_path / name for name in ("started", "received", "inside"))
 
     def hook():
         plain = train.learning_rate
 
         def learning_rate(step, cfg):
             if step == 8:
+                inside.touch()
                 wait_for(received)
             return plain(step, cfg)
 
@@ -703,6 +704,7 @@ def test_a_signal_during_a_save(corpus, tmp_path):
 
     process = Process(tmp_path, flags, hook)
     wait_for(started)
+    wait_for(inside)
     process.kill(signal.SIGTERM)
     assert process.code() == 143, process.text()
     assert steps(tmp_path / "r") == [4, 8, 9]  # including the one that was in progress
