@@ -139,10 +139,13 @@ def keep_freed_memory(device: torch.device):
 
 
 def set_attention_backend(name: str):
-    """Allow the one named backend of scaled_dot_product_attention, or with auto all of them."""
+    """Allow the named backend of scaled_dot_product_attention, or with auto all of them.
+
+    And math, for what the named one does not take: cuDNN no single token, as samples begin with.
+    """
     for backend in ("flash", "mem_efficient", "cudnn", "math"):
         enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
-        enable(name in ("auto", backend.removeprefix("mem_")))
+        enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
 
 
 BACKEND_NAMES = {
