@@ -162,7 +162,8 @@ VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of 
 
 def takes_varlen(cfg, dtype: torch.dtype) -> bool:
     """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
-    suits = cfg.head_dim % 8 == 0 and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
+    heads = cfg.head_dim in range(8, 257, 8)  # that flash attention takes
+    suits = heads and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
     return cfg.packing and suits and dtype != torch.float32 and torch.version.hip is None
 
 

@@ -695,6 +695,6 @@ def test_which_packed_runs_go_without_a_mask():
     assert takes_varlen(replace(suits, attention="flash"), torch.float16)
     assert not takes_varlen(suits, torch.float32)
     for change in (dict(packing=False), dict(dropout=0.1), dict(attention="efficient"),
-                   dict(head_dim=12)):
+                   dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN
