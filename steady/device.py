@@ -139,10 +139,13 @@ def keep_freed_memory(device: torch.device):
 
 
 def set_attention_backend(name: str):
-    """Allow the one named backend of scaled_dot_product_attention, or with auto all of them."""
+    """Allow the named backend of scaled_dot_product_attention, or with auto all of them.
+
+    And math, for what the named one does not take: cuDNN no single token, as samples begin with.
+    """
     for backend in ("flash", "mem_efficient", "cudnn", "math"):
         enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
-        enable(name in ("auto", backend.removeprefix("mem_")))
+        enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
 
 
 BACKEND_NAMES = {
@@ -159,7 +162,8 @@ VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of 
 
 def takes_varlen(cfg, dtype: torch.dtype) -> bool:
     """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
-    suits = cfg.head_dim % 8 == 0 and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
+    heads = cfg.head_dim in range(8, 257, 8)  # that flash attention takes
+    suits = heads and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
     return cfg.packing and suits and dtype != torch.float32 and torch.version.hip is None
 
 

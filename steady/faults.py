@@ -222,7 +222,7 @@ def autopsy(run, step: int, rank: int) -> dict:
     run.model.eval()
     try:
         for start in range(first, end, run.micro_batch):
-            batch = data.batch(start, min(start + run.micro_batch, end)).to(run.device)
+            batch = data.rows(start, start + run.micro_batch, end).to(run.device)
             with run.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
             if not bad and not losses.isfinite().all():

@@ -103,6 +103,7 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
     ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32"],
     ["--dropout", "0.1", "--activation_checkpointing", "full"],
     ["--attention", "efficient", "--n_kv_head", "2"],
+    ["--attention", "cudnn", "--n_kv_head", "2"],
     ["--qk_norm", "--qkv_bias", "--tie_embeddings"],
     ["--skip_spikes", "6"],
     ["--check_replicas_interval", "3"],
