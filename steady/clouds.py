@@ -23,13 +23,14 @@ def tensorboard_place() -> tuple[str, Path] | None:
         return "Azure ML", Path(os.environ["AZUREML_TB_PATH"])
     settings = Path(os.environ.get("TENSORBOARD_CONFIG_FILE_PATH") or
                     ROOT / "opt/ml/input/config/tensorboardoutputconfig.json")
-    if settings.is_file():
+    usual = ROOT / "opt/ml/output/tensorboard"
+    if os.path.isfile(settings):  # False, too, for what may not be looked at
         try:
-            local = json.loads(settings.read_text()).get("LocalPath")
-        except (OSError, ValueError, AttributeError):
-            local = None
-        return "SageMaker", Path(local or ROOT / "opt/ml/output/tensorboard")
-    if (ROOT / "openbayes/home").is_dir():
+            local = Path(json.loads(settings.read_text())["LocalPath"] or usual)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            local = usual
+        return "SageMaker", local
+    if os.path.isdir(ROOT / "openbayes/home"):
         return "OpenBayes", ROOT / "openbayes/home/tf_dir"
     return None
 
@@ -48,11 +49,12 @@ def tensorboard_folder(cfg, out_dir: Path) -> Path:
         if not own.is_dir():
             own.unlink(missing_ok=True)  # a link to what is gone
             own.symlink_to(new_folder(place, out_dir.resolve().name))
-    except OSError as e:
+    except (OSError, ValueError) as e:  # ValueError: a null character
         print(f"warning: no TensorBoard files in {place}, where {cloud} shows them: {e}",
               file=sys.stderr, flush=True)
         return own
-    print(f"TensorBoard files are in {own.resolve()}, where {cloud} shows them", flush=True)
+    if is_our_link(own):
+        print(f"TensorBoard files are in {own.resolve()}, where {cloud} shows them", flush=True)
     return own
 
 

@@ -28,7 +28,8 @@ def test_each_cloud_has_its_place(root, monkeypatch):
     assert clouds.tensorboard_place() == ("OpenBayes", root / "openbayes/home/tf_dir")
     settings = root / "opt/ml/input/config/tensorboardoutputconfig.json"
     settings.parent.mkdir(parents=True)
-    for text in ("{}", "[]", "no JSON"):
+    odd = "{}", "[]", "no JSON", "[" * 10**5, '{"LocalPath": 5}', '{"LocalPath": ["a"]}'
+    for text in odd:
         settings.write_text(text)
         assert clouds.tensorboard_place() == ("SageMaker", root / "opt/ml/output/tensorboard")
     settings.write_text(json.dumps({"LocalPath": "/mine"}))
@@ -67,6 +68,23 @@ def test_a_place_that_cannot_be_written_costs_a_warning(root, tmp_path, monkeypa
     monkeypatch.setenv("AZUREML_TB_PATH", str(tmp_path / "file"))
     assert clouds.tensorboard_folder(DEFAULT, tmp_path) == tmp_path / "tensorboard"
     assert "no TensorBoard files in" in capsys.readouterr().err
+
+
+def test_a_place_of_nonsense_costs_a_warning_at_most(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TENSORBOARD_CONFIG_FILE_PATH", "x" * 5000)  # no path that a disk can have
+    assert clouds.tensorboard_folder(DEFAULT, tmp_path) == tmp_path / "tensorboard"
+    (tmp_path / "settings").write_text(json.dumps({"LocalPath": "/a\0b"}))
+    monkeypatch.setenv("TENSORBOARD_CONFIG_FILE_PATH", str(tmp_path / "settings"))
+    assert clouds.tensorboard_folder(DEFAULT, tmp_path) == tmp_path / "tensorboard"
+    assert "no TensorBoard files in" in capsys.readouterr().err
+
+
+def test_a_link_of_the_users_own_is_not_said_to_be_shown(root, tmp_path, capsys):
+    (root / "openbayes/home").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "mine")
+    assert clouds.tensorboard_folder(DEFAULT, tmp_path).resolve() == tmp_path / "mine"
+    assert capsys.readouterr().out == ""
 
 
 def test_a_link_to_what_is_gone_is_made_anew(root, tmp_path):
