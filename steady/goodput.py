@@ -45,6 +45,6 @@ def seconds_so_far(rows: list[dict]) -> dict[str, float]:
     """Seconds by kind up to the newest of these rows that has them; {} if none has."""
     for row in reversed(rows):
         row = row.get("end", row)
-        if "goodput/wall_s" in row:
+        if row.keys() >= {f"goodput/{kind}" for kind in (*KINDS, "wall_s")}:
             return {kind: row[f"goodput/{kind}"] * row["goodput/wall_s"] for kind in KINDS}
     return {}

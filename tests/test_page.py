@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -107,17 +110,17 @@ def long_run(logs: int, slow_from: int, every=50):
 def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "POINTS", 100)
     monkeypatch.setattr(page, "CELLS", 30)
-    write_rows(tmp_path / "r", long_run(300, slow_from=201))
+    write_rows(tmp_path / "r", long_run(180, slow_from=121))
     (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
     lines = told["logs"]
     assert {len(column) for column in lines.values()} == {page.POINTS}
-    losses = [row["train/loss"] for row in long_run(300, 201) if "train/loss" in row]
+    losses = [row["train/loss"] for row in long_run(180, 121) if "train/loss" in row]
     assert min(lines["train/loss low"]) == pytest.approx(min(losses), rel=1e-3)
     assert max(lines["train/loss high"]) == pytest.approx(max(losses), rel=1e-3)
     assert np.mean(lines["train/loss"]) == pytest.approx(np.mean(losses), rel=1e-2)
     kinds = {event["kind"]: event for event in told["events"]}
-    assert kinds["anomaly"]["step"] == 4_993 and "9" in kinds["anomaly"]["text"]
-    assert abs(kinds["slow-down"]["step"] - 10_001) <= 100
+    assert kinds["anomaly"]["step"] == 2_993 and "9" in kinds["anomaly"]["text"]
+    assert abs(kinds["slow-down"]["step"] - 6_001) <= 100
     assert kinds["slow-down"]["label"].startswith("data +")
     assert "rank 7" in told["slow_rank"] and "in data" in told["slow_rank"]
     assert len(told["heat"]["ranks"]) == 1 + 8 and len(told["heat"]["ranks"]["7"]) == page.CELLS
@@ -144,11 +147,43 @@ def test_no_text_of_a_run_becomes_markup(tmp_path):
 
 
 def test_odd_configurations_and_rows_leave_a_page(tmp_path):
-    odd = "", "[1]", "a: [", "a: &a [x]\nb: [*a, *a]", "\x00", "a: 2020-01-01"
+    odd = ("", "[1]", "a: [", "a: &a [x]\nb: [*a, *a]", "\x00", "a: 2020-01-01",
+           "a: 0x" + "f" * 6000)
     for i, text in enumerate(odd):
         write_rows(tmp_path / f"r{i}", [])
         (tmp_path / f"r{i}/config.yaml").write_text(text)
         make_page(tmp_path, tmp_path / f"r{i}")
+
+
+KINDS = {f"goodput/{kind}": 0.1 for kind in (*page.KINDS, "wall_s")}
+
+
+@pytest.mark.parametrize("odd", [
+    {"perf/tokens_per_second": math.nan}, {"perf/mfu": math.inf}, {"perf/data_ms": 1e308},
+    {"perf/step_ms": 10**300}, {"perf/forward_ms": None}, {"perf/slowest_rank": -1},
+    {"perf/slowest_rank_phase": 10**30}, {"perf/padding_fraction": None}, {"goodput/wall_s": 1},
+    KINDS | {"goodput/lost": None}, KINDS | {"goodput/lost": math.inf}], ids=str)
+def test_numbers_that_no_run_writes_are_passed_over(tmp_path, odd):
+    rows = list(long_run(12, slow_from=9))
+    write_rows(tmp_path / "first", [rows[0] | KINDS | odd, *rows[1:]])
+    write_rows(tmp_path / "all", [row | KINDS | odd for row in rows])
+    for told in make_page(tmp_path, tmp_path / "first", tmp_path / "all")["runs"]:
+        assert told["step"] in (0, 600)
+
+
+def test_a_page_of_much_text_and_many_columns_is_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "NUMBERS", 5000)
+    rows = list(long_run(40, slow_from=50))
+    losses = {f"train/loss/{i}": 1 / 3 for i in range(200)}
+    ranks = {"ranks_ms": [1.0] * 5000, "runs_out": "x" * 10**4}
+    write_rows(tmp_path / "r", [row | losses for row in rows])
+    write_rows(tmp_path / "s", [rows[0], *(row | ranks for row in rows[1:5])])
+    (tmp_path / "s/config.yaml").write_text(f"# note: {'x' * 10**4}\na: {'x' * 10**4}\n")
+    first, told = make_page(tmp_path, tmp_path / "r", tmp_path / "s")["runs"]
+    assert (tmp_path / "page.html").stat().st_size < 3 * 10**5
+    assert 10 < len(first["logs"]["step"]) < 30
+    assert len(told["heat"]["ranks"]) == 1 + telemetry.MOST_RANKS
+    assert len(told["config"]["a"]) == len(told["events"][-1]["text"]) == page.MOST_TEXT + 1
 
 
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path, capsys):
@@ -188,6 +223,25 @@ def test_a_watched_page_grows_with_its_run(tmp_path, served):
     for path, host in (("/metrics.jsonl", None), ("/data", "evil.example:80")):
         with pytest.raises(urllib.error.HTTPError):
             get(served + path, host)
+
+
+def test_a_tab_that_is_closed_says_nothing_and_tabs_share_the_work(
+        tmp_path, served, monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr(page, "report", lambda path: read.append(time.sleep(0.2)) or report(path))
+    write_rows(tmp_path / "r", long_run(4, 9))
+    tabs = [threading.Thread(target=get, args=(served + "/data",)) for _ in range(4)]
+    for tab in tabs:
+        tab.start()
+    address = served.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((address[0], int(address[1]))) as tab:
+            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            tab.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    for tab in tabs:
+        tab.join()
+    get(served + "/data")
+    assert len(read) == 1 and capsys.readouterr().err == ""
 
 
 def test_the_library_is_the_one_whose_checksum_is_noted(tmp_path):

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 import time
 from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,12 +25,13 @@ import yaml
 
 from steady.goodput import KINDS, seconds_so_far
 from steady.report import describe_event, report, worth_saying
-from steady.telemetry import PHASES, read_rows
+from steady.telemetry import MOST_RANKS, PHASES, read_rows
 
 PARTS = Path(__file__).parent / "page"
 PORT = 8265  # where --watch serves, or the next free one
 POINTS, CELLS = 2000, 300  # most points of a line and columns of a heat map, of all runs together
-MOST_EVENTS, MOST_SAMPLES = 1000, 40
+NUMBERS = 60_000  # most of them in a table: of many columns it has fewer rows
+MOST_EVENTS, MOST_SAMPLES, MOST_TEXT = 1000, 40, 500
 LINES = ("train/loss", "train/learning_rate", "train/grad_norm", "perf/step_ms",
          *(f"perf/{name}_ms" for name in PHASES), "perf/tokens_per_second", "perf/mfu",
          "memory/host_rss_gb", "memory/workers_rss_gb", "memory/allocated_gb",
@@ -56,6 +58,7 @@ class Table:
 
     def thin(self, names: list[str], most: int) -> dict:
         """{name: means of at most `most` groups of rows}, {name + " low" and " high"}: extremes."""
+        most = max(1, min(most, NUMBERS // (1 + len(names))))
         starts = np.unique(np.linspace(0, self.rows, most, endpoint=False).astype(int))
         if not self.rows:
             return {}
@@ -107,7 +110,7 @@ def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
         name=str(run_dir),
         step=told["step"],
         max_steps=config.get("max_steps", ""),
-        verdict=told["verdict"],
+        verdict=[cut(line) for line in told["verdict"][:MOST_SAMPLES]],
         figures=told["figures"],
         processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
         events=events_of(told, processes, told_at),
@@ -126,7 +129,7 @@ def log_columns(row: dict) -> dict:
     """The columns of a row that are drawn; no times of the first step, which starts a process."""
     prefixes = ("train/loss/", HEAT["layers"], "perf/slowest_rank")
     out = {k: v for k, v in row.items() if k in LINES or k.startswith(prefixes)}
-    out |= {f"rank {i}": ms for i, ms in enumerate(row.get("ranks_ms", ()))}
+    out |= {f"rank {i}": ms for i, ms in enumerate(row.get("ranks_ms", [])[:MOST_RANKS])}
     if "perf/startup_s" in row:
         out = {k: v for k, v in out.items() if not k.startswith(("perf/", "rank "))}
     return out | {"step": row["step"]}
@@ -182,6 +185,7 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
         kind = "no progress" if "hang" in row else "runs out"
         text = row.get("hang") or row["runs_out"]
         out.append(dict(kind=kind, step=row["step"], label=kind, text=text))
+    out = [event | {"label": cut(event["label"]), "text": cut(event["text"])} for event in out]
     left_out = len(out) - MOST_EVENTS
     out = sorted(out, key=lambda e: (e["kind"] == "anomaly", e["step"]))[:MOST_EVENTS]
     if left_out > 0:
@@ -197,13 +201,14 @@ def slow_rank(logs: Table) -> str:
         return ""
     own = [name for name in PHASES if name != "waiting"]
     ranks, ratios, phases = (np.array(logs.columns[name]) for name in names)
-    known = np.isfinite(ranks) & np.isfinite(ratios) & np.isfinite(phases)
+    known = np.isfinite(ratios) & (ranks >= 0) & (ranks < 1 << 20) & (phases >= 0)
+    known &= phases < len(own)
     if not known.any():
         return ""
     ranks, ratios, phases = ranks[known].astype(int), ratios[known], phases[known].astype(int)
-    rank = int(np.bincount(ranks.clip(0, 1 << 20)).argmax())
+    rank = int(np.bincount(ranks).argmax())
     mine = ranks == rank
-    phase = own[int(np.bincount(phases[mine].clip(0, len(own) - 1)).argmax())]
+    phase = own[int(np.bincount(phases[mine]).argmax())]
     return (f"rank {rank} has the most work of its own in {mine.mean():.0%} of the logs, "
             f"{np.median(ratios[mine]):.2f} times the others' (median), mostly in {phase}")
 
@@ -220,8 +225,14 @@ def read_config(path: Path) -> tuple[dict, dict]:
     for name, value in values.items() if isinstance(values, dict) else ():
         items = value if isinstance(value, list) else [value]
         if not any(isinstance(item, (dict, list)) for item in items):  # links could make it huge
-            options[str(name)] = " ".join("" if item is None else str(item) for item in items)
-    return options, {name: value for name, _, value in notes}
+            options[cut(name)] = cut(" ".join("" if i is None else cut(i) for i in items))
+    return options, {cut(name): cut(value) for name, _, value in notes}
+
+
+def cut(value) -> str:
+    """As text, which a long one loses the end of."""
+    text = hex(value) if isinstance(value, int) and abs(value) > 1 << 64 else str(value)
+    return text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + "…"
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -271,8 +282,13 @@ class Watched:
 
     def __init__(self, run_dirs: list[Path]):
         self.run_dirs, self.seen, self.data = run_dirs, None, {}
+        self.lock = threading.Lock()  # each request has a thread: one of them reads the files
 
     def renew(self) -> dict:
+        with self.lock:
+            return self.renewed()
+
+    def renewed(self) -> dict:
         began = time.monotonic()
         now = [(path / "metrics.jsonl").stat().st_size for path in self.run_dirs]
         if now != self.seen:
@@ -287,6 +303,10 @@ def make_server(run_dirs: list[Path]) -> ThreadingHTTPServer:
     watched.renew()
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self):
+            with contextlib.suppress(ConnectionError):  # a tab was closed
+                super().handle()
+
         def do_GET(self):
             # another site's name that leads to this address gets nothing
             if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):

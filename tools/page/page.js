@@ -61,9 +61,11 @@ function drawHead() {
       line.lastChild.style.borderTopStyle = i ? "dashed" : "solid";
       add(line, "b", run.name + " ");
     }
-    const bad = run.events.some(e => ["slow-down", "no progress", "runs out"].includes(e.kind));
-    add(line, "span", run.verdict[0], {className: bad ? "bad" : ""});
-    for (const text of run.verdict.slice(1)) add(block, "p", text);
+    const bad = run.events.filter(e => ["slow-down", "no progress", "runs out"].includes(e.kind));
+    run.verdict.forEach((text, k) => {
+      const className = bad.some(e => text.includes(e.text.slice(0, 400))) ? "bad" : "";
+      add(k ? block : line, k ? "p" : "span", text, {className});
+    });
     const facts = [`step ${run.step}${run.max_steps && " of " + run.max_steps}`];
     for (const [key, text] of [["train/loss", x => `loss ${x}`], ["val/loss", x => `validation ${x}`],
       ["step_ms_median", x => `${x} ms a step`], ["perf/tokens_per_second", x => `${x} tokens/s`],
