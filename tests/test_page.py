@@ -326,6 +326,8 @@ def test_a_browser_shows_the_planted_slow_down(browser, tmp_path, corpus):
     assert 370 <= event["step"] <= 430
     assert show(browser, (tmp_path / "page.html").as_uri()) == []
     assert "the loop waits for data" in browser.find_element("id", "head").text
+    slow = [e for e in told["events"] if e["kind"] == "slow-down"]
+    assert len(browser.find_elements("class name", "bad")) == len(slow)
     assert f"step {event['step']}, slow-down" in browser.find_element("id", "events").text
 
     # hover: the values of every chart at that step, and what happened there
@@ -425,7 +427,8 @@ def test_a_page_fits_a_phone(browser, tmp_path, scheme):
 @pytest.mark.slow
 def test_a_watched_page_is_drawn_anew_where_it_was_zoomed(browser, tmp_path, served):
     show(browser, served)
-    browser.execute_script("setZoom([50, 100])")
+    browser.execute_script("setZoom([50, 100]); document.querySelector('details').open = true")
     write_rows(tmp_path / "r", long_run(60, 99))
     wait(browser, "return page.runs[0].step == 3000")
     assert browser.execute_script("return plots[0].scales.x.max") == 100
+    assert browser.execute_script("return document.querySelector('details').open")

@@ -486,7 +486,7 @@ function table(place, names, key) {
 }
 
 function drawConfig() {
-  const place = byId("config");
+  const place = byId("config"), open = place.querySelector("details")?.open;
   place.replaceChildren();
   const all = key => [...new Set(page.runs.flatMap(r => Object.keys(r[key])))];
   const differ = all("config").filter(n => new Set(page.runs.map(r => r.config[n])).size > 1);
@@ -496,7 +496,7 @@ function drawConfig() {
     add(place, "p", differ.length ? "The runs differ in:" : "The runs have the same configuration.");
     if (differ.length) table(place, differ, "config");
   }
-  const details = add(place, "details");
+  const details = add(place, "details", "", {open: !!open});  // as it was before a renewal
   add(details, "summary", "all options");
   table(details, all("config"), "config");
 }
