@@ -190,8 +190,18 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path, capsys):
     write_rows(tmp_path / "r", long_run(3, 9))
     assert main([str(tmp_path / "r"), "--html", str(tmp_path / "none/page.html")]) == 2
     assert main([str(tmp_path / "none"), "--html", str(tmp_path / "page.html")]) == 2
+    metrics = (tmp_path / "r/metrics.jsonl").read_bytes()
+    assert main([str(tmp_path / "r"), "--html", str(tmp_path / "r/metrics.jsonl")]) == 2
+    assert (tmp_path / "r/metrics.jsonl").read_bytes() == metrics
     assert [line.partition(" error: ")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "monitor.py:"] * 2
+        "monitor.py:"] * 3
+
+
+def test_text_that_is_no_unicode_is_escaped(tmp_path, capsys):
+    write_rows(tmp_path / "r", [{"step": 1, "hang": "\udcff"}])
+    make_page(tmp_path, tmp_path / "r")
+    make_page(tmp_path, tmp_path / "r")  # an older page may be there
+    assert "no progress: \\udcff" in capsys.readouterr().out
 
 
 def get(address, host=None) -> bytes:

@@ -10,6 +10,7 @@ sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/e
 
 import base64
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -268,10 +269,17 @@ def page(data: dict) -> str:
 
 
 def write_page(reports: list[dict], file: Path) -> str:
-    """What was written, as a line. Raises OSError."""
+    """What was written, as a line. Raises OSError, also if the file is there and is no page."""
+    if file.is_file() and not is_page(file):
+        raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
     text = page(page_data(reports))
     file.write_text(text, "utf-8")
     return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
+
+
+def is_page(file: Path) -> bool:
+    with open(file, "rb") as f:
+        return f.read(15) in (b"", b"<!doctype html>")
 
 
 # --- a run that goes on ----------------------------------------------------------------------

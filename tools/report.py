@@ -73,7 +73,8 @@ def print_reports(argv: list[str]) -> int:
         print(json.dumps(reports, indent=1))
     else:
         for r in reports:
-            print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
+            text = f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n"
+            print(text.encode(errors="backslashreplace").decode())  # names may be no UTF-8
         if len(reports) > 1:
             print(side_by_side(reports))
     if args.html:
