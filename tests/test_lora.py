@@ -154,6 +154,10 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, corpus, capsys):
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
     assert generation.main(["export", "full", "out", "--adapter"]) == 2
     assert "trained without --lora_rank" in capsys.readouterr().err
+    tune(*LORA[2:], "--init_from", "full", "--max_steps", 2, "--out_dir", "second")
+    assert generation.main(["export", "second", "out", "--adapter"]) == 2
+    assert "its base is a run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
     told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
     assert "lora_rank 0 -> 4" in told
     save_random(tmp_path / "gpt2", GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))

@@ -337,6 +337,9 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
         raise ConfigError(f"{path}: --adapter: it was trained without --lora_rank")
+    if adapter and huggingface.own_checkpoint(cfg.init_from):
+        raise ConfigError(f"{path}: --adapter: its base is a run, which peft cannot load; leave "
+                          "--adapter out, or train on a folder that export has made of the base")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
