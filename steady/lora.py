@@ -6,6 +6,7 @@ adapter fits the exported model.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -50,6 +51,10 @@ def check(cfg):
     for name in ("lora_rank", "resize_embeddings"):
         if getattr(cfg, name) and not cfg.init_from:
             raise ConfigError(f"--{name}: expected --init_from, the weights that it is for")
+    for name, default in (("lora_alpha", None), ("lora_targets", [EVERYTHING])):
+        if not cfg.lora_rank and getattr(cfg, name) != default:
+            raise ConfigError(f"--{name}: expected --lora_rank, without which all weights are "
+                              "trained")
     if cfg.lora_rank and cfg.resize_embeddings:
         raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
                           "rows untrained; train once without it, and adapt what that exports")
@@ -162,7 +167,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in WEIGHTS
 # Settings under which a file means something else than is read here.
 UNREAD = ("use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
-          "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias")
+          "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
+          "alora_invocation_tokens")
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -184,7 +190,9 @@ def read_config(folder: Path) -> dict:
         raise ConfigError(f"{folder / CONFIG}: {kind} {' '.join(odd)}".rstrip() + "; expected "
                           "LORA with the name of its base, and neither biases nor variants")
     scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
-    return dict(base=base, scale=scale)
+    if not math.isfinite(scale):
+        raise ConfigError(f"{folder / CONFIG}: lora_alpha {alpha}; expected a finite number")
+    return dict(base=base, rank=rank, scale=scale)
 
 
 def read_pairs(folder: Path) -> Pairs:
@@ -202,9 +210,14 @@ def read_pairs(folder: Path) -> Pairs:
             raise ConfigError(f"{folder / WEIGHTS}: holds {name}; expected names that end in "
                               "lora_A.weight or lora_B.weight")
         found.setdefault(layer, {})[kind] = tensor
-    odd = [layer for layer, pair in found.items() if len(pair) < 2]
-    if odd:
-        raise ConfigError(f"{folder / WEIGHTS}: {odd[0]} has only one of A and B")
+    rank = read_config(folder)["rank"]
+    for layer, pair in found.items():
+        if len(pair) < 2:
+            raise ConfigError(f"{folder / WEIGHTS}: {layer} has only one of A and B")
+        a, b = list(pair["A"].shape), list(pair["B"].shape)
+        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank):
+            raise ConfigError(f"{folder / WEIGHTS}: A and B of {layer} are {a} and {b}; expected "
+                              f"the rank of {CONFIG}, r = {rank}")
     return {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
 
 

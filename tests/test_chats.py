@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from families import CALL, CHATS, FAMILIES, IN_TRL, chat, make_tokenizer, tokenizer_of
+from families import CALL, CHATS, FAMILIES, IN_TRL, LLAMA3, chat, make_tokenizer, tokenizer_of
 
 from steady.cli import ConfigError
 from tools import prepare
@@ -142,11 +142,27 @@ def test_a_system_prompt_that_a_template_writes_only_at_the_end():
     (dict(question="a", answer="b"), "has question, answer; expected text (see --text_field), or "
      "prompt and response, prompt and completion, messages"),
     (dict(instruction="a", output=3), "expected text, found int"),
+    (dict(messages=[]), "messages: expected a list of messages, found []"),
+    (dict(messages="Hello"), "expected a list of messages, found 'Hello'"),
+    (dict(conversations=None, system="x"), "expected a list of messages, found None"),
+    (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
 ])
 def test_what_cannot_be_written_is_refused(record, words):
     with pytest.raises(ConfigError) as e:
         documents(tokenizer_of("llama3"), record)
     assert words in str(e.value)
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "model"])
+def test_a_role_that_a_template_passes_over_is_refused(role):
+    record = dict(messages=[*TALK[:2], dict(role=role, content=" 7 "), *TALK[2:]])
+    with pytest.raises(ConfigError, match=f"leaves out what {role} says"):
+        documents(tokenizer_of("qwen2"), record)
+    assert documents(tokenizer_of("llama3"), record)
+    as_json = LLAMA3.replace("m.content | trim", "(m.content | tojson)")
+    tokenizer = make_tokenizer(as_json, *FAMILIES["llama3"][1:4])
+    assert documents(tokenizer, dict(messages=[*TALK[:2], dict(role=role, content='{"a": "猫"}'),
+                                               *TALK[2:]]))
 
 
 class Terminal(io.StringIO):

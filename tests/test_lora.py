@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import column
+from safetensors.torch import save_file
 from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
@@ -147,9 +148,16 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, corpus, capsys):
     assert "--lora_rank: expected --init_from" in tune("--lora_rank", 4, expect=2)
     assert "(did you mean q_proj?)" in tune(*LORA, "--lora_targets", "q_prj", expect=2)
     assert "not with --lora_rank" in tune(*LORA, "--resize_embeddings", expect=2)
+    for flags in (["--lora_targets", "q_proj"], ["--lora_alpha", 8]):
+        told = tune("--init_from", "m", *flags, expect=2)
+        assert f"{flags[0]}: expected --lora_rank" in told
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
     assert generation.main(["export", "full", "out", "--adapter"]) == 2
     assert "trained without --lora_rank" in capsys.readouterr().err
+    tune(*LORA[2:], "--init_from", "full", "--max_steps", 2, "--out_dir", "second")
+    assert generation.main(["export", "second", "out", "--adapter"]) == 2
+    assert "its base is a run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
     told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
     assert "lora_rank 0 -> 4" in told
     save_random(tmp_path / "gpt2", GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
@@ -159,10 +167,19 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, corpus, capsys):
     folder.mkdir()
     found = dict(peft_type="LORA", r=4, lora_alpha=4, base_model_name_or_path=str(tmp_path / "m"))
     for change, words in ((dict(use_dora=True), "use_dora"), (dict(bias="all"), "bias"),
-                          (dict(peft_type="IA3"), "IA3"), (dict(r="x"), "ValueError")):
+                          (dict(peft_type="IA3"), "IA3"), (dict(r="x"), "ValueError"),
+                          (dict(lora_alpha=float("nan")), "expected a finite number"),
+                          (dict(alora_invocation_tokens=[1]), "alora_invocation_tokens")):
         (folder / lora.CONFIG).write_text(json.dumps(found | change))
         with pytest.raises(ConfigError, match=words):
             lora.read_config(folder)
+    (folder / lora.CONFIG).write_text(json.dumps(found))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    for a, b in (((8, 64), (64, 8)), ((4,), (64, 4)), ((4, 64), ())):
+        save_file({f"{layer}A.weight": torch.zeros(a), f"{layer}B.weight": torch.zeros(b)},
+                  folder / lora.WEIGHTS)
+        told = tune("--init_from", "adapter", expect=2)
+        assert "expected the rank of adapter_config.json, r = 4" in told
 
 
 def test_defaults_of_fine_tuning(tmp_path):

@@ -79,6 +79,14 @@ def test_what_the_files_of_a_model_say_of_sampling(tmp_path, run):
     path = folder / "generation_config.json"
     path.write_text(json.dumps(dict(do_sample=False, temperature=0.3)))
     assert generation.Writer(folder, generation.ChatOptions()).sampling["temperature"] == 0
+    for odd in ([], dict(top_k=-1, top_p=0, temperature=-1),
+                dict(temperature=float("nan"), top_k="x"),
+                dict(top_p=[1], temperature=1e999)):
+        path.write_text(json.dumps(odd))
+        assert generation.usual_sampling(folder) == {}
+    path.write_text(json.dumps(dict(top_k=5.0, temperature=1)))
+    assert generation.usual_sampling(folder) == dict(temperature=1.0, top_k=5)
+    assert type(generation.usual_sampling(folder)["top_k"]) is int  # as torch.topk wants it
 
 
 class Terminal(io.StringIO):
@@ -167,6 +175,32 @@ def test_what_is_no_terminal_is_one_prompt(tmp_path, capsys, monkeypatch):
     chat = ["generate", *flags[1:], "--chat", "--prompt", "The\ncat"]
     assert generation.main(chat) == 0
     assert capsys.readouterr().out == answer and "猫" not in answer
+
+
+def test_a_template_that_refuses_a_talk_is_one_line(tmp_path, talk, capsys):
+    folder = folder_of(tmp_path / "m", "gemma3")
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}|{% endfor %}")
+    prompts, out = talk(folder, "Hello", "/system Be brief.", "So?", "/system", "Bye")
+    assert prompts == ["Hello|", "Hello|Hi 猫.|Bye|"]
+    assert f"error: {folder}: the chat template refuses it: No system role\n" in out.err
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('Nobody') }}")
+    assert generation.main(["generate", str(folder), "--chat", "--prompt", "x"]) == 2
+    assert "refuses it: Nobody" in capsys.readouterr().err
+
+
+def test_odd_bytes_on_the_input_are_read(tmp_path, capsys, monkeypatch):
+    folder = folder_of(tmp_path / "m", "qwen2")
+    flags = ["chat", str(folder), "--max_new_tokens", "3"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\xfeb"), "utf-8"))
+    assert generation.main(flags) == 0
+    (tmp_path / "p.txt").write_bytes("\ufeffone\u2028still\x0cone\r\ntwo\n".encode())
+    flags = ["generate", str(folder), "--temperature", "0", "--max_new_tokens", "1"]
+    capsys.readouterr()
+    assert generation.main([*flags, "--prompt_file", str(tmp_path / "p.txt")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--- 1 of 2\none\u2028still\x0cone") and "\n--- 2 of 2\ntwo" in out
 
 
 @pytest.mark.slow

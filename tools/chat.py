@@ -46,6 +46,12 @@ def write_documents(tokenizer, messages: list[dict], given: int, tools: list | N
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     if any(call.get("function", call)["name"] not in whole for call in calls):
         raise ValueError("the chat template leaves out tool calls")
+    for message in messages:
+        said = message["content"].strip()
+        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # as some write results of tools
+        if (message["role"] not in ("system", "assistant")
+                and said not in whole and as_json not in whole):
+            raise ValueError(f"the chat template leaves out what {message['role']} says")
     if "assistant" not in roles[:given]:
         documents = marked(tokenizer, messages, tools, whole)
         if documents:
@@ -102,6 +108,8 @@ def read_messages(record: dict, keys: tuple) -> tuple[list[dict], int]:
         messages, given = prompt + reply, len(prompt)
     else:
         messages = record[keys[0]]
+    if not messages or not isinstance(messages, list) or not isinstance(messages[0], dict):
+        raise ValueError(f"{keys[0]}: expected a list of messages, found {messages!r:.50}")
     messages = [read_message(message) for message in messages]
     if record.get("system") and messages[0]["role"] != "system":
         messages.insert(0, dict(role="system", content=record["system"]))

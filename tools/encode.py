@@ -77,7 +77,8 @@ class Encoder:
                 raise
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.options.skip_bad:
-                    raise ConfigError(f"{chunk.file}:{number}: {e}; --skip_bad leaves such "
+                    why = reason(e) if isinstance(e, KeyError) else e
+                    raise ConfigError(f"{chunk.file}:{number}: {why}; --skip_bad leaves such "
                                       "lines out") from None
                 counts["left out", reason(e)] += 1
                 continue

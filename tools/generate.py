@@ -1,5 +1,6 @@
 """python model.py generate|chat|export: text from a model, and its weights for Hugging Face."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -19,7 +20,7 @@ from steady.cli import ConfigError, check_bounds, make_parser, option, read_flag
 from steady.device import DTYPES, pick_device
 from steady.parallel import Shards
 from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
-from tools.chat import end_of_turn
+from tools.chat import apply, end_of_turn
 from tools.talk import Screen, talk, text_after
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
@@ -118,9 +119,11 @@ class Writer:
         torch.manual_seed(options.seed)
 
     def chat_ids(self, messages: list[dict]) -> list[int]:
-        """The ids of a conversation up to where an answer begins."""
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True)
+        """The ids of a conversation up to where an answer begins. Raises ConfigError."""
+        try:
+            text = apply(self.tokenizer, messages, None, add_generation_prompt=True)
+        except (ValueError, TypeError, LookupError) as e:
+            raise ConfigError(f"{self.source}: {e}") from None
         return self.ids(text, add_special_tokens=False)
 
     def ids(self, text: str, **how) -> list[int]:
@@ -164,7 +167,8 @@ def write_text(writer: Writer, options: GenerateOptions):
     tokenizer, prompts = writer.tokenizer, options.prompt
     if options.prompt_file:
         try:
-            prompts = Path(options.prompt_file).read_text().splitlines()
+            with open(options.prompt_file, encoding="utf-8-sig") as file:
+                prompts = [line.removesuffix("\n") for line in file]
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
     if options.chat and not tokenizer.chat_template:
@@ -226,14 +230,22 @@ def stop_ids(folder: Path | None, tokenizer) -> tuple[int, ...]:
 
 
 def usual_sampling(folder: Path | None) -> dict[str, float]:
-    """What the generation_config.json of a model says of SAMPLING."""
+    """What the generation_config.json of a model says of SAMPLING, where flags could say it too."""
     try:
         found = json.loads((folder / "generation_config.json").read_text())
     except (OSError, ValueError, TypeError):
         return {}
+    if not isinstance(found, dict):
+        return {}
     if found.get("do_sample") is False:
         return dict(temperature=0)
-    return {name: found[name] for name in SAMPLING if isinstance(found.get(name), int | float)}
+    usual = {}
+    for name, default in SAMPLING.items():
+        with contextlib.suppress(TypeError, ValueError, OverflowError, ConfigError):
+            value = type(default)(found.get(name))
+            check_bounds(SamplingOptions(**{name: value}))
+            usual[name] = value
+    return usual
 
 
 def is_run(source: Path) -> bool:
@@ -325,6 +337,9 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
         raise ConfigError(f"{path}: --adapter: it was trained without --lora_rank")
+    if adapter and huggingface.own_checkpoint(cfg.init_from):
+        raise ConfigError(f"{path}: --adapter: its base is a run, which peft cannot load; leave "
+                          "--adapter out, or train on a folder that export has made of the base")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")

@@ -4,7 +4,10 @@ Where the input is not a terminal, all of it is one prompt, and only the answer 
 """
 
 import contextlib
+import io
 import sys
+
+from steady.cli import ConfigError
 
 HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D ends the talk"
 
@@ -15,6 +18,8 @@ def talk(writer, system: str):
     if not chats:
         print(f"note: the tokenizer of {writer.source} has no chat template: each prompt is "
               "continued as plain text, by itself", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         said = sys.stdin.read().strip()
         messages = [*with_system(system), dict(role="user", content=said)]
@@ -44,7 +49,13 @@ def talk(writer, system: str):
             answer(writer, writer.ids(said))
         elif said:
             history.append(dict(role="user", content=said))
-            text = answer(writer, fit(writer, system, history))
+            try:
+                ids = fit(writer, system, history)
+            except ConfigError as e:  # of a template without system prompts, say
+                print(f"error: {e}", file=sys.stderr)
+                history.pop()
+                continue
+            text = answer(writer, ids)
             history.append(dict(role="assistant", content=text))
 
 
