@@ -208,6 +208,7 @@ def evaluate(run: "Run") -> float:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
     loss = sum(sums) / max(1.0, sum(counts))
+    counted = {"val/loss": f" of {sum(counts):,.0f} tokens"} if cfg.eval_only else {}
     row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
     if data.bytes_per_token:
         row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
@@ -215,9 +216,12 @@ def evaluate(run: "Run") -> float:
         for dataset, total, count in zip(data.datasets, sums, counts, strict=True):
             if count:
                 row[f"val/loss/{dataset.name}"] = total / count
+                if cfg.eval_only:
+                    counted[f"val/loss/{dataset.name}"] = f" of {count:,.0f} tokens"
     if run.rank == 0:
-        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}" for name, value in row.items())
-        if n < data.n_samples:
+        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{counted.get(name, '')}"
+                           for name, value in row.items())
+        if n < data.n_samples or cfg.eval_only:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"
         print(f"step {run.step}: validation {shown}", flush=True)
     run.monitor.write(run.step, row)

@@ -98,14 +98,17 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
         done.append(f"{script} {argv[0]}")
         capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1?"))
-        if script == "train.py":
+        if "--eval_only" in argv:
+            told = run(*argv, "--val_data", "tokens/train.bin", bare=True)  # too few for both
+            assert re.search(r"validation loss \S+ of [\d,]+ tokens .* \((\d+) of \1 seq", told)
+        elif script == "train.py":
             assert "step 4/4" in run(*argv, *few, bare=True)
         else:
             assert (prepare if script == "data.py" else generation).main(argv) == 0
         if "--prompt_file" in argv:
             assert "--- 2 of 2" in capsys.readouterr().out
     assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
-                    "model.py generate", "model.py export"]
+                    "model.py generate", "model.py export", "train.py --eval_only"]
     assert AutoTokenizer.from_pretrained("out").chat_template
 
 
