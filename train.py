@@ -208,7 +208,7 @@ def evaluate(run: "Run") -> float:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
     loss = sum(sums) / max(1.0, sum(counts))
-    counted = {"val/loss": f" of {sum(counts):,.0f} tokens"} if cfg.eval_only else {}
+    counted = {"val/loss": f" ({sum(counts):,.0f} tokens)"} if cfg.eval_only else {}
     row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
     if data.bytes_per_token:
         row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
@@ -217,11 +217,11 @@ def evaluate(run: "Run") -> float:
             if count:
                 row[f"val/loss/{dataset.name}"] = total / count
                 if cfg.eval_only:
-                    counted[f"val/loss/{dataset.name}"] = f" of {count:,.0f} tokens"
+                    counted[f"val/loss/{dataset.name}"] = f" ({count:,.0f} tokens)"
     if run.rank == 0:
         shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{counted.get(name, '')}"
                            for name, value in row.items())
-        if n < data.n_samples or cfg.eval_only:
+        if n < data.n_samples:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"
         print(f"step {run.step}: validation {shown}", flush=True)
     run.monitor.write(run.step, row)
