@@ -208,7 +208,7 @@ def evaluate(run: "Run") -> float:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
     loss = sum(sums) / max(1.0, sum(counts))
-    counted = {"val/loss": f" ({sum(counts):,.0f} tokens)"} if cfg.eval_only else {}
+    counted = {"val/loss": sum(counts)}
     row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
     if data.bytes_per_token:
         row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
@@ -216,10 +216,11 @@ def evaluate(run: "Run") -> float:
         for dataset, total, count in zip(data.datasets, sums, counts, strict=True):
             if count:
                 row[f"val/loss/{dataset.name}"] = total / count
-                if cfg.eval_only:
-                    counted[f"val/loss/{dataset.name}"] = f" ({count:,.0f} tokens)"
+                counted[f"val/loss/{dataset.name}"] = count
     if run.rank == 0:
-        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{counted.get(name, '')}"
+        of = {name: f" ({count:,.0f} tokens)"
+              for name, count in counted.items() if cfg.eval_only}
+        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{of.get(name, '')}"
                            for name, value in row.items())
         if n < data.n_samples:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"

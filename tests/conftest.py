@@ -70,6 +70,20 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(2, steady.device.usable_cores()) if everything else 0
 
 
+@pytest.fixture
+def bad_layer(monkeypatch):
+    """From step 6 on, a weight of blocks.1.mlp.down is infinite."""
+    def poison(seed, step, rank):
+        if step == 5:
+            with torch.no_grad():
+                running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
+        plain(seed, step, rank)
+
+    running, plain, make = [], train.seed_everything, train.make_monitor
+    monkeypatch.setattr(train, "seed_everything", poison)
+    monkeypatch.setattr(train, "make_monitor", lambda run: running.append(run) or make(run))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with train.bin and val.bin: lines of arithmetic, which a model can learn."""
