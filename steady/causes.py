@@ -22,7 +22,8 @@ CAUSES = {
     "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
     "checkpoint grows": "something saved each time grows, such as a list that is rewritten",
     "data": f"the loop waits for data: {DATA_ADVICE}",
-    "loader memory": "a loader whose memory grows: look for what it keeps",
+    "loader memory": "a loader whose memory grows, from {old:.2f} to {new:.2f} GB: look for what "
+                     "it keeps",
     "gc": "Python's garbage collector: call gc.freeze() after start-up or make fewer objects",
     "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
     "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
@@ -263,10 +264,12 @@ def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bo
                      "; its machine is as fast as theirs, so it is its share of the work")
         most = (ratio / old_ratio - 1) * sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES)
         left.take(text, 1.2 * most, of_machine=bool(probe) and "slower one" in text)
-    rss = "memory/workers_rss_gb"  # large from the start if the process they copy is
+    rss = "memory/workers_rss_gb"
     most = max(p["row"].get(rss, 0.0) for p in after)  # at the end of a run they are gone
-    grows = rss in old and most > 0.03 + 1.05 * old[rss]
-    left.take(CAUSES["loader memory" if grows else "data"], left.total, ["data"])
+    # in GB, not in percent: workers begin as copies of a process of any size, and keep that
+    grows = rss in old and most > old[rss] + 0.1
+    text = CAUSES["loader memory"].format(old=old[rss], new=most) if grows else CAUSES["data"]
+    left.take(text, left.total, ["data"])
     compute = [name for name in left.ms if name not in ("data", "waiting")]
     others = added(old, new, "machine/process_ms") - added(old, new, "machine/run_ms")
     if goes_on(after, "perf/compilations"):
