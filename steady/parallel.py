@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from steady.cli import ConfigError
@@ -185,6 +183,9 @@ class Shards:
         """
         if self.size == 1:
             return
+        # imported for as long as half of torch is: only by runs that need it
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         half = None if dtype == torch.float32 else dtype
         # cast_forward_inputs would round the rotary tables
         outside = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -219,8 +220,7 @@ class Shards:
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """What this rank holds of model.state_dict(), to be read and written in place."""
         with torch.no_grad():
-            return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    for name, tensor in model.state_dict().items()}
+            return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
     def move_gradients(self):
         """Hand the gradients, which are at the model's parameters, to the parts."""
@@ -252,9 +252,19 @@ class Shards:
         return squares.sqrt()
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def is_divided(module: nn.Module) -> bool:
+    """Whether it is a unit of fully_shard: by a method of those, without importing their class."""
+    return hasattr(module, "unshard")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's rows, of a tensor that fully_shard has divided (a DTensor) or not."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def units(model: nn.Module) -> list[nn.Module]:
     """The modules of a sharded model whose parameters are gathered together."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in model.modules() if is_divided(module)]
 
 
 @contextlib.contextmanager
@@ -264,7 +274,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Gathers what is outside of its blocks, which gather themselves, and are not compiled meanwhile:
     lengths that grow, as in generation, would be compiled again and again.
     """
-    divided = isinstance(model, FSDPModule)
+    divided = is_divided(model)
     blocks = [block for block in model.blocks if "forward" in vars(block)] if divided else []
     compiled = [vars(block).pop("forward") for block in blocks]
     if divided:
@@ -325,7 +335,7 @@ def compile_model(model: nn.Module, dynamic: bool | None):
 
     Of a divided model each block by itself: gathering, in between, cannot be compiled.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_divided(model):
         model.compile(dynamic=dynamic)
         return
     for block in model.blocks:
@@ -373,14 +383,13 @@ class WholeDraws(TorchFunctionMode):
         target, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype)
         function(whole, *args[1:], **(kwargs or {}))
         with torch.no_grad():
-            part = target.to_local() if isinstance(target, DTensor) else target
-            part.copy_(whole[self.shards.rows(len(whole))])
+            local_part(target).copy_(whole[self.shards.rows(len(whole))])
         return target
 
 
 def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
     """Wrap the finished model for training on several ranks, unless it is divided among them."""
-    if world_size == 1 or isinstance(model, FSDPModule):
+    if world_size == 1 or is_divided(model):
         return model
     ddp = nn.parallel.DistributedDataParallel
     # The buffers are constants: do not send them every step. torch 2.13 renamed the option.

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from steady.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
 from steady.huggingface import adapt
 from steady.memory import micro_batch_size
 from steady.packing import trial_documents
-from steady.parallel import Shards, check_shard_size
+from steady.parallel import Shards, check_shard_size, local_part
 from steady.telemetry import duration
 
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
@@ -124,8 +123,7 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
           make_optimizers) -> tuple[dict, dict]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
     held = list(parameters.values())
-    frozen = [p.to_local() if isinstance(p, DTensor) else p
-              for p in transformer.parameters() if not p.requires_grad]
+    frozen = [local_part(p) for p in transformer.parameters() if not p.requires_grad]
     for tensor in [*held, *frozen, *transformer.buffers()]:
         live.see(tensor.untyped_storage())
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
