@@ -71,11 +71,10 @@ class Size(NamedTuple):
 class Dataset:
     """One source of the mixture. A subclass defines its samples.
 
-    It has n_samples; `lengths(samples)` and `targets(samples)`: tokens and counted targets of
-    each; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample, column)`:
-    the file and the index in it of a token; `row_lengths_vary`: whether batches need padding;
-    `mode`, `has_prompts`; `attention_lengths()`: of the sequences that attention sees;
-    `describe()`: what the screen says of it.
+    It has n_samples; `read(samples, length, pad)`: the first three fields of a Batch;
+    `find(sample, column)`: the file and the index in it of a token; `row_lengths_vary`: whether
+    batches need padding; `mode`, `has_prompts`; `describe()`: what the screen says of it. Where
+    samples are documents, also `lengths` and `targets`: tokens and counted targets of each.
     """
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
@@ -108,14 +107,6 @@ class Stream(Dataset):
         if not self.n_samples:
             raise ConfigError(f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more "
                               f"than --seq_len {self.seq_len}")
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        return np.full(len(samples), self.seq_len)
-
-    targets = lengths
-
-    def attention_lengths(self) -> np.ndarray:
-        return np.array([self.seq_len])
 
     def read(self, blocks: np.ndarray, length: int, pad: int):
         """Token ids [len(blocks), seq_len + 1], targets and documents None."""
@@ -168,21 +159,12 @@ class Documents(Dataset):
         self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
         self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
         self.n_empty = int((targets == 0).sum())
-        self.rows, self.sample_lengths, self.sample_targets = None, self.document_lengths, targets
+        self.rows, self.lengths, self.targets = None, self.document_lengths, targets
         if packing:
             self.rows = order, starts = pack(self.document_lengths, self.seq_len)
-            self.sample_lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
-            self.sample_targets = np.add.reduceat(targets[order], starts[:-1])
-        self.number(per_file, len(self.sample_lengths))
-
-    def lengths(self, samples: np.ndarray) -> np.ndarray:
-        return self.sample_lengths[samples]
-
-    def targets(self, samples: np.ndarray) -> np.ndarray:
-        return self.sample_targets[samples]
-
-    def attention_lengths(self) -> np.ndarray:
-        return self.document_lengths
+            self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
+            self.targets = np.add.reduceat(targets[order], starts[:-1])
+        self.number(per_file, len(self.lengths))
 
     def documents_of(self, sample: int) -> np.ndarray:
         if self.rows is None:
@@ -266,11 +248,11 @@ class Mixture:
             self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 
     def per_sample(self, what: str, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """"lengths" or "targets" of each sample."""
+        """"lengths" or "targets" of each of these documents or rows of them."""
         out = np.empty(len(source), np.int64)
         for k in np.unique(source):
             mine = source == k
-            out[mine] = getattr(self.datasets[k], what)(sample[mine])
+            out[mine] = getattr(self.datasets[k], what)[sample[mine]]
         return out
 
     def row_length(self, longest):
@@ -302,7 +284,9 @@ class Mixture:
 
     def typical_length(self) -> float:
         """Mean length of the sequence that a token is in; attention's FLOPs are linear in it."""
-        lengths = np.concatenate([d.attention_lengths() for d in self.datasets]).astype(float)
+        if self.mode == "stream":
+            return float(self.seq_len)
+        lengths = np.concatenate([d.document_lengths for d in self.datasets]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
     def batch(self, start: int, stop: int) -> Batch:
@@ -312,7 +296,9 @@ class Mixture:
         for an id that is not in the vocabulary.
         """
         source, sample = self.order(start, stop)
-        length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
+        length = self.seq_len
+        if self.row_lengths_vary:
+            length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
         rows = {k: np.flatnonzero(source == k) for k in np.unique(source)}
         read = [self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
                 for k, mine in rows.items()]

@@ -138,7 +138,7 @@ def test_packed_rows_are_all_of_one_length(folder):
     found = mixture(folder, packing=True)
     found.group_by_length(4, 16)  # which has nothing to do
     assert np.array_equal(found.order(0, 100), mixture(folder, packing=True).order(0, 100))
-    filled = found.datasets[0].lengths(found.order(0, found.n_samples)[1])
+    filled = found.datasets[0].lengths[found.order(0, found.n_samples)[1]]
     assert filled.min() < SEQ_LEN - found.ROUND
     assert all(batch.tokens.shape == (1, SEQ_LEN) for batch in epoch(found, 1))
 
@@ -240,7 +240,7 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
     for start in range(0, 64 * 6, 64):
         a, b = plain.order(start, start + 64)[1], grouped.order(start, start + 64)[1]
         assert sorted(a) == sorted(b) and not np.array_equal(a, b)
-        lengths = plain.datasets[0].lengths(b).reshape(4, 16)
+        lengths = plain.datasets[0].lengths[b].reshape(4, 16)
         assert (np.diff(lengths, axis=1) >= 0).all()
         by_batch = lengths[lengths[:, 0].argsort()]  # batches do not overlap in length
         assert (by_batch[1:, 0] >= by_batch[:-1, -1]).all()

@@ -61,14 +61,13 @@ def show_step(run_dir: str, step: int):
     data.group_by_length(cfg.group_window, n)
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)
-    lengths = data.per_sample("lengths", source, sample)
     batch = data.batch(first, first + n)
     tokenizer = "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder
     for i in range(n):
         dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
         counted = [True] * len(ids)
         if data.mode == "documents":
-            ids = ids[: lengths[i]]
+            ids = ids[: dataset.lengths[sample[i]]]
             counted = [data.has_prompts == 0, *(batch.targets[i] != IGNORE)][: len(ids)]
         path, token = dataset.find(sample[i])
         print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
