@@ -10,7 +10,6 @@ which counts the targets that the loss is divided by: as long as both are functi
 arguments and agree, everything above stays true.
 """
 
-import signal
 import sys
 from fractions import Fraction
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, default_convert
 
 from config import IGNORE, Config
+from steady import ctrl_c
 from steady.cli import ConfigError
 from steady.order import Order
 from steady.packing import boundaries, pack
@@ -400,12 +400,6 @@ def eval_samples(cfg: Config, data: Mixture) -> int:
 # --- the loader ------------------------------------------------------------------------------
 
 
-def leave_signals_to_parent(worker: int):
-    """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
 def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: int, rank: int,
            world_size: int, device: torch.device, workers: int):
     """Yields this rank's micro-batches on `device` for the next `steps` steps.
@@ -428,7 +422,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         num_workers=workers,
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=ctrl_c.leave_to_parent,
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None
