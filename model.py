@@ -242,31 +242,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_logits.t() @ (hidden * grad) if trained else None, None, None
 
 
-@torch.no_grad()
-def output_health(model: nn.Module, tokens: Tensor, targets: Tensor,
-                  documents: Tensor | None = None) -> dict[str, Tensor]:
-    """Mean entropy in nats and probability of the likeliest token, over about 256 positions.
-
-    A collapsing model shows here first. Arguments [B, T] as in `Transformer.forward`;
-    positions that the loss ignores are ignored here too.
-    """
-    rows = slice(max(1, 256 // tokens.shape[1]))
-    if documents is not None:
-        count = tokens[rows].numel()
-        documents = documents[rows] if documents.ndim > 1 else documents.clamp(max=count)
-    model.eval()
-    logits = model.predict(tokens[rows], documents)
-    model.train()
-    logp = logits.log_softmax(-1)
-    weight = (targets[rows] != IGNORE).float()
-    count = weight.sum().clamp(min=1)
-    entropy, top1 = -(logp.exp() * logp).sum(-1), logp.amax(-1).exp()
-    return {
-        "health/output_entropy": (entropy * weight).sum() / count,
-        "health/output_top1": (top1 * weight).sum() / count,
-    }
-
-
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import config
 from config import IGNORE, Config
 from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader
-from model import Transformer, flops_per_token, generate, output_health
+from model import Transformer, flops_per_token, generate
 from monitor import Monitor, add_by_dataset
 from steady import device as devices
 from steady import faults, float8, foreign, huggingface, lora, memory, parallel, rundir
@@ -38,6 +38,7 @@ from steady.backup import Backup
 from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
 from steady.cli import ConfigError, due
 from steady.faults import check_finite
+from steady.health import output_health
 from steady.memory import tidy_memory
 from steady.muon import Muon
 from steady.parts import require_shared
@@ -243,8 +244,10 @@ def measure_output(run: "Run", batch: Batch):
     """With --monitor full, when due: log the output's entropy on this rank's last micro-batch."""
     if run.cfg.monitor == "full" and run.monitor.due(run.step, run.cfg.health_interval):
         with run.autocast, parallel.gathered(run.model):
-            real = (batch.targets != IGNORE).any()  # not with surplus samples alone
-            for name, value in output_health(run.model, *batch[:3]).items():
+            counted = batch.targets != IGNORE
+            real = counted.any()  # not with surplus samples alone
+            found = output_health(run.model, batch.tokens, counted, batch.documents)
+            for name, value in found.items():
                 run.monitor.log(name, value * real, real)
 
 

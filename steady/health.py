@@ -1,10 +1,13 @@
-"""Norms of gradients and weights, and how much an update changes them: overall and by layer."""
+"""--monitor full: norms of gradients and weights, how much an update changes them, the output.
+
+Norms are overall and by layer.
+"""
 
 import contextlib
 import re
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -36,3 +39,28 @@ def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
     each = norms.unbind()  # indexing with a list would copy it to the device and wait for that
     return {"": norms.norm()} | {group: torch.stack([each[i] for i in members]).norm()
                                  for group, members in groups.items()}
+
+
+@torch.no_grad()
+def output_health(model: nn.Module, tokens: Tensor, counted: Tensor,
+                  documents: Tensor | None = None) -> dict[str, Tensor]:
+    """Mean entropy in nats and probability of the likeliest token, over about 256 positions.
+
+    A collapsing model shows here first. counted [B, T]: whether the loss counts a position; tokens
+    and documents as in `Transformer.forward`.
+    """
+    rows = slice(max(1, 256 // tokens.shape[1]))
+    if documents is not None:
+        count = tokens[rows].numel()
+        documents = documents[rows] if documents.ndim > 1 else documents.clamp(max=count)
+    model.eval()
+    logits = model.predict(tokens[rows], documents)
+    model.train()
+    logp = logits.log_softmax(-1)
+    weight = counted[rows].float()
+    count = weight.sum().clamp(min=1)
+    entropy, top1 = -(logp.exp() * logp).sum(-1), logp.amax(-1).exp()
+    return {
+        "health/output_entropy": (entropy * weight).sum() / count,
+        "health/output_top1": (top1 * weight).sum() / count,
+    }
