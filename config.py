@@ -7,21 +7,12 @@ Values come from the defaults below, then --preset, then --config, then the comm
 one wins. To add an option, add a field here and read `cfg.name` where it is used.
 """
 
-import importlib.util
-import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from steady.cli import (
-    ConfigError,
-    check_bounds,
-    expand_user,
-    make_parser,
-    nearest,
-    option,
-    read_flags,
-    yaml_flags,
-)
+from steady import cli
+from steady.cli import ConfigError, option
+from steady.conflicts import refuse_conflicts
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
 # rate. The rates of the large sizes are those of the GPT-3 paper (arXiv:2005.14165, table 2.1).
@@ -266,7 +257,7 @@ class Config:
 
 
 def train_parser():
-    return make_parser(Config, "train.py", "[--option value ...]", "Train a language model.")
+    return cli.make_parser(Config, "train.py", "[--option value ...]", "Train a language model.")
 
 
 def parse(argv: list[str], saved: str | None = None) -> Config:
@@ -276,18 +267,18 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     and files become flags before `argv`, so that one parser checks them all and the last one wins.
     """
     parser = train_parser()
-    given = read_flags(parser, argv)
+    given = cli.read_flags(parser, argv)
     named = any(flag.split("=")[0] == "--model" for flag in argv)
     drop = {"head_dim", *MODELS["default"]} if named else set()  # the shape of a model in a file
-    flags = yaml_flags(parser, Config, saved, drop) if saved else []
+    flags = cli.yaml_flags(parser, Config, saved, drop) if saved else []
     if given.preset:
         flags += [f"--{name}={value}" for name, value in PRESETS[given.preset].items()]
     if given.config:
-        flags += yaml_flags(parser, Config, given.config, drop)
-    cfg = Config(**vars(read_flags(parser, flags + argv)))
-    check_bounds(cfg)
-    return expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
-                       "check_checkpoints")
+        flags += cli.yaml_flags(parser, Config, given.config, drop)
+    cfg = Config(**vars(cli.read_flags(parser, flags + argv)))
+    cli.check_bounds(cfg)
+    return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
+                           "check_checkpoints")
 
 
 def resolve(cfg: Config) -> Config:
@@ -300,48 +291,10 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, **{k: v for k, v in shape.items() if getattr(cfg, k) is None})
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
-    check_bounds(cfg)
+    cli.check_bounds(cfg)
     if cfg.warmup_steps is None:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)
     if cfg.head_dim is None and cfg.d_model % cfg.n_head == 0:
         cfg.head_dim = cfg.d_model // cfg.n_head
-
-    def need(ok: bool, name: str, expected: str):
-        if not ok:
-            raise ConfigError(f"--{name} {getattr(cfg, name)}: expected {expected}")
-
-    need(cfg.world_size == 1 or cfg.estimate, "world_size",
-         "--estimate with it; to train on several, torchrun --nproc_per_node")
-    need(cfg.head_dim is not None, "n_head", f"a divisor of d_model {cfg.d_model}, or --head_dim")
-    need(cfg.head_dim % 2 == 0, "head_dim", "an even number, for the rotary embedding")
-    need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
-    need(len(cfg.rope_scaling) in (0, 1, 4), "rope_scaling", "one number, or four")
-    need(all(x > 0 for x in cfg.rope_scaling), "rope_scaling", "numbers above 0")
-    need(len(cfg.rope_scaling) < 4 or cfg.rope_scaling[1] < cfg.rope_scaling[2], "rope_scaling",
-         "a low frequency factor, the second, below the high one, the third")
-    need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
-         f"at most learning_rate {cfg.learning_rate}")
-    need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
-    micro, workers = cfg.micro_batch_size, cfg.num_workers
-    need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
-         "a number of at least 1, or auto")
-    need(workers == "auto" or re.fullmatch("[0-9]{1,3}", workers), "num_workers",
-         "a number up to 999, or auto")
-    names = [*(f.name for f in fields(cfg)), "tokenizer"]
-    for name in cfg.allow_change:
-        if name not in names:
-            raise ConfigError(f"--allow_change {name}: expected the name of an option, data or "
-                              f"tokenizer{nearest(name, names)}")
-    need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
-         "--log_interval above 0, since steps are checked at a log")
-    need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
-         "--log_interval above 0, since weights are compared at a log")
-    need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
-    need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
-    if cfg.wandb and not importlib.util.find_spec("wandb"):
-        raise ConfigError("--wandb: not installed; pip install wandb")
-    if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
-        raise ConfigError("--eval_only: expected the weights to evaluate: --resume or --init_from")
-    if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
-        raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
+    refuse_conflicts(cfg)
     return cfg

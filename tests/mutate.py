@@ -26,6 +26,7 @@ TESTS = {  # module → test files that run against it, in this order
     "model.py": ["test_model", "test_documents", "test_huggingface"],
     "data.py": ["test_data", "test_attacks_data", "test_documents", "test_train"],
     "monitor.py": ["test_monitor", "test_train", "test_slowdowns"],
+    "steady/conflicts.py": ["test_config", "test_attacks_cli"],
     "steady/order.py": ["test_data", "test_documents", "test_train"],
     "steady/clock.py": ["test_monitor", "test_train", "test_slowdowns"],
     "steady/memory.py": ["test_config", "test_faults", "test_train"],

@@ -1,0 +1,50 @@
+"""Options that do not go together, and values that bounds alone cannot exclude."""
+
+import importlib.util
+import re
+from dataclasses import fields
+
+from steady.cli import ConfigError, nearest
+
+
+def refuse_conflicts(cfg):
+    """Raise ConfigError for the first of them; cfg has its defaults filled in."""
+
+    def need(ok: bool, name: str, expected: str):
+        if not ok:
+            raise ConfigError(f"--{name} {getattr(cfg, name)}: expected {expected}")
+
+    need(cfg.world_size == 1 or cfg.estimate, "world_size",
+         "--estimate with it; to train on several, torchrun --nproc_per_node")
+    need(cfg.head_dim is not None, "n_head", f"a divisor of d_model {cfg.d_model}, or --head_dim")
+    need(cfg.head_dim % 2 == 0, "head_dim", "an even number, for the rotary embedding")
+    need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
+    need(len(cfg.rope_scaling) in (0, 1, 4), "rope_scaling", "one number, or four")
+    need(all(x > 0 for x in cfg.rope_scaling), "rope_scaling", "numbers above 0")
+    need(len(cfg.rope_scaling) < 4 or cfg.rope_scaling[1] < cfg.rope_scaling[2], "rope_scaling",
+         "a low frequency factor, the second, below the high one, the third")
+    need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
+         f"at most learning_rate {cfg.learning_rate}")
+    need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
+    micro, workers = cfg.micro_batch_size, cfg.num_workers
+    need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
+         "a number of at least 1, or auto")
+    need(workers == "auto" or re.fullmatch("[0-9]{1,3}", workers), "num_workers",
+         "a number up to 999, or auto")
+    names = [*(f.name for f in fields(cfg)), "tokenizer"]
+    for name in cfg.allow_change:
+        if name not in names:
+            raise ConfigError(f"--allow_change {name}: expected the name of an option, data or "
+                              f"tokenizer{nearest(name, names)}")
+    need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
+         "--log_interval above 0, since steps are checked at a log")
+    need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
+         "--log_interval above 0, since weights are compared at a log")
+    need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
+    need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
+    if cfg.wandb and not importlib.util.find_spec("wandb"):
+        raise ConfigError("--wandb: not installed; pip install wandb")
+    if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
+        raise ConfigError("--eval_only: expected the weights to evaluate: --resume or --init_from")
+    if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
+        raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
