@@ -28,16 +28,7 @@ from steady.machine import Machine
 from steady.parallel import on_device
 from steady.report import describe_end, describe_event, report, report_text, worth_saying
 from steady.slowdowns import SlowdownDetector
-from steady.telemetry import (
-    PHASES,
-    STEP_PHASES,
-    Sinks,
-    duration,
-    memory,
-    quantile,
-    si,
-    slowest_rank,
-)
+from steady.telemetry import PHASES, STEP_PHASES, Sinks, duration, quantile, si, slowest_rank
 
 LINE = {  # what the log line shows besides the step
     "train/loss": "loss {:.4f}",
@@ -248,8 +239,7 @@ class Monitor:
         self.read_step = step
         every = self.cfg.memory_interval
         if self.due(step, every) if every is not None else self.machine.looked:
-            row |= memory(self.device)
-            row |= self.resources.read(row)
+            row |= self.resources.read()
         return row | self.goodput.row()
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:

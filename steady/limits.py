@@ -7,6 +7,7 @@ would end the run before its last step.
 import contextlib
 import gc
 import math
+import multiprocessing
 import os
 from collections import Counter
 from pathlib import Path
@@ -44,6 +45,23 @@ ADVICE = {
 
 
 # --- how much there is ------------------------------------------------------------------------
+
+
+def memory_used(device: torch.device) -> dict[str, float]:
+    """GB and counts of this process, of its loader's workers, and of the device."""
+    workers = multiprocessing.active_children()
+    out = {
+        "memory/host_rss_gb": proc.rss_bytes() / 1e9,
+        "memory/workers_rss_gb": sum(proc.rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
+        "memory/open_files": proc.count("proc/self/fd"),
+    }
+    if device.type in ("cuda", "xpu"):
+        stats = torch.accelerator.memory_stats(device)
+        out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
+        out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
+        out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
+        out["memory/alloc_retries"] = stats["num_alloc_retries"]
+    return out
 
 
 def read_resources(run_dir: Path | None) -> dict[str, float]:
@@ -94,12 +112,12 @@ class Resources:
         for row in kept:
             self.trends.add(row)  # what it returns was said by the earlier process
 
-    def read(self, row: dict) -> dict[str, float]:
-        """Columns for a row that has the memory of the process already."""
-        found = read_resources(self.run_dir)
+    def read(self) -> dict[str, float]:
+        """Columns of a row: what is used and what is left."""
+        found = memory_used(self.device) | read_resources(self.run_dir)
         if not self.limits_known:  # now that the loader's workers run
             self.limits_known = True
-            found |= limits(row | found, self.device)
+            found |= limits(found, self.device)
         return found
 
     def warnings(self, row: dict) -> list[str]:

@@ -1,10 +1,9 @@
-"""Where metrics go: metrics.jsonl, TensorBoard. And what memory the process takes."""
+"""Where metrics go: metrics.jsonl, TensorBoard. Also the slowest rank, and numbers as text."""
 
 import contextlib
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import sys
 import textwrap
@@ -13,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from steady.clouds import tensorboard_folder
-from steady.proc import count, rss_bytes
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
@@ -211,7 +208,7 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-# --- ranks, memory ---------------------------------------------------------------------------
+# --- ranks -----------------------------------------------------------------------------------
 
 
 MOST_RANKS = 64  # more of them would make a row longer than all its metrics
@@ -237,22 +234,6 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
     }
-
-
-def memory(device: torch.device) -> dict[str, float]:
-    workers = multiprocessing.active_children()
-    out = {
-        "memory/host_rss_gb": rss_bytes() / 1e9,
-        "memory/workers_rss_gb": sum(rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
-        "memory/open_files": count("proc/self/fd"),
-    }
-    if device.type in ("cuda", "xpu"):
-        stats = torch.accelerator.memory_stats(device)
-        out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
-        out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
-        out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
-        out["memory/alloc_retries"] = stats["num_alloc_retries"]
-    return out
 
 
 # --- numbers ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from config import Config
 from data import Size
 from monitor import Monitor
 from steady import clock as clocks
-from steady import device, goodput, machine, telemetry
+from steady import device, goodput, limits, machine, telemetry
 from steady.clock import DeviceTimes
 from steady.report import report
 from steady.telemetry import PHASES, duration, open_metrics, si
@@ -260,16 +260,16 @@ def test_the_memory_of_loader_processes_is_their_own(tmp_path):
     process = fork.Process(target=work, daemon=True)
     process.start()
     assert started.wait(60)
-    before = telemetry.memory(CPU)
+    before = limits.memory_used(CPU)
     allocate.set()
     assert allocated.wait(60)
-    after = telemetry.memory(CPU)
+    after = limits.memory_used(CPU)
     end.set()
     process.join()
     grown = after["memory/workers_rss_gb"] - before["memory/workers_rss_gb"]
     assert grown == pytest.approx(0.1, abs=0.02)
     assert after["memory/host_rss_gb"] > 0.05 and after["memory/open_files"] > 2
-    assert telemetry.memory(CPU)["memory/workers_rss_gb"] == 0
+    assert limits.memory_used(CPU)["memory/workers_rss_gb"] == 0
 
 
 # --- metrics ---
