@@ -73,7 +73,7 @@ class Monitor:
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns = SlowdownDetector()
-        for row in self.sinks.kept:
+        for row in self.sinks.kept:  # of earlier processes, which have said what they found
             for event in self.slowdowns.add(row):
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
@@ -147,7 +147,7 @@ class Monitor:
             self.replicas.measure(step)
         if self.due(step):
             row = self.gather_values(step, nonfinite)  # waits for the device and for other ranks
-            row |= self.clocks(step, learning_rate)  # that wait is part of the step
+            row |= self.rates(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
             self.write_row(step, row | self.readings(step))
             self.phase(previous)
@@ -203,7 +203,7 @@ class Monitor:
             row |= self.epochs()
         return row | slowest_rank(found["own"], found["probes"][:, 0])
 
-    def clocks(self, step: int, learning_rate: float) -> dict[str, float]:
+    def rates(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
         steps, seconds = step - self.logged_step, self.clock.take_seconds()
         tokens, real_tokens = self.padded_tokens / steps, (self.tokens - self.logged_tokens) / steps

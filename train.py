@@ -209,7 +209,7 @@ def evaluate(run: "Run") -> float:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
     loss = sum(sums) / max(1.0, sum(counts))
-    counted = {"val/loss": sum(counts)}
+    counted = {"val/loss": sum(counts)}  # tokens that each loss is the mean of
     row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
     if data.bytes_per_token:
         row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
@@ -219,9 +219,9 @@ def evaluate(run: "Run") -> float:
                 row[f"val/loss/{dataset.name}"] = total / count
                 counted[f"val/loss/{dataset.name}"] = count
     if run.rank == 0:
-        of = {name: f" ({count:,.0f} tokens)"
-              for name, count in counted.items() if cfg.eval_only}
-        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{of.get(name, '')}"
+        sizes = {name: f" ({count:,.0f} tokens)"
+                 for name, count in counted.items() if cfg.eval_only}
+        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{sizes.get(name, '')}"
                            for name, value in row.items())
         if n < data.n_samples:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"
