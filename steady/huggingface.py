@@ -432,7 +432,6 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
 
     Its `base` is then the fingerprint of these weights. Raises ConfigError.
     """
-    lora.check(cfg)
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
         model.base = fingerprint(cfg.init_from)

@@ -46,20 +46,6 @@ class Adapter(nn.Module):
         return output + self.scale * (torch.cat(added, dim=-1) if len(added) > 1 else added[0])
 
 
-def check(cfg):
-    """Raise ConfigError for options that do not go together."""
-    for name in ("lora_rank", "resize_embeddings"):
-        if getattr(cfg, name) and not cfg.init_from:
-            raise ConfigError(f"--{name}: expected --init_from, the weights that it is for")
-    for name, default in (("lora_alpha", None), ("lora_targets", [EVERYTHING])):
-        if not cfg.lora_rank and getattr(cfg, name) != default:
-            raise ConfigError(f"--{name}: expected --lora_rank, without which all weights are "
-                              "trained")
-    if cfg.lora_rank and cfg.resize_embeddings:
-        raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
-                          "rows untrained; train once without it, and adapt what that exports")
-
-
 def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
     """Freeze a model, hold its matrices in dtype, and give its linear layers adapters in fp32.
 
