@@ -45,7 +45,8 @@ def watched(name: str):
     owner, function, seconds = PLANTS[name]
     traced, steps = contextlib.ExitStack(), []
     after(train, "seed_everything", lambda *_: steps.append(None))
-    after(owner, function, lambda *_: time.sleep(seconds) if len(steps) > AT else None)
+    if seconds:  # even sleep(0) may give the core to a neighbour
+        after(owner, function, lambda *_: time.sleep(seconds) if len(steps) > AT else None)
     after(train, "make_monitor", lambda monitor, run: after(
         monitor, "phase", lambda _, phase: phase == "forward" and traced.enter_context(
             traceml.trace_step(run.model))))
