@@ -45,8 +45,8 @@ class Muon(torch.optim.Optimizer):
     def compile(self):
         """Make one pass over memory of each function that is not a product."""
         sizes = {(len(group["params"]), group["params"][0].shape) for group in self.param_groups}
-        limits = torch.compiler.config  # each size is compiled by itself
-        limits.recompile_limit = max(limits.recompile_limit, len(sizes))
+        limits = torch.compiler.config  # each size is compiled by itself; beyond it all is eager
+        limits.recompile_limit = max(limits.recompile_limit, 2 * len(sizes))
         self.average = torch.compile(average, dynamic=False)
         self.apply = torch.compile(apply, dynamic=False)
         self.compiled = True
