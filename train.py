@@ -393,7 +393,7 @@ def set_up(argv: list[str]) -> Run:
     )
     watchdog.run = run
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
-        parallel.compile_model(model, dynamic=True if train_data.row_lengths_vary else None)
+        parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor)
     if checkpoint:
         restore(run, Path(checkpoint))

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from steady.cli import ConfigError
+from steady.muon import Muon
 
 # --- the ranks -------------------------------------------------------------------------------
 
@@ -330,16 +331,20 @@ class Exchange:
         return work
 
 
-def compile_model(model: nn.Module, dynamic: bool | None):
-    """Compile in place, so that names in checkpoints stay those of the module.
+def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool):
+    """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
 
     Of a divided model each block by itself: gathering, in between, cannot be compiled.
     """
-    if not is_divided(model):
+    dynamic = True if lengths_vary else None
+    if is_divided(model):
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, dynamic=dynamic)
+    else:
         model.compile(dynamic=dynamic)
-        return
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=dynamic)
+    for optimizer in optimizers:
+        if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
+            optimizer.compile()
 
 
 def release(model: nn.Module):

@@ -51,3 +51,5 @@ def test_a_bound_of_the_step(python):
     assert all(" Triton, 4 matrix products, 1 attention" in line for line in lines
                if "a block, forward" in line)
     assert sum("highest MFU" in line for line in lines) == 2
+    muon, = (line for line in lines if "muon: GB" in line)
+    assert " Triton, " in muon

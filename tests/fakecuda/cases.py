@@ -354,6 +354,12 @@ def waited(counts: dict) -> dict:
     return {name: n for name, n in exchanged(counts).items() if not name.startswith("from host")}
 
 
+def compile_quickly():
+    """Each kernel once."""
+    import torch._inductor.config
+
+    torch._inductor.config.triton.autotune_pointwise = False
+
 
 @pytest.mark.parametrize("flags", [
     ["--micro_batch_size", "2", "--monitor", "full"],
@@ -361,17 +367,28 @@ def waited(counts: dict) -> dict:
     ["--data_mode", "documents"],
 ], ids=" ".join)
 def test_compiled(go, flags):
-    """One graph for training and one for evaluation, whose last batch is not full; no breaks."""
-    def hook():
-        import torch._inductor.config
+    """One graph for training and one for evaluation, whose last batch is not full; no breaks.
 
-        torch._inductor.config.triton.autotune_pointwise = False  # a kernel is compiled once
-
+    Two of Muon for each shape of a matrix, at whatever learning rate.
+    """
     _, steps = go(*flags, "--compile", "--n_layer", "1", "--eval_interval", "5", "--eval_steps",
-                  "0", "--sample_interval", "0", hook=hook)
+                  "0", "--sample_interval", "0", hook=compile_quickly)
     graphs = {step: counts.get("graphs", 0) for step, counts in steps.items()}
-    assert {step: n for step, n in graphs.items() if n} == {1: 1, 5: 1}
+    assert {step: n for step, n in graphs.items() if n} == {1: 1 + 2 * 4, 5: 1}
     assert not any(counts.get("graph breaks") for counts in steps.values())
     ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
     check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
           tensors={"--packing": 3, "--data_mode": 2}.get(" ".join(flags[:1]), 1))
+
+
+def test_compiled_on_two_ranks(go):
+    """Muon's steps too, with some rows of each matrix."""
+    def hook():
+        no_comparison()
+        compile_quickly()
+
+    steps = go("--parallel", "zero3", "--compile", "--n_layer", "1", "--max_steps", "6",
+               "--sample_interval", "0", ranks=2, hook=hook)[1]
+    assert {step: counts["graphs"] for step, counts in steps.items() if counts.get("graphs")} == {
+        1: 1 + 2 * 4}
+    assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, LOG, {}]
