@@ -485,8 +485,8 @@ def make_monitor(run: Run) -> Monitor:
         peak=peak * run.world_size if peak else None, gather=parallel.gather,
         datasets=[d.name for d in data.datasets], epochs=epochs,
         autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
-        replicas=Replicas(run.parameters, run.shards.size, cfg.check_replicas_interval,
-                          run.step),
+        replicas=Replicas(run.shards.tensors_of(run.model), run.shards.size,
+                          cfg.check_replicas_interval, run.step),
     )
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import column
+from conftest import column, processes
 from safetensors.torch import save_file
 from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
@@ -236,6 +236,27 @@ def test_several_ranks_train_the_same_adapter(tmp_path, tune, way, kind):
     shapes = [{name: t.shape for name, t in newest.items()} for newest in (
         generation.read_state(tmp_path / name)[0]["model"] for name in ("alone", "r"))]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_drift_end_the_run(tmp_path, corpus):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+
+    def hook(rank):
+        plain = train.tidy_memory
+
+        def tidy_memory(run):
+            plain(run)
+            if rank == 1 and run.step == 3:
+                run.model.blocks[1].mlp.down.weight.data.view(torch.int32).view(-1)[5] ^= 1
+
+        train.tidy_memory = tidy_memory
+
+    group = processes(tmp_path, 2, ["--data", corpus, *FINE, *LORA, "--out_dir", "r",
+                                    "--check_replicas_interval", 2], hook)
+    assert [process.code() for process in group] == [1, 1]
+    told = group[0].text()
+    assert "failed: step 4: ranks 0, 1 hold different weights, in blocks.1.mlp.down.weight" in told
 
 
 @pytest.mark.slow
