@@ -460,7 +460,7 @@ def open_run_dir(run: Run):
         if cfg.backup_to:
             backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
         if not run.lock:
-            run.out_dir, run.lock = rundir.claim(run.out_dir)
+            run.out_dir, run.lock = rundir.claim_unused(cfg, run.out_dir)
         rundir.prepare(run)
         best = reconcile_best(run)
         print(rundir.describe(run), flush=True)

@@ -303,7 +303,7 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     if is_checkpoint(source) or source.is_file():
         require_valid(source)
     elif source.is_dir():
-        path = latest_valid(source / "checkpoints")
+        path = latest_valid(source / "checkpoints", ours=False)
         if path is None:
             raise ConfigError(f"{source}: expected a checkpoint or a config.json in it")
     else:
