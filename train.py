@@ -264,16 +264,16 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
 
     From the beginning of a document or, where the data has prompts, in answer to the first one.
     """
-    if not run.shards.norms([p.detach() for p in run.parameters.values()]).isfinite().all():
-        return "(none: the weights are not finite)"
     data = run.val_data or run.train_data
     batch, end = data.batch(0, 1), run.train_data.end_of_text
     prompt = batch.tokens[:, :1].long() if end is None else torch.tensor([[end]])
     if data.has_prompts:
         counted = (batch.targets[0] != IGNORE).nonzero()
         prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
-    torch.manual_seed(0)
     with run.autocast, parallel.gathered(run.model):
+        if not run.model.predict(prompt.to(run.device)).isfinite().all():
+            return "(none: the output of the model is not finite)"
+        torch.manual_seed(0)
         tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
     if not data.has_prompts:
         return data.decode(tokens[0, 1:].tolist())
