@@ -110,7 +110,7 @@ class Config:
     trust_remote_code: bool = option(
         False, "run the code that comes with a model of the hub", saved=False, command_line=True)
     lora_rank: int = option(
-        0, "rank of adapters, trained on frozen weights; 0 is none", at_least=0, fixed="weights")
+        0, "rank of adapters on frozen weights; 0: off", at_least=0, at_most=2**16, fixed="weights")
     lora_alpha: float | None = option(
         None, "scale of adapters, times their rank (default: 2 rank)", above=0, fixed="function")
     lora_targets: list[str] = option(

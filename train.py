@@ -267,16 +267,16 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
 
     From the beginning of a document or, where the data has prompts, in answer to the first one.
     """
-    if not run.shards.norms([p.detach() for p in run.parameters.values()]).isfinite().all():
-        return "(none: the weights are not finite)"
     data = run.val_data or run.train_data
     batch, end = data.batch(0, 1), run.train_data.end_of_text
     prompt = batch.tokens[:, :1].long() if end is None else torch.tensor([[end]])
     if data.has_prompts:
         counted = (batch.targets[0] != IGNORE).nonzero()
         prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
-    torch.manual_seed(0)
     with run.autocast, parallel.gathered(run.model):
+        if not run.model.predict(prompt.to(run.device)).isfinite().all():
+            return "(none: the output of the model is not finite)"
+        torch.manual_seed(0)
         tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
     if not data.has_prompts:
         return data.decode(tokens[0, 1:].tolist())
@@ -463,7 +463,7 @@ def open_run_dir(run: Run):
         if cfg.backup_to:
             backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
         if not run.lock:
-            run.out_dir, run.lock = rundir.claim(run.out_dir)
+            run.out_dir, run.lock = rundir.claim_unused(cfg, run.out_dir)
         rundir.prepare(run)
         best = reconcile_best(run)
         print(rundir.describe(run), flush=True)
@@ -488,8 +488,8 @@ def make_monitor(run: Run) -> Monitor:
         peak=peak * run.world_size if peak else None, gather=parallel.gather,
         datasets=[d.name for d in data.datasets], epochs=epochs,
         autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
-        replicas=Replicas(run.parameters, run.shards.size, cfg.check_replicas_interval,
-                          run.step),
+        replicas=Replicas(run.shards.tensors_of(run.model), run.shards.size,
+                          cfg.check_replicas_interval, run.step),
     )
 
 

@@ -168,18 +168,23 @@ def require_valid(path: Path):
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
 
 
-def latest_valid(folder: Path) -> Path | None:
+def latest_valid(folder: Path, ours: bool = True) -> Path | None:
     """The newest valid checkpoint; damaged ones after it are set aside.
 
-    None if there are none at all. Raises ConfigError, and changes nothing, if all are damaged.
+    ours: whether this process holds the run's lock; otherwise they are passed over. None if there
+    are none at all. Raises ConfigError, and changes nothing, if all are damaged.
     """
-    bad = []
+    bad, done = [], "set aside as .corrupt" if ours else "passed over"
     for path in reversed(list_checkpoints(folder)):
-        wrong = retry(lambda path=path: find_damage(path))
+        try:
+            wrong = retry(lambda path=path: find_damage(path))
+        except FileNotFoundError:
+            continue  # a run that goes on has just deleted it
         if not wrong:
             for damaged, why in bad:
-                set_aside(damaged, "corrupt")
-                print(f"warning: {damaged}: {why}; set aside as .corrupt", flush=True)
+                if ours:
+                    set_aside(damaged, "corrupt")
+                print(f"warning: {damaged}: {why}; {done}", flush=True)
             return path
         bad.append((path, wrong))
     if bad:

@@ -306,8 +306,9 @@ def setting_up():
 
 def exit_code(main, argv: list[str]) -> int:
     """The exit code of `main(argv)`; errors are printed, those of the user as one line."""
-    rank0 = rank_and_world()[0] == 0
+    rank0 = True
     try:
+        rank0 = rank_and_world()[0] == 0
         code = main(argv)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -342,7 +343,7 @@ def leave(code: int):
     With several ranks, without shutting the interpreter down: a gloo or NCCL thread that wakes up
     meanwhile would abort the process ("terminate called without an active exception").
     """
-    if rank_and_world()[2] > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

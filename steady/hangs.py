@@ -7,6 +7,7 @@ where there is no progress, what `details` finds.
 import contextlib
 import json
 import multiprocessing.process
+import os
 from pathlib import Path
 
 from steady import proc
@@ -225,9 +226,19 @@ def pending(note: dict) -> str:
 
 
 def describe_lost(rank: int, note: dict, seconds: float) -> str:
-    """Where a rank has been cut off from the others."""
-    return (f"{describe_stuck([rank], note)}, and has had no answer from torchrun's store for "
-            f"{duration(seconds)}: the network, or the host that the store is on, is gone")
+    """Where a rank has been cut off from the others: it gets no answer from their store.
+
+    That is in torchrun's own process, or in rank 0.
+    """
+    with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = "torchrun's store" if with_torchrun else "the store, which is in rank 0,"
+    why = "the network, or the host that the store is on, is gone"
+    if not with_torchrun:
+        state = note.get("gone", {}).get("0")  # known on its host alone
+        why = (f"rank 0 is {state}" if state else
+               "rank 0 is stopped or stuck, or its host or the network to it is gone")
+    return (f"{describe_stuck([rank], note)}, and has had no answer from {store} for "
+            f"{duration(seconds)}: {why}")
 
 
 def ranks_behind(notes: dict[int, dict]) -> set[int]:

@@ -439,11 +439,12 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
 
 
 def fingerprint(name: str) -> str:
-    """Sampled hash of the files with the weights that --init_from names."""
+    """Sampled hash of the files with the weights that --init_from names; scales of adapters."""
     checkpoint = own_checkpoint(name)
-    files = part_paths(checkpoint) if checkpoint else weight_files(fetch(name))
     if not checkpoint and lora.is_adapter_folder(fetch_files(name)):
-        files = [*files, fetch_files(name) / lora.WEIGHTS]
+        file, found = fetch_files(name) / lora.WEIGHTS, lora.read_config(fetch_files(name))
+        return f"{fingerprint(found['base'])} + {found['scale']} {sampled_hash({file.name: file})}"
+    files = part_paths(checkpoint) if checkpoint else weight_files(fetch(name))
     return sampled_hash({file.name: file for file in files})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from steady import proc
+from steady.parallel import rank_and_world
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
@@ -86,7 +87,7 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     To be read once, when the loader's workers run. Processes of the run on this host get equal
     shares of what is available, since what one does the others do.
     """
-    ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), row.get("memory/threads", 0)
+    ranks, threads = rank_and_world()[3], row.get("memory/threads", 0)
     used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
     found = {
         "limit/host_gb": used + proc.available_bytes() / ranks / 1e9,

@@ -9,6 +9,7 @@ forward and each backward pass, with zero2 once a step.
 import contextlib
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -25,14 +26,30 @@ from steady.muon import Muon
 
 
 def rank_and_world() -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, local world size), from torchrun's environment variables."""
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+    """(rank, local rank, world size, local world size), as torchrun sets them.
+
+    Raises ConfigError.
+    """
+    rank, local_rank = from_environment("RANK", 0), from_environment("LOCAL_RANK", 0)
+    world_size = from_environment("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} in the environment: expected less than WORLD_SIZE, "
+                          f"{world_size}; unset both to train in one process")
+    return rank, local_rank, world_size, from_environment("LOCAL_WORLD_SIZE", 1)
 
 
 def restart_count() -> int:
     """How many times torchrun has restarted its processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return from_environment("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def from_environment(name: str, least: int) -> int:
+    """A number that torchrun sets; the least one where it is not set. Raises ConfigError."""
+    text = os.environ.get(name) or str(least)
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigError(f"{name}={text} in the environment: expected a number of at least "
+                          f"{least}, as torchrun sets it; unset it to train in one process")
+    return int(text)
 
 
 class RanksMissing(Exception):
@@ -42,16 +59,19 @@ class RanksMissing(Exception):
 def meet(rank: int, world_size: int, patience: float):
     """The store of all ranks once they have come, None for one rank.
 
-    Raises RanksMissing, which names the others, after `patience` seconds.
+    Raises RanksMissing, which names the others, after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
         return None
     if dist.is_initialized():  # by an earlier run of this process
         return shared_notes("again")
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
+                          "expected torchrun to set both; unset it to train in one process")
     timeout, of_torchrun = timedelta(seconds=patience), "TORCHELASTIC_USE_AGENT_STORE"
     of_torchrun = os.environ.get(of_torchrun) == "True"
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, timeout=timeout,
+        os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1), world_size, timeout=timeout,
         is_master=rank == 0 and not of_torchrun, wait_for_workers=False, multi_tenant=True)
     if of_torchrun:
         # It keeps this store over a restart; addresses in it are of dead processes. Where it makes

@@ -30,7 +30,8 @@ class ReplicasDiffer(Exception):
 class Replicas:
     """Checksums of this rank's weights, made every so many steps and compared at the next log.
 
-    parameters: name → this rank's part; ranks r, r + size, r + 2 size, … hold the same parts.
+    parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
+    hold the same parts.
     agreed: the step at which they were the same for certain.
     """
 

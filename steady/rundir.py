@@ -203,7 +203,7 @@ def find_start(cfg, out_dir: Path | None) -> Start:
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
             finish_parts(out_dir / "checkpoints")
-        checkpoint = latest_valid(out_dir / "checkpoints")
+        checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
         return Start(out_dir, checkpoint and str(checkpoint), lock)
     return Start(out_dir)
 
@@ -225,6 +225,20 @@ def claim(out_dir: Path | None):
     except OSError as e:
         raise ConfigError(f"--out_dir {out_dir}: cannot be made: {e.strerror}") from None
     return out_dir, acquire_lock(out_dir)
+
+
+def claim_unused(cfg, out_dir: Path | None):
+    """As `claim`. Raises ConfigError where another run has begun and ended since `find_run`.
+
+    To build a large model takes minutes, in which this directory was not locked.
+    """
+    own = cfg.resume and run_dir_of(Path(cfg.resume))
+    out_dir, lock = claim(out_dir)
+    if cfg.overwrite or own and own.resolve() == out_dir.resolve() or not holds_a_run(out_dir):
+        return out_dir, lock
+    lock.close()
+    raise ConfigError(f"--out_dir {out_dir}: another run has written there since this one started. "
+                      "Continue it with --auto-resume, or choose another directory")
 
 
 def acquire_lock(run_dir: Path):

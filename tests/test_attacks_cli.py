@@ -325,3 +325,26 @@ def test_a_reader_that_has_read_enough_is_no_error(run, tmp_path, command):
                           stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("variables, said", [
+    ("WORLD_SIZE=two", "WORLD_SIZE=two in the environment: expected a number of at least 1"),
+    ("WORLD_SIZE=0", "WORLD_SIZE=0 in the environment: expected"),
+    ("RANK=-1", "RANK=-1 in the environment: expected"),
+    ("RANK=3", "RANK=3 in the environment: expected less than WORLD_SIZE, 1"),
+    ("LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0 in the environment: expected"),
+    ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=x in the environment: expected"),
+    ("WORLD_SIZE=2", "WORLD_SIZE=2 in the environment, and no MASTER_ADDR"),
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment"),
+])
+def test_odd_variables_of_a_cloud(refused, monkeypatch, variables, said):
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert said in refused()
+
+
+def test_empty_variables_are_none(run, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, "")
+    run("--max_steps", 2)

@@ -45,6 +45,7 @@ from model import Transformer
 from steady import checkpoint, faults, memory, retry, sealed, telemetry
 from steady.checkpoint import checkpoint_step, compare, find_corruption, list_checkpoints
 from steady.tokens import write_tokens
+from tools import generate as generation
 from tools import prepare
 
 TABLE = {
@@ -517,6 +518,34 @@ def test_one_writer_per_directory(run, corpus, tmp_path):
     process.kill(signal.SIGKILL)
     process.code()
     run("--auto-resume", "--out_dir", "r", "--max_steps", 200, bare=True)  # the lock is gone
+
+
+@pytest.mark.parametrize("flag", [["--auto-resume"], pytest.param([], marks=pytest.mark.slow)])
+def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch, flag):
+    """While the second builds its model, the directory is not locked."""
+    plain = train.make_optimizers
+
+    def make_optimizers(*args):
+        train.make_optimizers = plain  # before the fork, which would make another one
+        other = Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r"])
+        assert other.code() == 0, other.text()
+        return plain(*args)
+
+    monkeypatch.setattr(train, "make_optimizers", make_optimizers)
+    output = run("--out_dir", "r", *flag, expect=2)
+    assert "--out_dir r: another run has written there since this one started" in output
+    assert steps(tmp_path / "r")[-1] == 12 and column(tmp_path / "r", "train/loss")[12]
+
+
+def test_who_only_reads_renames_nothing(run, tmp_path):
+    """The run may belong to another process, or be read-only."""
+    run("--out_dir", "r", "--save_interval", 6)
+    newest = tmp_path / "r/checkpoints/step_00000012.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    output = run("--out_dir", "r", "--auto-resume", "--eval_only")
+    assert "step_00000012.pt: " in output and "passed over" in output and "step 6: valid" in output
+    assert generation.read_state(tmp_path / "r")[2].name == "step_00000006.pt"
+    assert steps(tmp_path / "r") == [6, 12]
 
 
 def test_orphaned_ranks_stop(corpus, tmp_path):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
+import resource
 
 import pytest
 import torch
-from conftest import column
-from safetensors.torch import save_file
+from conftest import column, processes
+from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
@@ -236,6 +238,79 @@ def test_several_ranks_train_the_same_adapter(tmp_path, tune, way, kind):
     shapes = [{name: t.shape for name, t in newest.items()} for newest in (
         generation.read_state(tmp_path / name)[0]["model"] for name in ("alone", "r"))]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+def test_an_adapter_below_that_has_changed_is_refused(tmp_path, tune):
+    """Also one below another, and where only its scale is another."""
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    short = [*LORA[2:], "--max_steps", 2]
+    tune("--init_from", "m", *short, "--out_dir", "r")
+    assert generation.main(["export", "r", "one", "--adapter"]) == 0
+    tune("--init_from", "one", *short, "--out_dir", "s")
+    assert generation.main(["export", "s", "two", "--adapter"]) == 0
+    tune("--init_from", "two", *short, "--out_dir", "t")
+    again = ["--out_dir", "t", "--auto_resume", "--max_steps", 3]
+    for file in (tmp_path / "one" / lora.WEIGHTS, tmp_path / "one" / lora.CONFIG):
+        before = file.read_bytes()
+        if file.suffix == ".json":
+            file.write_text(json.dumps(json.loads(before) | dict(lora_alpha=9.0)))
+        else:
+            save_file({k: 2 * v for k, v in load_file(file).items()}, file)
+        assert "adapts other weights than --init_from two now has" in tune(*again, expect=2)
+        assert generation.main(["export", "t", "out"]) == 2
+        file.write_bytes(before)
+    tune(*again)
+
+
+def test_an_export_that_finds_no_space(tmp_path, tune, capfd):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    tune(*LORA, "--max_steps", 2, "--out_dir", "r", "--eval_interval", 0)
+    for flags in ([], ["--adapter"]):
+        out = f"out{len(flags)}"
+        child = os.fork()
+        if not child:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            code = 70
+            try:
+                code = generation.main(["export", "r", out, *flags])
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        told = capfd.readouterr().err
+        assert f"model.py: error: {out}: could not be written: " in told and "too large" in told
+        assert "Traceback" not in told
+        assert (tmp_path / out / "tokenizer_config.json").exists()  # weights come last
+    (tmp_path / "m").rename(tmp_path / "gone")
+    assert generation.main(["export", "r", "later"]) == 2
+    assert not (tmp_path / "later").exists()
+
+
+def test_a_sample_where_the_weights_are_finite_and_the_output_is_not(tmp_path, tune):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+    told = tune(*LORA, "--lora_alpha", 1e308, "--max_steps", 2)
+    assert "(none: the output of the model is not finite)" in told
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_drift_end_the_run(tmp_path, corpus):
+    save_random(tmp_path / "m", FAMILIES["llama"]())
+
+    def hook(rank):
+        plain = train.tidy_memory
+
+        def tidy_memory(run):
+            plain(run)
+            if rank == 1 and run.step == 3:
+                run.model.blocks[1].mlp.down.weight.data.view(torch.int32).view(-1)[5] ^= 1
+
+        train.tidy_memory = tidy_memory
+
+    group = processes(tmp_path, 2, ["--data", corpus, *FINE, *LORA, "--out_dir", "r",
+                                    "--check_replicas_interval", 2], hook)
+    assert [process.code() for process in group] == [1, 1]
+    told = group[0].text()
+    assert "failed: step 4: ranks 0, 1 hold different weights, in blocks.1.mlp.down.weight" in told
 
 
 @pytest.mark.slow

@@ -253,12 +253,21 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
     (0, {3: dict(phase="data", waits=False)}, (), "rank 3 (host a) has been in data"),
     (1, {}, (0,), "rank 0 (host a) is"),
     # its own notes do not come back
-    (8, {}, range(16), "no answer from torchrun's store"),
-    (9, {}, range(16), "no answer from torchrun's store"),
+    (8, {}, range(16), "no answer from the store, which is in rank 0, for 1m40s: rank 0 is stopped "
+     "or stuck, or its host or the network to it is gone"),
 ])
 def test_what_a_rank_of_many_concludes(rank, notes, silent, words, monkeypatch):
     text = watch_several(rank, notes, silent, monkeypatch=monkeypatch).judge()
     assert words in text if words else text is None
+
+
+def test_the_store_is_lost(monkeypatch):
+    text = hangs.describe_lost(1, note(gone={"0": "stopped"}), 100.0)
+    assert text.endswith("in rank 0, for 1m40s: rank 0 is stopped")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    text = watch_several(9, {}, range(16), monkeypatch=monkeypatch).judge()
+    assert text.endswith("has had no answer from torchrun's store for 1m40s: the network, or the "
+                         "host that the store is on, is gone")
 
 
 def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):

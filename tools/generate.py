@@ -14,7 +14,13 @@ import torch
 from config import Config
 from model import Transformer, generate, rope_table
 from steady import foreign, huggingface, lora
-from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
+from steady.checkpoint import (
+    disk_error,
+    is_checkpoint,
+    latest_valid,
+    require_valid,
+    run_dir_of,
+)
 from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
@@ -322,7 +328,7 @@ def read_state(source: Path) -> tuple[dict, Path | None, Path]:
     if is_checkpoint(source) or source.is_file():
         require_valid(source)
     elif source.is_dir():
-        path = latest_valid(source / "checkpoints")
+        path = latest_valid(source / "checkpoints", ours=False)
         if path is None:
             raise ConfigError(f"{source}: expected a checkpoint or a config.json in it")
     else:
@@ -347,6 +353,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     adapter: only what --lora_rank trained, as peft loads it. Raises ConfigError if the checkpoint
     is damaged, has non-finite weights, or no adapter.
     """
+    from safetensors import SafetensorError
+
     state, run_dir, path = read_state(source)
     cfg = config_of(state, trust_remote_code)
     if bad := first_not_finite(state["model"].items()):
@@ -361,23 +369,30 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
-    out.mkdir(parents=True, exist_ok=True)
+    is_foreign, model = cfg.model == "transformers", None
     if adapter:
-        model = foreign.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
-        parts = huggingface.linear_parts(model)
-        lora.save(out, lora.pairs_of(state["model"], parts, cfg), cfg, dtype)
-    elif cfg.model == "transformers":
+        model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
+    elif is_foreign or cfg.lora_rank:
         model = model_of(state, cfg, path)
-        model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
-    else:
-        listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
-        ends = dict.fromkeys((state.get("end_of_text"), *listed))
-        ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-        sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
-        sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
-        weights = model_of(state, cfg, path).state_dict() if cfg.lora_rank else state["model"]
-        huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
-    tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)  # weights come last
+        if adapter:
+            pairs = lora.pairs_of(state["model"], huggingface.linear_parts(model), cfg)
+            lora.save(out, pairs, cfg, dtype)
+        elif is_foreign:
+            model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
+        else:
+            listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
+            ends = dict.fromkeys((state.get("end_of_text"), *listed))
+            ends = [i for i in ends if i is not None and i < cfg.vocab_size]
+            sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
+            sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
+            weights = model.state_dict() if model else state["model"]
+            huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
+                          "and export again") from None
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
 
 
