@@ -4,11 +4,9 @@ A checkpoint is a file, step_N.pt, or where each rank holds a part of the state,
 """
 
 import dataclasses
-import errno
 import math
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from steady.parts import (
     remove_strays,
     require_shared,
 )
-from steady.retry import retry
+from steady.retry import disk_error, retry
 from steady.sealed import atomic_write, find_corruption, link_or_copy, write_checkpoint
 from steady.tokens import split_weight
 
@@ -38,7 +36,6 @@ CHECKPOINT = re.compile(r"step_(\d{8,})(\.pt)?")
 DRAFT = re.compile(r"(step_\d{8,}|best)(\.pt)?\.(tmp|backup)-\d+")
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 NOT_FINITE = "the weights are not finite"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 
 # --- one checkpoint --------------------------------------------------------------------------
 
@@ -357,20 +354,6 @@ class Writer:
             self.backup.close()
         if self.failures:
             raise OSError(f"{self.folder}: the last checkpoint, of step {self.step}, is not there")
-
-
-def disk_error(error: BaseException, folder: Path) -> str:
-    """Describe an error in writing to `folder`: torch hides a full disk behind its own."""
-    if not folder.is_dir():
-        return f"{folder} is gone: was it moved or deleted while this run writes there?"
-    cause = error
-    while cause and getattr(cause, "errno", None) not in FULL:
-        cause = cause.__cause__ or cause.__context__
-    if not cause:
-        return str(error)
-    usage = shutil.disk_usage(folder)
-    return (f"no space left on {folder}: {usage.free / 1e9:.2f} of {usage.total / 1e9:.1f} GB are "
-            f"free ({cause.strerror})")
 
 
 # --- the state of a run ----------------------------------------------------------------------

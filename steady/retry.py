@@ -1,12 +1,15 @@
-"""Retry I/O after errors that may pass."""
+"""Errors of disks and networks: retried where they may pass, described where they last."""
 
 import errno
 import random
+import shutil
 import sys
 import time
+from pathlib import Path
 
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 
 
 def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 0.5):
@@ -31,3 +34,17 @@ def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 
 
 
 retry.count = 0  # of this process
+
+
+def disk_error(error: BaseException, folder: Path) -> str:
+    """Describe an error in writing to `folder`: torch hides a full disk behind its own."""
+    if not folder.is_dir():
+        return f"{folder} is gone: was it moved or deleted while this run writes there?"
+    cause = error
+    while cause and getattr(cause, "errno", None) not in FULL:
+        cause = cause.__cause__ or cause.__context__
+    if not cause:
+        return str(error)
+    usage = shutil.disk_usage(folder)
+    return (f"no space left on {folder}: {usage.free / 1e9:.2f} of {usage.total / 1e9:.1f} GB are "
+            f"free ({cause.strerror})")

@@ -14,17 +14,12 @@ import torch
 from config import Config
 from model import Transformer, generate, rope_table
 from steady import foreign, huggingface, lora
-from steady.checkpoint import (
-    disk_error,
-    is_checkpoint,
-    latest_valid,
-    require_valid,
-    run_dir_of,
-)
+from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
 from steady.checkpoint import read_state as read_checkpoint
 from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.device import DTYPES, pick_device
 from steady.parallel import Shards
+from steady.retry import disk_error
 from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
 from tools.chat import apply, end_of_turn
 from tools.talk import Screen, talk, text_after
