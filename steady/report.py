@@ -1,6 +1,6 @@
 """What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
 
-import itertools
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -25,38 +25,53 @@ BLAMES = {"machine": "Cause, in the machine", "program": "Cause, in the program"
           "unclear": "Cause"}
 
 
-def report(run_dir: Path) -> dict:
-    """Seconds by phase, slow-downs, anomalies, figures and a verdict.
+def report(run_dir: Path, also=None) -> dict:
+    """Seconds by phase, slow-downs, anomalies, figures and a verdict, in one pass over the rows.
 
-    Raises OSError if there is no metrics.jsonl.
+    also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
-    rows = [row for _, row in read_rows(run_dir / "metrics.jsonl")]
-    detector = SlowdownDetector()
-    # an event is added again when it changes or ends, as one dict: keep it once
-    events = {id(event): event for row in rows for event in detector.add(row)}.values()
+    detector, events, figures, so_far = SlowdownDetector(), {}, {}, {}
+    medians, padding = array("d"), array("d")  # of the rows no more is kept: there may be millions
+    hangs, runs_out, anomalies, slowest, last_log = [], [], [], [], None
+    row, ms = {"step": 0}, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
+    for _, row in read_rows(run_dir / "metrics.jsonl"):
+        if also:
+            also(row)
+        # an event is added again when it changes or ends, as one dict: keep it once
+        events |= {id(event): event for event in detector.add(row)}
+        figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
+        so_far = seconds_so_far([row]) or so_far
+        slowest = row.get("slowest", slowest)
+        hangs += [row["hang"]] if "hang" in row else []
+        runs_out += [row["runs_out"]] if "runs_out" in row else []
+        anomalies += [row] if "anomaly" in row else []
+        if "perf/padding_fraction" in row:
+            padding.append(row["perf/padding_fraction"])
+        if not row.get("perf/step_ms"):
+            continue
+        if "perf/startup_s" not in row:
+            medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
+            for name in ms if last_log is not None else ():
+                ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
+        last_log = row["step"]
     detector.finish()
-    figures = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
-    logs = [row for row in rows if row.get("perf/step_ms")]
-    medians = [row.get("perf/step_ms_median") or row["perf/step_ms"]
-               for row in logs if "perf/startup_s" not in row]
     if medians:
         tenth = max(1, len(medians) // 10)
         figures["step_ms_median"] = float(np.median(medians))
         figures["first_tenth_ms"] = float(np.median(medians[:tenth]))
         figures["last_tenth_ms"] = float(np.median(medians[-tenth:]))
-    padding = [row["perf/padding_fraction"] for row in rows if "perf/padding_fraction" in row]
     if padding:
         figures["padding_fraction"] = sum(padding) / len(padding)
-    seconds = seconds_by_phase(rows, logs)
+    seconds = seconds_by_phase(dict.fromkeys(KINDS, 0.0) | so_far, ms)
     out = dict(
         run=str(run_dir),
-        step=rows[-1]["step"] if rows else 0,
-        slowdowns=[event for event in events if "superseded" not in event],
+        step=row["step"],
+        slowdowns=[event for event in events.values() if "superseded" not in event],
         searched=bool(detector.normal),
-        slowest=next((row["slowest"] for row in reversed(rows) if "slowest" in row), []),
-        hangs=[row["hang"] for row in rows if "hang" in row],
-        runs_out=[row["runs_out"] for row in rows if "runs_out" in row],
-        anomalies=[row for row in rows if "anomaly" in row],
+        slowest=slowest,
+        hangs=hangs,
+        runs_out=runs_out,
+        anomalies=anomalies,
         figures=figures,
         seconds=seconds,
         wall_s=sum(seconds.values()),
@@ -64,14 +79,8 @@ def report(run_dir: Path) -> dict:
     return out | {"verdict": verdict(out)}
 
 
-def seconds_by_phase(rows: list[dict], logs: list[dict]) -> dict[str, float]:
-    """Wall time since the run began; training divided among the phases that were measured."""
-    seconds = dict.fromkeys(KINDS, 0.0) | seconds_so_far(rows)
-    ms = dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data, which `seconds` has
-    for before, row in itertools.pairwise(logs):
-        if "perf/startup_s" not in row:
-            for name in ms:
-                ms[name] += (row["step"] - before["step"]) * row.get(f"perf/{name}_ms", 0.0)
+def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
+    """Wall time since the run began, by kind; training divided among phases in proportion to ms."""
     measured = sum(ms.values())
     training = seconds["training"]
     return {

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 import urllib.error
 import urllib.request
 
@@ -126,6 +127,43 @@ def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
     assert len(told["heat"]["ranks"]) == 1 + 8 and len(told["heat"]["ranks"]["7"]) == page.CELLS
 
 
+def test_a_page_of_very_many_rows_keeps_their_groups(tmp_path, monkeypatch):
+    """As if all were kept: even groups, their extremes, the slowest rank."""
+    write_rows(tmp_path / "r", long_run(1500, slow_from=901))
+    monkeypatch.setattr(page, "POINTS", 40)
+    (exact,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    monkeypatch.setattr(page, "MOST_ROWS", 256)
+    table = page.Table()
+    for step in range(1, 5001):
+        table.add({"step": step, "train/loss": 1.0})
+        assert table.rows < 512
+    steps = np.array(table.thin(["train/loss"], 50)["step"])
+    assert np.diff(steps, prepend=0).max() <= 2 * np.diff(steps, prepend=0).min()
+    assert steps[-1] == 5000 and len(steps) == 50
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    assert told.keys() == exact.keys() and told["slow_rank"] == exact["slow_rank"]
+    lines, all_kept = told["logs"], exact["logs"]
+    assert lines.keys() == all_kept.keys() and lines["step"][-1] == all_kept["step"][-1]
+    for name in ("train/loss", "perf/data_ms"):
+        assert np.mean(lines[name]) == pytest.approx(np.mean(all_kept[name]), rel=0.02)
+    assert min(lines["train/loss low"]) == min(all_kept["train/loss low"])
+    assert max(lines["train/loss high"]) == max(all_kept["train/loss high"])
+
+
+def test_rows_are_not_kept(tmp_path, monkeypatch):
+    """Neither by the report nor by the page: twice as many take no more memory."""
+    monkeypatch.setattr(page, "MOST_ROWS", 128)
+    peaks = []
+    for logs in (600, 1200):
+        write_rows(tmp_path / "r", long_run(logs, slow_from=201))
+        tracemalloc.start()
+        report(tmp_path / "r", page.Charts().add)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    size_of_rows = (tmp_path / "r/metrics.jsonl").stat().st_size / 2
+    assert peaks[1] - peaks[0] < 0.25 * size_of_rows
+
+
 def write_evil_run(folder):
     row = {"step": 1, "sample": EVIL, f"train/loss/{EVIL}": 1.0, "perf/step_ms": 3.0,
            "train/loss": None, "perf/mfu": 10**400, "ranks_ms": [EVIL, None, {}]}
@@ -238,7 +276,7 @@ def test_a_watched_page_grows_with_its_run(tmp_path, served):
 def test_a_tab_that_is_closed_says_nothing_and_tabs_share_the_work(
         tmp_path, served, monkeypatch, capsys):
     read = []
-    monkeypatch.setattr(page, "report", lambda path: read.append(time.sleep(0.2)) or report(path))
+    monkeypatch.setattr(page, "report", lambda *args: read.append(time.sleep(0.2)) or report(*args))
     write_rows(tmp_path / "r", long_run(4, 9))
     tabs = [threading.Thread(target=get, args=(served + "/data",)) for _ in range(4)]
     for tab in tabs:

@@ -26,11 +26,12 @@ import yaml
 
 from steady.goodput import KINDS, seconds_so_far
 from steady.report import describe_event, report, worth_saying
-from steady.telemetry import MOST_RANKS, PHASES, read_rows
+from steady.telemetry import MOST_RANKS, PHASES
 
 PARTS = Path(__file__).parent / "page"
 PORT = 8265  # where --watch serves, or the next free one
 POINTS, CELLS = 2000, 300  # most points of a line and columns of a heat map, of all runs together
+MOST_ROWS = 1 << 15  # of a table in memory, and as many that are not grouped yet
 NUMBERS = 60_000  # most of them in a table: of many columns it has fewer rows
 MOST_EVENTS, MOST_SAMPLES, MOST_TEXT = 1000, 40, 500
 LINES = ("train/loss", "train/learning_rate", "train/grad_norm", "perf/step_ms",
@@ -38,6 +39,8 @@ LINES = ("train/loss", "train/learning_rate", "train/grad_norm", "perf/step_ms",
          "memory/host_rss_gb", "memory/workers_rss_gb", "memory/allocated_gb",
          "memory/reserved_gb", "memory/peak_gb")
 SPREAD = ("train/loss", "train/grad_norm")  # shown with the least and the greatest of each point
+EXTREMES = {f"{name} low": np.fmin for name in SPREAD} | {f"{name} high": np.fmax
+                                                          for name in SPREAD}
 HEAT = {"layers": "health/update_ratio/", "ranks": "rank "}  # heat map → prefix of its columns
 
 
@@ -45,10 +48,11 @@ HEAT = {"layers": "health/update_ratio/", "ranks": "rank "}  # heat map → pref
 
 
 class Table:
-    """Columns of numbers by name, one value a row; NaN where a row has none."""
+    """Columns of numbers by name, NaN where a row has none. Of many rows, groups become one row."""
 
     def __init__(self):
         self.columns, self.rows = {"step": array("d")}, 0
+        self.group, self.grouped = 1, 0  # rows that become one; how many rows are such groups
 
     def add(self, row: dict):
         for name in [name for name in row if name not in self.columns]:
@@ -56,25 +60,46 @@ class Table:
         for name, column in self.columns.items():
             column.append(number(row.get(name)))
         self.rows += 1
+        if self.rows == 2 * MOST_ROWS:
+            self.shrink()
+
+    def shrink(self):
+        """Group the newest rows as the older ones, and all of them by twos if they are too many."""
+        starts = np.r_[: self.grouped, self.grouped : self.rows : self.group]
+        if len(starts) > MOST_ROWS:
+            starts, self.group = starts[::2], 2 * self.group
+        self.columns = {name: array("d", values.tobytes())
+                        for name, values in by_group(self.columns, starts).items()}
+        self.rows = self.grouped = len(starts)
 
     def thin(self, names: list[str], most: int) -> dict:
         """{name: means of at most `most` groups of rows}, {name + " low" and " high"}: extremes."""
+        if self.grouped:
+            self.shrink()
         most = max(1, min(most, NUMBERS // (1 + len(names))))
         starts = np.unique(np.linspace(0, self.rows, most, endpoint=False).astype(int))
         if not self.rows:
             return {}
-        out = {"step": np.maximum.reduceat(np.array(self.columns["step"]), starts)}
-        for name in names:
-            values = np.array(self.columns[name])
-            known = np.add.reduceat(np.isfinite(values), starts)
-            if not known.any():
-                continue
-            with np.errstate(invalid="ignore"):
-                out[name] = np.add.reduceat(np.nan_to_num(values), starts) / known
-            if name in SPREAD and len(starts) < self.rows:
-                out[name + " low"] = np.fmin.reduceat(values, starts)
-                out[name + " high"] = np.fmax.reduceat(values, starts)
-        return {name: [short(x) for x in values.tolist()] for name, values in out.items()}
+        shown = ["step", *names]
+        if self.grouped or len(starts) < self.rows:
+            shown += [name for name in EXTREMES if name.rpartition(" ")[0] in names]
+        out = by_group({name: self.columns[name] for name in shown}, starts)
+        return {name: [short(x) for x in values.tolist()] for name, values in out.items()
+                if name == "step" or np.isfinite(values).any()}
+
+
+def by_group(columns: dict[str, array], starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Means of the rows from each start to the next; of steps the newest, of extremes those."""
+    out, extremes = {}, EXTREMES | {"step": np.maximum}
+    for name, column in columns.items():
+        values = np.array(column)
+        if name in extremes:
+            out[name] = extremes[name].reduceat(values, starts)
+            continue
+        known = np.add.reduceat(np.isfinite(values), starts)
+        with np.errstate(invalid="ignore"):
+            out[name] = np.add.reduceat(np.nan_to_num(values), starts) / known
+    return out
 
 
 def number(value) -> float:
@@ -89,50 +114,64 @@ def short(x: float) -> float | None:
     return int(x) if x == int(x) and abs(x) < 1e15 else float(f"{x:.4g}")
 
 
-def read_run(run_dir: Path, told: dict, runs: int = 1) -> dict:
-    """What the page shows of one of so many runs; told: its report."""
-    logs, evaluations, processes, samples, told_at = Table(), Table(), [], [], []
-    for _, row in read_rows(run_dir / "metrics.jsonl"):
+class Charts:
+    """What the page shows of a run besides its report, from its rows, one after another."""
+
+    def __init__(self):
+        self.logs, self.evaluations = Table(), Table()
+        self.processes, self.samples, self.told_at = [], [], []
+        self.slowest = array("d"), array("d"), array("d")  # ranks, ratios, phases
+
+    def add(self, row: dict):
         if "perf/step_ms" in row:
-            logs.add(log_columns(row))
+            self.logs.add(log_columns(row))
+        if "perf/slowest_rank" in row and "perf/startup_s" not in row:
+            for values, end in zip(self.slowest, ("", "_ratio", "_phase"), strict=True):
+                values.append(number(row.get(f"perf/slowest_rank{end}")))
         if "val/loss" in row:
-            evaluations.add({k: v for k, v in row.items() if k.startswith(("step", "val/loss"))})
+            losses = {k: v for k, v in row.items() if k.startswith("val/loss")}
+            self.evaluations.add({"step": row["step"], **losses})
         if "sample" in row:
-            samples.append({"step": row["step"], "text": row["sample"][:2000]})
+            self.samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if "hang" in row or "runs_out" in row:
-            told_at.append(row)
-        add_seconds(processes, row)
-    config, notes = read_config(run_dir / "config.yaml")
-    shown = [name for name in logs.columns if name in LINES or name.startswith("train/loss/")]
-    heat = {title: logs.thin([name for name in logs.columns if name.startswith(prefix)],
-                             CELLS // runs) for title, prefix in HEAT.items()}
-    every = max(1, math.ceil(len(samples) / MOST_SAMPLES))
-    return dict(
-        name=str(run_dir),
-        step=told["step"],
-        max_steps=config.get("max_steps", ""),
-        verdict=[cut(line) for line in told["verdict"][:MOST_SAMPLES]],
-        figures=told["figures"],
-        processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
-        events=events_of(told, processes, told_at),
-        logs=logs.thin(shown, POINTS // runs),
-        evaluations=evaluations.thin(list(evaluations.columns)[1:], POINTS // runs),
-        heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
-              for title, table in heat.items() if len(table) > 2},
-        slow_rank=slow_rank(logs),
-        samples=samples[::-1][::every][::-1],
-        config=config,
-        notes=notes,
-    )
+            self.told_at.append(row)
+        add_seconds(self.processes, row)
+
+    def data(self, told: dict, runs: int = 1) -> dict:
+        """All of it, of one of so many runs; told: its report."""
+        config, notes = read_config(Path(told["run"]) / "config.yaml")
+        logs, evaluations, processes = self.logs, self.evaluations, self.processes
+        shown = [name for name in logs.columns if name in LINES or name.startswith("train/loss/")]
+        heat = {title: logs.thin([name for name in logs.columns if name.startswith(prefix)],
+                                 CELLS // runs) for title, prefix in HEAT.items()}
+        every = max(1, math.ceil(len(self.samples) / MOST_SAMPLES))
+        return dict(
+            name=told["run"],
+            step=told["step"],
+            max_steps=config.get("max_steps", ""),
+            verdict=[cut(line) for line in told["verdict"][:MOST_SAMPLES]],
+            figures=told["figures"],
+            processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
+            events=events_of(told, processes, self.told_at),
+            logs=logs.thin(shown, POINTS // runs),
+            evaluations=evaluations.thin(list(evaluations.columns)[1:], POINTS // runs),
+            heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
+                  for title, table in heat.items() if len(table) > 2},
+            slow_rank=slow_rank(*map(np.array, self.slowest)),
+            samples=self.samples[::-1][::every][::-1],
+            config=config,
+            notes=notes,
+        )
 
 
 def log_columns(row: dict) -> dict:
     """The columns of a row that are drawn; no times of the first step, which starts a process."""
-    prefixes = ("train/loss/", HEAT["layers"], "perf/slowest_rank")
+    prefixes = ("train/loss/", HEAT["layers"])
     out = {k: v for k, v in row.items() if k in LINES or k.startswith(prefixes)}
     out |= {f"rank {i}": ms for i, ms in enumerate(row.get("ranks_ms", [])[:MOST_RANKS])}
     if "perf/startup_s" in row:
         out = {k: v for k, v in out.items() if not k.startswith(("perf/", "rank "))}
+    out |= {f"{name} {end}": out[name] for name in SPREAD if name in out for end in ("low", "high")}
     return out | {"step": row["step"]}
 
 
@@ -195,13 +234,9 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
     return sorted(out, key=lambda e: e["step"])
 
 
-def slow_rank(logs: Table) -> str:
+def slow_rank(ranks: np.ndarray, ratios: np.ndarray, phases: np.ndarray) -> str:
     """Which rank was the slowest most often, how often, by how much and in which phase."""
-    names = [f"perf/slowest_rank{end}" for end in ("", "_ratio", "_phase")]
-    if not all(name in logs.columns for name in names):
-        return ""
     own = [name for name in PHASES if name != "waiting"]
-    ranks, ratios, phases = (np.array(logs.columns[name]) for name in names)
     known = np.isfinite(ratios) & (ranks >= 0) & (ranks < 1 << 20) & (phases >= 0)
     known &= phases < len(own)
     if not known.any():
@@ -239,8 +274,8 @@ def cut(value) -> str:
 # --- the page --------------------------------------------------------------------------------
 
 
-def page_data(reports: list[dict]) -> dict:
-    runs = [read_run(Path(told["run"]), told, len(reports)) for told in reports]
+def page_data(reports: list[dict], charts: list[Charts]) -> dict:
+    runs = [each.data(told, len(reports)) for told, each in zip(reports, charts, strict=True)]
     return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": PHASES,
             "kinds": KINDS}
 
@@ -268,11 +303,11 @@ def page(data: dict) -> str:
     return out
 
 
-def write_page(reports: list[dict], file: Path) -> str:
+def write_page(reports: list[dict], charts: list[Charts], file: Path) -> str:
     """What was written, as a line. Raises OSError, also if the file is there and is no page."""
     if file.is_file() and not is_page(file):
         raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
-    text = page(page_data(reports))
+    text = page(page_data(reports, charts))
     file.write_text(text, "utf-8")
     return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
 
@@ -300,7 +335,10 @@ class Watched:
         began = time.monotonic()
         now = [(path / "metrics.jsonl").stat().st_size for path in self.run_dirs]
         if now != self.seen:
-            self.data, self.seen = page_data([report(path) for path in self.run_dirs]), now
+            charts = [Charts() for _ in self.run_dirs]
+            reports = [report(path, each.add)
+                       for path, each in zip(self.run_dirs, charts, strict=True)]
+            self.data, self.seen = page_data(reports, charts), now
             self.data["again_s"] = max(3.0, 20 * (time.monotonic() - began))  # 5 % of a core
         return self.data
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from steady.cli import ConfigError, Parser, run_command
 from steady.report import report, report_text
-from tools.page import watch, write_page
+from tools.page import Charts, watch, write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -65,8 +65,10 @@ def print_reports(argv: list[str]) -> int:
                         help="serve that page on 127.0.0.1, renewed while the runs go on")
     args = parser.parse_args(argv)
     run_dirs = [Path(path) for path in args.run_dir]
+    charts = [Charts() for _ in run_dirs]
     try:
-        reports = [report(path) for path in run_dirs]
+        reports = [report(path, args.html and each.add)
+                   for path, each in zip(run_dirs, charts, strict=True)]
     except (OSError, KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"not a run directory with a metrics.jsonl: {e}") from e
     if args.json:
@@ -79,7 +81,7 @@ def print_reports(argv: list[str]) -> int:
             print(side_by_side(reports))
     if args.html:
         try:
-            print(write_page(reports, Path(args.html)), file=sys.stderr, flush=True)
+            print(write_page(reports, charts, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     if args.watch:
