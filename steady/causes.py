@@ -33,8 +33,8 @@ CAUSES = {
     "loop": "something in the loop grows, such as a list that is traversed each time",
     # of the machine
     "clocks": "lower GPU clocks: its temperature or its power limit",
-    "heat": "lower GPU clocks: it is too hot ({celsius:.0f} °C), look at its cooling",
-    "power": "lower GPU clocks: its power limit holds it back at {watts:.0f} W, see nvidia-smi -pl",
+    "heat": "lower GPU clocks: it is too hot{reading}, look at its cooling",
+    "power": "lower GPU clocks: its power limit holds it back{reading}, see nvidia-smi -pl",
     "stopped": "the process is stopped and continued by signals: find out what sends SIGSTOP",
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
@@ -47,6 +47,8 @@ CAUSES = {
     "memory probe": "main memory is {ratio:.2f} times slower, the machine's own probe too: a "
                     "neighbour that takes its bandwidth",
 }
+READINGS = {"heat": ("machine/gpu_celsius", " ({:.0f} °C)"),
+            "power": ("machine/gpu_watts", " at {:.0f} W")}
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
 PROBES = {"probe": ("machine/cpu_probe_us", "machine/gpu_probe_us"),
@@ -231,8 +233,9 @@ def lower_clocks(old: dict, new: dict) -> str:
     for name in ("heat", "power"):
         column = f"machine/gpu_throttled_by_{name}"
         if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
-            return CAUSES[name].format(celsius=new.get("machine/gpu_celsius", math.nan),
-                                       watts=new.get("machine/gpu_watts", math.nan))
+            reading, form = READINGS[name]
+            shown = form.format(new[reading]) if reading in new else ""
+            return CAUSES[name].format(reading=shown)
     return CAUSES["clocks"]
 
 
