@@ -364,8 +364,11 @@ def test_what_must_not_be_exported(run, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "find_corruption", lambda p: None)
         torch.save(state, tmp_path / "nan/checkpoints/step_00000003.pt")
-        assert generation.main(["export", "nan/checkpoints/step_00000003.pt", "out"]) == 2
-    assert "non-finite weights, first in norm.weight" in capsys.readouterr().err
+        path = "nan/checkpoints/step_00000003.pt"
+        for command in (["export", path, "out"], ["generate", path]):
+            assert generation.main(command) == 2
+            told = capsys.readouterr().err
+            assert "non-finite weights, first in norm.weight" in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
     run("--out_dir", "both", "--max_steps", 3, "--qk_norm", "--qkv_bias")
     assert generation.main(["export", "both", "out"]) == 2

@@ -57,6 +57,14 @@ def test_prompts_of_several_lengths_together_are_answered_as_alone(tmp_path, cap
     assert generation.main([*flags, "--prompt_file", "none"]) == 2
 
 
+def test_text_that_is_not_utf8_is_refused_in_one_line(capsys):
+    for command in (["generate", "m", "--prompt", "a", "b\udcff"],
+                    ["chat", "m", "--system", "\udcff"]):
+        assert generation.main(command) == 2
+        told = capsys.readouterr().err
+        assert "\\udcff': expected text in UTF-8" in told and told.count("\n") == 1
+
+
 def test_padding_changes_nothing(tmp_path):
     folder = folder_of(tmp_path / "m", "qwen3")
     model, _ = generation.open_model(folder, 40)

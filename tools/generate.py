@@ -93,10 +93,21 @@ def generate_or_export(argv: list[str]):
         return
     options = kind(**given)
     check_bounds(options)
+    require_utf8("--system" if command == "chat" else "--prompt",
+                 [options.system] if command == "chat" else options.prompt)
     if command == "chat":
         talk(Writer(source, options), options.system)
     else:
         write_text(Writer(source, options), options)
+
+
+def require_utf8(option: str, texts: list[str]):
+    """Raise ConfigError for text that came to the command line as bytes of another kind."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{option} {text!r:.99}: expected text in UTF-8") from None
 
 
 # --- text from a model -----------------------------------------------------------------------
@@ -110,6 +121,9 @@ class Writer:
         self.device = pick_device(options.device, 0)
         self.model, self.tokenizer = open_model(
             source, options.max_new_tokens, options.trust_remote_code)
+        if bad := first_not_finite(self.model.named_parameters()):
+            raise ConfigError(f"{source}: non-finite weights, first in {bad}; take an earlier "
+                              "checkpoint")
         folder = files_of(source)
         self.stop = stop_ids(folder, self.tokenizer)
         given = {name: getattr(options, name) for name in SAMPLING}
@@ -281,6 +295,11 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
 
 
+def first_not_finite(named_tensors) -> str | None:
+    return next((name for name, tensor in named_tensors
+                 if tensor.is_floating_point() and not tensor.isfinite().all()), None)
+
+
 def model_of(state: dict, cfg: Config, path: Path):
     """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
     is_foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
@@ -330,9 +349,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     """
     state, run_dir, path = read_state(source)
     cfg = config_of(state, trust_remote_code)
-    bad = [n for n, t in state["model"].items() if t.is_floating_point() and not t.isfinite().all()]
-    if bad:
-        raise ConfigError(f"{path}: non-finite weights, first in {bad[0]}; not exported")
+    if bad := first_not_finite(state["model"].items()):
+        raise ConfigError(f"{path}: non-finite weights, first in {bad}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
