@@ -153,6 +153,23 @@ def test_what_cannot_be_written_is_refused(record, words):
     assert words in str(e.value)
 
 
+def test_chats_without_a_reply_are_counted(tmp_path, capsys):
+    tokenizer_of("qwen2").save_pretrained(tmp_path / "tokenizer")
+    asked, answered = dict(messages=chat("user: Hello")), dict(messages=TALK)
+    for name, records in (("some", [asked, answered, answered, asked]), ("none", [asked] * 3)):
+        lines = [json.dumps(record) + "\n" for record in records]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out"),
+             "--val_fraction", "0", "--workers", "1"]
+    assert prepare.main([str(tmp_path / "some.jsonl"), *flags]) == 0
+    told = capsys.readouterr().out
+    assert "\nwithout a reply  2 documents, of which the loss counts nothing\n" in told
+    assert "documents        4 + 0" in told
+    assert prepare.main([str(tmp_path / "none.jsonl"), *flags]) == 2
+    assert "no document to train on has a reply" in capsys.readouterr().err
+    assert (tmp_path / "out/train.bin").exists()  # of before
+
+
 @pytest.mark.parametrize("role", ["developer", "function", "model"])
 def test_a_role_that_a_template_passes_over_is_refused(role):
     record = dict(messages=[*TALK[:2], dict(role=role, content=" 7 "), *TALK[2:]])

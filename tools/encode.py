@@ -86,7 +86,10 @@ class Encoder:
             if how:
                 counts["chat", how] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
-            found += [(split, parts, how is not None) for parts in documents if parts]
+            documents = [parts for parts in documents if parts]
+            found += [(split, parts, how is not None) for parts in documents]
+            for parts in documents:
+                counts["no reply", split] += not any(counted for _, counted in parts)
         return found, counts
 
     def read(self, record) -> tuple[list[list[Part]], str | None, tuple[str, ...]]:

@@ -141,6 +141,10 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
     train, val = writers.values()
     if not train.tokens:
         raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on")
+    if counts["no reply", "train"] == train.documents:
+        raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on has a "
+                          "reply, so the loss would count nothing; expected replies of an "
+                          "assistant")
     train.close()
     val.close()
     lines = [
@@ -151,7 +155,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
         f"bytes a token    {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
         f"longest document {max(train.longest, val.longest):,} tokens",
     ]
-    lines += summarize(counts)
+    lines += summarize(+counts)
     if options.val_fraction and not val.tokens:
         lines.append("no document was drawn for validation: try a larger --val_fraction")
     return "\n".join(lines)
@@ -175,6 +179,8 @@ def summarize(counts: Counter) -> list[str]:
     if chats["turns"]:
         lines.append(f"conversations    {chats['turns']:,} as one document for each reply, since "
                      "the chat template writes earlier turns differently when more follow")
+    if no_reply := of("no reply").total():
+        lines.append(f"without a reply  {no_reply:,} documents, of which the loss counts nothing")
     if ignored:
         lines.append(f"ignored keys     {listed(ignored)}")
     return lines
