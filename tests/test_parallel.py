@@ -2,11 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TINY, column, poison, processes, rows
 
 import config
@@ -46,6 +48,28 @@ def assert_equal_runs(one, other, rel=0.0):
         return
     for part in ("model", "optimizers", "step", "position", "tokens", "best_loss"):
         assert compare(one[part], other[part])[1] == []
+
+
+def time_outs(rank: int, file, found):
+    store = dist.FileStore(str(file), 4)
+    parallel.join_ranks(store, rank, 4, torch.device("cpu"), patience=4000.0)
+    shards = parallel.Shards("zero3", 4, shard_size=2)
+    groups = [dist.group.WORLD, *shards.mesh.get_all_groups()]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    found.put([backend.options._timeout.total_seconds() for backend in backends])
+
+
+def test_the_groups_of_shards_and_replicas_wait_as_long_as_that_of_all_ranks(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    found = fork.SimpleQueue()
+    ranks = [fork.Process(target=time_outs, args=(rank, tmp_path / "store", found))
+             for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+        assert process.exitcode == 0
+    assert [found.get() for _ in ranks] == [[8000.0] * 3] * 4
 
 
 @pytest.mark.parametrize("way, flags", [
