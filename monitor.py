@@ -282,8 +282,7 @@ class Monitor:
         for text in self.resources.warnings({"step": step, **row}):
             self.warn(step, text)
             self.write(step, {"runs_out": text})  # for the report
-        growing = self.resources.growing()
-        if growing:
+        if growing := self.resources.growing():
             print(f"step {step}: more objects: {growing}", flush=True)
 
     def line(self, step: int, row: dict[str, float]) -> str:

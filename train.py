@@ -80,7 +80,7 @@ def train(run: "Run"):
             keep_best(run, evaluate(run))
         if due(run.step, cfg.save_interval, cfg.max_steps) or run.stop.save:
             save_checkpoint(run)
-        if due(run.step, cfg.sample_interval):
+        if due(run.step, cfg.sample_interval) and run.step < cfg.max_steps:  # or see `main`
             show_sample(run)
         tidy_memory(run)
     if run.stop.signal:
@@ -513,13 +513,14 @@ def main(argv: list[str]) -> int:
         if run.world_size > 1:
             dist.barrier(group=run.stop.group)  # torchrun kills the others if one leaves
     if run.rank == 0:
-        run.lock.close()
         print(report)
         if run.stop.signal:
             print(f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
                   "--auto-resume continues from there")
     if not run.stop.signal:
         show_sample(run, "sample  of what it writes:\n\n")
+    if run.lock:
+        run.lock.close()
     return 128 + run.stop.signal if run.stop.signal else 0
 
 

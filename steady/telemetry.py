@@ -98,16 +98,11 @@ class Sinks:
         print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
 
     def close(self):
+        """All but metrics.jsonl, to which the last sample is still to come."""
         self.to_tensorboard(lambda: self.writer and self.writer.close())
         self.folder = None
         if self.cfg.wandb and "wandb" in sys.modules:
             sys.modules["wandb"].finish()
-        try:
-            if self.metrics:
-                self.metrics.close()
-                self.metrics = None
-        except OSError as e:
-            self.give_up("metrics.jsonl", e)
 
 
 TAIL_BYTES = 1 << 18  # read of an old metrics.jsonl on resume: some hundred rows

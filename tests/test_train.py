@@ -670,11 +670,14 @@ def test_wandb_mirrors_the_event_files(run, tmp_path, monkeypatch):
     assert b"train/loss" in kept.read_bytes()
 
 
-def test_samples_are_printed_when_they_are_due(run, monkeypatch):
+def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path,
+                                                                      monkeypatch):
     monkeypatch.setattr(train, "sample", lambda run: f"written at {run.step}")
-    printed = run("--sample_interval", 5)
-    due = [step for step in range(1, 12) if f"written at {step}\n" in printed]
-    assert due == [5, 10]
+    printed = run("--sample_interval", 4, "--out_dir", "r")
+    assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "12"]
+    assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 12)}
+    run("--max_steps", 2, "--out_dir", "s")
+    assert column(tmp_path / "s", "sample") == {2: "written at 2"}
 
 
 def test_the_size_of_what_is_refused_as_too_large_is_right(run):
