@@ -166,17 +166,13 @@ def require_valid(path: Path):
 
 
 def latest_valid(folder: Path, ours: bool = True) -> Path | None:
-    """The newest valid checkpoint; damaged ones after it are set aside.
+    """The newest valid checkpoint; damaged ones after it are set aside, if the lock is ours.
 
-    ours: whether this process holds the run's lock; otherwise they are passed over. None if there
-    are none at all. Raises ConfigError, and changes nothing, if all are damaged.
+    None if there are none at all. Raises ConfigError, and changes nothing, if all are damaged.
     """
     bad, done = [], "set aside as .corrupt" if ours else "passed over"
     for path in reversed(list_checkpoints(folder)):
-        try:
-            wrong = retry(lambda path=path: find_damage(path))
-        except FileNotFoundError:
-            continue  # a run that goes on has just deleted it
+        wrong = retry(lambda path=path: find_damage(path))
         if not wrong:
             for damaged, why in bad:
                 if ours:
@@ -213,11 +209,10 @@ def finish_parts(folder: Path):
 def remove_drafts(folder: Path):
     """Delete what a killed process left unfinished; only for the process that holds the lock."""
     for path in folder.iterdir():
-        ours = CHECKPOINT.fullmatch(path.name) or path.name == "best"
         if path.is_dir() and not path.is_symlink():
             if DRAFT.fullmatch(path.name):
                 delete_folder(path)
-            elif ours:
+            elif CHECKPOINT.fullmatch(path.name) or path.name == "best":
                 remove_strays(path)
         if DRAFT.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             path.unlink()

@@ -76,6 +76,7 @@ def refused(run, tmp_path):
     ("--vocab_size 1000000000000", "vocab_size"),
     ("--seq_len 1000000000000", "seq_len"),
     ("--n_layer 1000000000", "n_layer"),
+    ("--lora_rank 99999999999999999999", "at most 65536"),
     ("--batch_size 1000000000000000", "batch_size"),
     ("--max_steps 1" + "0" * 40, "max_steps"),
     ("--out_dir " + "x" * 300, "File name too long"),
