@@ -168,9 +168,10 @@ class Shards:
         if size < world_size:
             shape, names = ((world_size // size, size), ("replicas", "shards"))
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        timeout = dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout
+        options = dist.group.WORLD._get_backend(torch.device(device_type)).options
         for group in self.mesh.get_all_groups():  # which may have torch's own time-out
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            if options:  # an imagined group has none
+                dist.distributed_c10d._set_pg_timeout(options._timeout, group)
         self.group = self.mesh.get_group("shards")
         self.rank, self.size = self.mesh.get_local_rank("shards"), size
         self.replicas = world_size // size

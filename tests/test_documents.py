@@ -679,7 +679,7 @@ def test_a_bad_step_is_looked_at_without_a_mask_too(run, bad_layer, varlen_on_cp
     monkeypatch.setattr(train.Transformer, "hidden", hidden)
     output = run("--packing", "--eval_interval", 0, "--save_interval", 0, "--max_steps", 6)
     assert "first layer whose output is not finite: blocks.1.mlp.down" in output
-    assert kinds == {1}
+    assert kinds - {None} == {1}  # the sample at the end has no documents
 
 
 def test_which_packed_runs_go_without_a_mask():

@@ -18,7 +18,7 @@ from test_monitor import Clock, make, spend, step
 import data
 import monitor
 import train
-from steady import checkpoint, machine, slowdowns, telemetry
+from steady import checkpoint, limits, machine, slowdowns, telemetry
 from steady.device import usable_cores
 from steady.report import report
 from steady.slowdowns import Cusum, SlowdownDetector
@@ -62,7 +62,7 @@ class Driven(Clock, Schedule):
         monkeypatch.setattr(slowdowns, "MIN_STEPS", self.interval)
         monkeypatch.setattr(machine, "SECONDS_BETWEEN", math.inf)
         monkeypatch.setattr(machine.Machine, "queue_seconds", lambda self: 0.0)
-        monkeypatch.setattr(monitor, "memory", lambda device: {})
+        monkeypatch.setattr(limits, "memory_used", lambda device: {})
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_loader_whose_memory_grows(provoke, monkeypatch, driven):
         gb[0] += 0.01 * driven.late
         driven.advance(0.02 * driven.late)
 
-    monkeypatch.setattr(monitor, "memory", lambda device: {"memory/workers_rss_gb": gb[0]})
+    monkeypatch.setattr(limits, "memory_used", lambda device: {"memory/workers_rss_gb": gb[0]})
     before_each(monkeypatch, data.Mixture, "batch", keep)
     events, _ = provoke(driven, "--memory_interval", 2 * driven.interval)  # not in every row
     assert "a loader whose memory grows" in the_event(events, driven)["causes"][0]
@@ -384,7 +384,7 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
     (lambda clock: {}, "unexplained"),
 ])
 def test_signals_of_a_gpu(drive, driven, monkeypatch, row, cause):
-    monkeypatch.setattr(monitor, "memory", lambda device: row(driven))
+    monkeypatch.setattr(limits, "memory_used", lambda device: row(driven))
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * driven.late)), driven)
     assert event["phases"] == [("backward", pytest.approx(10))]
     assert event["causes"][0].startswith(cause)
