@@ -209,6 +209,7 @@ def test_tests_have_an_environment_of_their_own():
     first, second = install.splitlines()
     assert re.fullmatch(r"python -m venv (\S+) && \. \1/bin/activate", first)
     assert second == "pip install -r requirements-dev.txt && python -m pytest"
+    assert all(f"`{second}`" in text for text in (README, CHINESE))  # .ci/run reads it there
     assert all([s.operator for s in r.specifier] == ["=="]
                for r in requirements("requirements-dev.txt"))
 
