@@ -6,6 +6,7 @@ Once on a clock that the test drives, and, marked slow, once more really.
 import gc
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -315,8 +316,10 @@ def test_a_real_loader_whose_memory_grows(provoke, monkeypatch):
 
     def keep(mixture, start, stop):  # in another process, where clock.step is 0
         if start // 4 > clock.slow_from:
-            kept.append(bytearray(2_000_000))
-            sum(block.count(1) for block in kept[-100:])  # and goes through what it keeps
+            # not from the heap, where it might fit into what earlier tests have freed
+            kept.append(mmap.mmap(-1, 2_000_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            kept[-1].write(b"x" * 2_000_000)
+            sum(block[:].count(1) for block in kept[-100:])  # and goes through what it keeps
             time.sleep(0.03)
 
     before_each(monkeypatch, data.Mixture, "batch", keep)
