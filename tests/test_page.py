@@ -150,6 +150,7 @@ def test_a_page_of_very_many_rows_keeps_their_groups(tmp_path, monkeypatch):
     assert max(lines["train/loss high"]) == max(all_kept["train/loss high"])
 
 
+@pytest.mark.slow
 def test_rows_are_not_kept(tmp_path, monkeypatch):
     """Neither by the report nor by the page: twice as many take no more memory."""
     monkeypatch.setattr(page, "MOST_ROWS", 64)

@@ -439,8 +439,8 @@ def test_muon_matches_torch_optim_muon():
         torch.testing.assert_close(a, b, rtol=0, atol=0.01)  # one Newton-Schulz step fewer: 0.04
 
 
-@pytest.mark.parametrize("backend", [
-    "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_muon_compiled_is_the_same_and_compiles_once(monkeypatch, backend):
     """At any learning rate, in a step that is skipped too, and with more sizes than the limit."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
