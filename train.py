@@ -273,11 +273,12 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     if data.has_prompts:
         counted = (batch.targets[0] != IGNORE).nonzero()
         prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
+    prompt = prompt.to(run.device)
     with run.autocast, parallel.gathered(run.model):
-        if not run.model.predict(prompt.to(run.device)).isfinite().all():
+        if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
-        tokens = generate(run.model, prompt.to(run.device), max_new_tokens, 0.8, top_k=50)
+        tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50)
     if not data.has_prompts:
         return data.decode(tokens[0, 1:].tolist())
     answer = tokens[0, prompt.shape[1] :].tolist()
