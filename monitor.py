@@ -176,8 +176,10 @@ class Monitor:
         table = np.array(self.gather(values).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
-        ends = np.cumsum([len(part) for part in parts.values()])
-        found = dict(zip(parts, np.split(table, ends[:-1], axis=1), strict=True))
+        found, end = {}, 0
+        for name, part in parts.items():
+            found[name] = table[:, end : end + len(part)]
+            end += len(part)
         losses, norms, excess = found["losses"], found["norms"], found["excess"]
         if self.replicas:
             self.replicas.compare(found["checksums"])

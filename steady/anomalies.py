@@ -33,7 +33,7 @@ class AnomalyDetector:
         excess: [steps] of --skip_spikes, 0 where nothing was skipped.
         """
         steps = np.arange(step - losses.shape[1] + 1, step + 1)
-        worst = np.nan_to_num(losses, nan=np.inf, neginf=np.inf)
+        worst = np.where(np.isfinite(losses), losses, np.inf)
         ranks = worst.argmax(0)
         found = {}  # kind → [(value, median, step, rank)]
         for i in np.flatnonzero(bad):
