@@ -130,11 +130,12 @@ def shared_notes(name: str):
 
 def on_device(values: list, device: torch.device) -> Tensor:
     """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
+    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
     if device.type == "cpu":  # nothing waits for it
         return torch.tensor([float(value) for value in values], dtype=torch.float32)
     numbers = [value for value in values if not isinstance(value, Tensor)]
     numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.detach().to(device, torch.float32).reshape(())
+    return torch.stack([value.to(device, torch.float32).reshape(())
                         if isinstance(value, Tensor) else next(numbers) for value in values])
 
 
