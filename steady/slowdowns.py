@@ -189,15 +189,17 @@ class SlowdownDetector:
         step_ms = self.levels["mean"].mean or row["perf/step_ms"]
         point["factor"], point["values"] = self.split(row)
         series = [("work", row["work"], None)]
+        # on a machine that is slower, what a phase has alone takes longer, and varies by more
+        slower = max(1.0, point["factor"])
         for name, value in point["values"].items():
-            series.append((name, value, step_ms if name in STEP_PHASES else None))
+            alone = name in STEP_PHASES
+            series.append((name, value / slower, step_ms) if alone else (name, value, None))
         for name in OUTSIDE_PHASES:
             total = row.get(f"perf/{name}_ms", 0.0) * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
-                # on a machine that is slower, what is computed there takes longer, too
-                slower = max(1.0, point["factor"]) if name != "checkpoint" else 1.0
-                value = total / (point["last"] - since) / slower
+                value = total / (point["last"] - since)
+                value /= slower if name != "checkpoint" else 1.0  # it is written, not computed
                 series.append((name, value, step_ms))
                 point["values"][name] = value
                 self.seen[name] = point["last"]
@@ -238,7 +240,7 @@ class SlowdownDetector:
         self.locate(event)
         if any(self.same(event, other) for other in active):
             return None
-        for other in [e for e in active if self.caused_by(e, event)]:
+        for other in [e for e in active if self.part_of(e, event)]:
             other["superseded"] = True
             active.remove(other)
             self.steps.remove(other)
@@ -257,18 +259,17 @@ class SlowdownDetector:
         if event["series"] == other["series"]:
             goes_on = other["creeps"] and event["creeps"]
             return goes_on or event["since"] <= other["found"]
-        rise, others = (e["levels"][1] - e["levels"][0] for e in (event, other))
-        if other["series"] not in STEP_PHASES or (
-                event["series"] not in STEP_PHASES and rise > 0.5 * others):
-            return False  # what a phase has alone is not what all phases share
-        return self.together(event, other)
+        if event["series"] in STEP_PHASES and other["series"] in STEP_PHASES:
+            return self.together(event, other)
+        return self.part_of(event, other)
 
-    def caused_by(self, event: dict, other: dict) -> bool:
-        """Whether all phases are a little slower because one is much slower: caches go cold."""
-        if event["series"] in STEP_PHASES or other["series"] not in STEP_PHASES:
+    def part_of(self, event: dict, other: dict) -> bool:
+        """Whether all phases are a little slower because one is much slower: caches go cold. Or one
+        a little more than the others, as all are much slower: not all by the same factor."""
+        if (event["series"] in STEP_PHASES) == (other["series"] in STEP_PHASES):
             return False
         little, much = (e["levels"][1] - e["levels"][0] for e in (event, other))
-        return much > 2 * little and self.together(other, event)
+        return much > 2 * little and self.together(event, other)
 
     def together(self, event: dict, other: dict) -> bool:
         """Whether they may have begun at the same step."""

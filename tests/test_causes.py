@@ -98,6 +98,18 @@ def test_a_slower_machine_is_told_by_its_probe(probes, blames):
         assert event["causes"] == ["unexplained (100%)"]
 
 
+def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
+    """Ten times slower, what the phases differ by is ten times as large, too."""
+    for seed in range(15):
+        rows = made(seed, factor=12, noise=0.05, wobbles=0.1)
+        for row in rows[PLANTED:]:
+            row["perf/cpu_queue_ms"] = 0.9 * row["perf/step_ms"]
+        events = detect(rows)[0]
+        assert all(event["series"] == "median" for event in events), (seed, events)
+        (event,) = (e for e in events if e["since"] == PLANTED * EVERY + 1)
+        assert "CPU contention" in event["causes"][0], event
+
+
 def test_a_slower_program_is_not_a_slower_machine():
     """All phases take longer, and the probe does not."""
     rows = made(wobbles=0.02, factor=1.3)

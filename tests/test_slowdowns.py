@@ -108,11 +108,11 @@ def before_each(monkeypatch, owner, name: str, do):
 
 
 def the_event(events, clock, kind="step"):
-    """On a driven clock there is one event and no other; a busy machine may add some."""
+    """On a driven clock there is one event and no other; a busy machine may add smaller ones."""
     near = (2 if clock.driven else 5) * clock.interval
     found = [e for e in events if e["kind"] == kind and abs(e["since"] - clock.slow_from) <= near]
     assert found and (events == found[:1] or not clock.driven), events
-    return found[0]
+    return max(found, key=lambda e: e["percent"])
 
 
 # --- the program is provoked ---
@@ -294,7 +294,11 @@ def test_real_cpu_contention(provoke, monkeypatch):
         for process in crowd:
             process.kill()
             process.wait()
-    assert any("CPU contention" in cause for cause in the_event(events, clock)["causes"])
+    event = the_event(events, clock)
+    # so many processes may use up a container's quota, or make the hypervisor take the cores
+    names = "CPU contention", "CPU quota", "hypervisor"
+    assert any(name in cause for cause in event["causes"] for name in names), events
+    assert event["blames"] == "machine"
 
 
 def test_a_loader_whose_memory_grows(provoke, monkeypatch, driven):
