@@ -1,11 +1,13 @@
 """Promises that hostile or unlucky use once broke: each test was seen to fail before."""
 
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +190,25 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
     run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--eval_interval", 4, bare=True)
     loss, step = best(tmp_path / "r")
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
+
+
+def test_where_no_best_weights_are_left_none_are_claimed(run, tmp_path):
+    run("--out_dir", "r", "--eval_interval", 4)
+    (tmp_path / "r/checkpoints/best.pt").unlink()
+    of_run = SimpleNamespace(out_dir=tmp_path / "r", best_step=8, best_loss=0.5, step=12)
+    assert checkpoint.reconcile_best(of_run) == (math.inf, 0)
+
+
+def test_parts_of_a_save_that_failed_go_once_a_later_one_is_whole(tmp_path):
+    for step in (3, 6):
+        (tmp_path / f"step_{step:08}.pt").touch()
+    parts = [tmp_path / f"step_{step:08}/rank_0_of_2.a-0.pt" for step in (5, 7)]
+    for path in parts:
+        path.parent.mkdir()
+        path.touch()
+    checkpoint.rotate(tmp_path, keep=5, keep_every=0)
+    assert not parts[0].parent.exists() and parts[1].exists()  # 7 may still be written
+    assert len(list_checkpoints(tmp_path)) == 2
 
 
 # --- state that decides the trajectory ---

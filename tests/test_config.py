@@ -1,5 +1,6 @@
 """Where the options come from, and what is refused before any work is done."""
 
+import contextlib
 import dataclasses
 import re
 import subprocess
@@ -7,9 +8,11 @@ import sys
 from typing import get_args
 
 import pytest
+import torch
 from conftest import ROOT
 
 import config
+from model import Transformer
 from steady import memory
 from steady.cli import ConfigError, write_yaml
 
@@ -106,6 +109,9 @@ def test_every_preset_and_size_is_valid(preset):
     (["--seed", "99999999999999999999"], ["seed", "below"]),
     (["--rope_scaling", "8", "inf"], ["rope_scaling", "finite"]),
     (["--rope_scaling", "8", "1"], ["rope_scaling", "one number, or four"]),
+    (["--rope_scaling", "8", "4", "1", "8192"], ["rope_scaling", "below the high one"]),
+    (["--world_size", "8"], ["world_size 8", "--estimate", "torchrun"]),
+    (["--check_replicas_interval", "5", "--log_interval", "0"], ["check_replicas_interval 5"]),
     (["--wandb", "--no_tensorboard"], ["wandb", "TensorBoard files"]),
     (["--model", "transformers"], ["--model transformers", "--init_from"]),
     (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
@@ -162,6 +168,32 @@ def test_every_size_runs_on_1_2_4_and_8_processes(world_size):
     for model in config.MODELS:
         cfg = parsed("--model", model)
         assert cfg.batch_size % (memory.micro_batch_size(cfg, world_size) * world_size) == 0
+
+
+def test_weights_larger_than_the_machine_are_refused(monkeypatch):
+    """Of each rank its part, in fp32 where they are trained, and in bf16 where they are frozen."""
+    cfg = parsed("--vocab_size", "512", "--rope_scaling", "2", "--log_interval", "0")
+    weights = sum(p.numel() for p in Transformer(cfg).parameters())
+    base = dataclasses.replace(cfg, lora_rank=8)
+    for options, ranks, needed in ((cfg, 1, 4), (cfg, 2, 2), (base, 1, 2), (base, 2, 1)):
+        for room, fits in ((0.98, False), (1.02, True)):
+            memory_of = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": needed * weights * room}
+            monkeypatch.setattr(memory.os, "sysconf", memory_of.get)
+            if fits:
+                memory.refuse_too_large(options, ranks)
+            else:
+                with pytest.raises(ConfigError, match="choose smaller sizes"):
+                    memory.refuse_too_large(options, ranks)
+
+
+def test_the_micro_batch_that_fits_is_of_the_largest_share():
+    cfg = parsed("--batch_size", "10", "--n_layer", "1", "--d_model", "8", "--n_head", "1",
+                 "--n_kv_head", "1", "--seq_len", "16", "--vocab_size", "64")
+    cpu = torch.device("cpu")
+    for ranks, expected in ((1, 8), (2, 4), (3, 4), (5, 2), (10, 1)):
+        fits = memory.largest_micro_batch(lambda: Transformer(cfg), cfg, ranks,
+                                          contextlib.nullcontext(), cpu, varlen=False)
+        assert fits == expected, ranks
 
 
 def test_what_follows_from_other_options():

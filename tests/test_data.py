@@ -41,6 +41,20 @@ def test_every_epoch_is_a_permutation(n):
         assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
 
 
+def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
+    """A run that another version saved goes on with the samples that come next. Never change this
+    test, only add an order beside it.
+    """
+    order = order_room.Order([1000, 50], [Fraction(3, 4), Fraction(1, 4)], seed=1337)
+    assert order(0, 10).tolist() == [[0, 0, 1, 0, 0, 0, 1, 0, 0, 0],
+                                     [112, 209, 49, 840, 434, 961, 1, 908, 42, 641]]
+    assert order(10**12, 10**12 + 6).tolist() == [[0, 0, 1, 0, 0, 0],
+                                                  [938, 43, 21, 328, 968, 916]]
+    order.group_by_length(4, 4, lambda dataset, sample: sample % 7)
+    assert order(0, 12).tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
+                                     [45, 641, 908, 817, 887, 166, 209, 454, 42, 1, 961, 44]]
+
+
 def test_order_visits_every_block_once_an_epoch(tmp_path):
     mixture = load_mixture([str(token_folder(tmp_path, n=10_001))], "train", 10, seed=1)
     assert mixture.n_samples == 1000
@@ -278,6 +292,24 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     mixture = load_mixture([str(folder)], "train", 10, seed=1, vocab_size=100)
     with pytest.raises(ConfigError, match="d/train.bin: token id 100 at token 43;"):
         mixture.batch(0, 10)
+
+
+def test_a_sample_is_found_in_the_file_that_holds_it(tmp_path):
+    """Blocks of several files are numbered through all of them."""
+    tokens = np.arange(100)
+    for i, part in enumerate((tokens[:57], tokens[57:])):
+        write_shard(tmp_path / f"x_train_{i:06}.bin", part)
+    mixture = load_mixture([str(tmp_path)], "train", 10, seed=1, vocab_size=100)
+    (dataset,) = mixture.datasets
+    for block in range(dataset.n_samples):
+        path, at = dataset.find(block, column=3)
+        first = dataset.read(np.array([block, 0]), 10, 0)[0][0]
+        assert TokenFile(path, 10).tokens[at] == first[3]
+
+
+def test_a_dataset_of_one_sample_weighs_one(tmp_path):
+    folder = token_folder(tmp_path, n=12)
+    assert load_mixture([str(folder)], "train", 10, 0, 100).datasets[0].weight == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -14,6 +14,7 @@ from model import LinearCrossEntropy, Transformer, flops_per_token, generate, sa
 from steady.cli import ConfigError
 from steady.device import attention_backend, set_attention_backend
 from steady.health import output_health
+from steady.layers import RMSNorm, rotate
 
 CPU = torch.device("cpu")
 
@@ -211,6 +212,47 @@ def test_attention_is_the_formula():
     torch.testing.assert_close(
         attention(x, model.cos, model.sin), attention.out(y.flatten(2)), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_layers_are_the_formulas_that_the_compiler_is_given(dtype, tolerance, monkeypatch):
+    torch.manual_seed(0)
+    norm, angle = RMSNorm(48, eps=1e-3), torch.rand(32, 1, 8)
+    torch.nn.init.normal_(norm.weight)
+    x, heads = torch.randn(3, 32, 48, dtype=dtype), torch.randn(3, 32, 5, 16, dtype=dtype)
+    x, heads = x.requires_grad_(), heads.requires_grad_()
+    found = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        normal, turned = norm(x), rotate(heads[:, :, 1:4], angle.cos(), angle.sin())
+        assert normal.dtype == dtype and turned.dtype == torch.float32
+        of = normal.float().sin().sum() + turned.sin().sum()
+        found.append([normal, turned, *torch.autograd.grad(of, (x, norm.weight, heads))])
+    for ours, formula in zip(*found, strict=True):
+        assert ours.dtype == formula.dtype
+        error = (ours.float() - formula.float()).norm() / formula.float().norm()
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("seq_len, computed", [(32, torch.float32), (2048, torch.bfloat16)])
+def test_little_attention_is_computed_in_fp32_where_bf16_is_slow(seq_len, computed, monkeypatch):
+    model, seen, plain = make(seq_len=seq_len), [], F.scaled_dot_product_attention
+
+    def watched(q, *args, **kwargs):
+        y = plain(q, *args, **kwargs)
+        seen.append((q.dtype, y.dtype))
+        return y
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = some_tokens(1, T=seq_len)
+        loss = mean_loss(model, tokens, tokens)
+        assert set(seen) == {(computed, computed)}
+        loss.backward()
+        seen.clear()
+        with torch.no_grad():  # without a gradient bf16 is the faster one
+            model.hidden(tokens)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
 
 def test_recomputing_activations_changes_nothing_but_memory():

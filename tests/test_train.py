@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import os
@@ -267,6 +268,34 @@ def test_the_cache_is_cleared_at_its_interval(monkeypatch, kind, interval, clear
         run.step = step
         train.tidy_memory(run)
     assert calls == cleared
+
+
+def test_an_evaluation_of_a_part_says_of_how_many_sequences(run):
+    flags = ["--max_steps", 1, "--warmup_steps", 1, "--out_dir"]
+    all_of_them = run(*flags, "r", "--eval_steps", 10**6)
+    assert "validation loss" in all_of_them and "sequences)" not in all_of_them
+    some = run(*flags, "s", "--eval_steps", 2)
+    counts = re.search(r"validation loss .*\(([\d,]+) of ([\d,]+) sequences\)", some).groups()
+    evaluated, there = (int(count.replace(",", "")) for count in counts)
+    assert evaluated < there
+
+
+def test_memory_is_tidied_after_each_step(run, monkeypatch):
+    steps = []
+    monkeypatch.setattr(train, "tidy_memory", lambda run: steps.append(run.step))
+    run("--max_steps", 5)
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_garbage_is_collected_and_start_up_frozen_once(monkeypatch):
+    calls = []
+    run = SimpleNamespace(cfg=tiny_config(), first_step=5, device=torch.device("cpu"))
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append((run.step, name)))
+    for step in (5, 6, 999, 1000, 1001, 2000):
+        run.step = step
+        train.tidy_memory(run)
+    assert calls == [(5, "collect"), (5, "freeze"), (1000, "collect"), (2000, "collect")]
 
 
 class Syncs(TorchDispatchMode):
