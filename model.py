@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config import IGNORE, Config
+from steady import layers
 from steady.packing import document_mask
 
 
@@ -41,22 +42,6 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of x [B, T, H, D] by its position's angle."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm with its weight cast to the input's dtype.
-
-    Mixed dtypes, as under autocast, would fall off torch's fused kernel.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
 class Attention(nn.Module):
     """Causal self-attention; n_kv_head < n_head is grouped-query attention (arXiv:2305.13245)."""
 
@@ -68,23 +53,23 @@ class Attention(nn.Module):
         heads = cfg.n_head + 2 * cfg.n_kv_head
         self.qkv = nn.Linear(cfg.d_model, heads * cfg.head_dim, bias=bool(cfg.qkv_bias))
         self.out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.d_model, bias=False)
-        norm = RMSNorm if cfg.qk_norm else nn.Identity
+        norm = layers.RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm, self.k_norm = (norm(cfg.head_dim, eps=cfg.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, mask=None) -> Tensor:
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
-        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)  # rotated in fp32, also under autocast
-        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
+        q = layers.rotate(self.q_norm(q), cos, sin).to(v.dtype)  # in fp32, also under autocast
+        k = layers.rotate(self.k_norm(k), cos, sin).to(v.dtype)
         if mask is not None and mask.ndim == 1:  # boundaries of documents
-            from steady.varlen import attend
+            from steady.varlen import attend_packed
 
-            return self.out(attend(q, k, v, mask).flatten(2))
+            return self.out(attend_packed(q, k, v, mask).flatten(2))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
-        y = F.scaled_dot_product_attention(
+        y = layers.attend(
             q, k, v, attn_mask=mask, is_causal=mask is None and (cache is None or T > 1),
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.n_kv_head != self.n_head)
@@ -107,9 +92,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
-        self.attention_norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.attention_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.attention = Attention(cfg)
-        self.mlp_norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
 
@@ -128,7 +113,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(padded_vocab, cfg.d_model)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, padded_vocab, bias=False)
         for name, values in zip(("cos", "sin"), rope_table(cfg), strict=True):
             self.register_buffer(name, values, persistent=False)
@@ -149,7 +134,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, layers.RMSNorm):
                 nn.init.ones_(module.weight)
         for block in self.blocks:
             nn.init.zeros_(block.attention.out.weight)
@@ -208,7 +193,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     The plain way keeps three or four in fp32. The incoming gradient may differ from loss to loss.
     """
 
-    cpu_chunk = 2**18  # logits at a time: 1 MB in fp32, which stays in a core's cache
+    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in a core's cache
     gpu_chunk = 2**25  # enough to keep a GPU busy
 
     @staticmethod
@@ -218,17 +203,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
         logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
         counted = targets != IGNORE
-        right = torch.where(counted, targets, 0)[:, None]
-        losses = -logits.gather(1, right)[:, 0].float()
-        on_cpu = hidden.device.type == "cpu"
+        of_target = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
+        losses = -logits[of_target].float()
+        on_cpu = layers.on_cpu(hidden)
         chunk = LinearCrossEntropy.cpu_chunk if on_cpu else LinearCrossEntropy.gpu_chunk
         rows = max(1, chunk // weight.shape[0])
         for some, loss in zip(logits.split(rows), losses.split(rows), strict=True):
-            largest = some.amax(-1).float()
-            p = some.softmax(-1, dtype=torch.float32)
+            wide = some.float() if on_cpu else some  # a CPU is slow in bf16
+            largest = wide.amax(-1).float()
+            p = wide.softmax(-1, dtype=torch.float32)
             loss += largest - p.amax(-1).log()  # log-sum-exp: the largest probability is e^0 / sum
             some.copy_(p)
-        logits.scatter_add_(1, right, torch.full_like(right, -1.0, dtype=logits.dtype))
+        logits[of_target] -= 1.0  # scatter_add_ copies them all on a CPU, twice
         ctx.save_for_backward(hidden, weight, logits, counted)
         return losses.view(shape).where(counted.view(shape), 0.0)
 

@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 GQA = dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
     """q [B, T, H, D], k, v [B, T, H_kv, D], boundaries as of `packing.boundaries` → [B, T, H, D].
 
     The longest document counts as T tokens: its length would be a sync, and recompile.

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import Config
-from model import LinearCrossEntropy, Transformer, flops_per_token
+from model import Transformer, flops_per_token
+from steady import layers
 from steady.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
 from steady.huggingface import adapt
 from steady.memory import micro_batch_size
@@ -97,9 +98,9 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
 
     What is gathered from other ranks counts as temporary.
     """
-    chunk = LinearCrossEntropy.cpu_chunk
+    on_cpu = layers.on_cpu
     if dtype != torch.float32:  # the run is meant for a GPU
-        LinearCrossEntropy.cpu_chunk = LinearCrossEntropy.gpu_chunk
+        layers.on_cpu = lambda x: False
     live = Live()
     divided = world_size if way != "ddp" else 1
     try:
@@ -116,7 +117,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                     return steps(cfg, transformer, parameters, shards, live, dtype, micro_batch,
                                  accumulation, make_optimizers)
     finally:
-        LinearCrossEntropy.cpu_chunk = chunk
+        layers.on_cpu = on_cpu
 
 
 def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumulation,
