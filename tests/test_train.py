@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 import data
 import train
+from steady import checkpoint, parallel
 from steady import device as devices
-from steady import parallel
 from steady.checkpoint import compare, list_checkpoints
 from steady.muon import Muon
 from tools import prepare
@@ -278,6 +278,31 @@ def test_an_evaluation_of_a_part_says_of_how_many_sequences(run):
     counts = re.search(r"validation loss .*\(([\d,]+) of ([\d,]+) sequences\)", some).groups()
     evaluated, there = (int(count.replace(",", "")) for count in counts)
     assert evaluated < there
+
+
+def test_a_restart_before_the_first_checkpoint_is_a_start(run, monkeypatch):
+    """What only a run that goes on may do is refused, although torchrun has restarted it."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    told = run("--batch_size", 10, "--micro_batch_size", 4, "--out_dir", "r", expect=2)
+    assert "--batch_size 10: expected a multiple of 4" in told
+
+
+def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
+    watched, plain = [], checkpoint.Writer.close
+
+    def close(self, copy):
+        watched.append(not train.run_of_test.watchdog.ended.is_set())
+        plain(self, copy)
+
+    def set_up(argv, plain=train.set_up):
+        train.run_of_test = plain(argv)
+        return train.run_of_test
+
+    monkeypatch.setattr(train, "run_of_test", None, raising=False)
+    monkeypatch.setattr(train, "set_up", set_up)
+    monkeypatch.setattr(checkpoint.Writer, "close", close)
+    run("--max_steps", 4, "--save_interval", 2)
+    assert watched == [False]
 
 
 def test_memory_is_tidied_after_each_step(run, monkeypatch):
