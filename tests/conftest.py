@@ -232,6 +232,13 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def ends_within(self, seconds: int) -> bool:
+        for _ in range(seconds * 100):
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return True
+            time.sleep(0.01)
+        return False
+
     def code(self, seconds=60) -> int:
         """The exit code, or minus the signal that ended it; killed where it takes too long."""
         for _ in range(seconds * 100):
