@@ -193,7 +193,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     The plain way keeps three or four in fp32. The incoming gradient may differ from loss to loss.
     """
 
-    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in a core's cache
+    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in the cache
     gpu_chunk = 2**25  # enough to keep a GPU busy
 
     @staticmethod

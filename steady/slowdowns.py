@@ -192,14 +192,17 @@ class SlowdownDetector:
         # on a machine that is slower, what a phase has alone takes longer, and varies by more
         slower = max(1.0, point["factor"])
         for name, value in point["values"].items():
-            alone = name in STEP_PHASES
-            series.append((name, value / slower, step_ms) if alone else (name, value, None))
+            if name in STEP_PHASES:
+                series.append((name, value / slower, step_ms))
+            else:
+                series.append((name, value, None))
         for name in OUTSIDE_PHASES:
             total = row.get(f"perf/{name}_ms", 0.0) * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
                 value = total / (point["last"] - since)
-                value /= slower if name != "checkpoint" else 1.0  # it is written, not computed
+                if name != "checkpoint":  # which is written, not computed
+                    value /= slower
                 series.append((name, value, step_ms))
                 point["values"][name] = value
                 self.seen[name] = point["last"]

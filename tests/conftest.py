@@ -241,11 +241,8 @@ class Process:
 
     def code(self, seconds=60) -> int:
         """The exit code, or minus the signal that ended it; killed where it takes too long."""
-        for _ in range(seconds * 100):
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
+        if self.ends_within(seconds):
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.killpg(self.pid, 9)
         os.waitpid(self.pid, 0)
         raise AssertionError(f"it hangs: {self.text()}")

@@ -288,17 +288,16 @@ def test_a_restart_before_the_first_checkpoint_is_a_start(run, monkeypatch):
 
 
 def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
-    watched, plain = [], checkpoint.Writer.close
+    runs, watched, plain_set_up, plain_close = [], [], train.set_up, checkpoint.Writer.close
+
+    def set_up(argv):
+        runs.append(plain_set_up(argv))
+        return runs[-1]
 
     def close(self, copy):
-        watched.append(not train.run_of_test.watchdog.ended.is_set())
-        plain(self, copy)
+        watched.append(not runs[-1].watchdog.ended.is_set())
+        plain_close(self, copy)
 
-    def set_up(argv, plain=train.set_up):
-        train.run_of_test = plain(argv)
-        return train.run_of_test
-
-    monkeypatch.setattr(train, "run_of_test", None, raising=False)
     monkeypatch.setattr(train, "set_up", set_up)
     monkeypatch.setattr(checkpoint.Writer, "close", close)
     run("--max_steps", 4, "--save_interval", 2)
