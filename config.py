@@ -152,8 +152,9 @@ class Config:
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
     dropout: float = option(
         0.0, "probability, on attention, each block's outputs and embeddings", at_least=0, below=1)
-    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
-        "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math", "flex"] = option(
+        "auto", "scaled_dot_product_attention backend, or FlexAttention for packed rows; one that "
+        "cannot run here is refused")
     activation_checkpointing: Literal["none", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, about 1/3 more work")
 

@@ -62,7 +62,8 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q = layers.rotate(self.q_norm(q), cos, sin).to(v.dtype)  # in fp32, also under autocast
         k = layers.rotate(self.k_norm(k), cos, sin).to(v.dtype)
-        if mask is not None and mask.ndim == 1:  # boundaries of documents
+        dense = mask is None or isinstance(mask, Tensor) and mask.ndim == 4
+        if not dense:  # boundaries of documents, or blocks
             from steady.varlen import attend_packed
 
             return self.out(attend_packed(q, k, v, mask).flatten(2))
@@ -154,7 +155,8 @@ class Transformer(nn.Module):
         x = self.dropout(self.embedding(tokens))
         positions = slice(start, start + tokens.shape[1])
         if documents is not None:
-            mask, positions = document_mask(documents, tokens.shape, start)
+            blocks = self.cfg.attention == "flex" and not caches
+            mask, positions = document_mask(documents, tokens.shape, start, blocks)
         cos, sin = self.cos[positions], self.sin[positions]
         recompute = self.cfg.activation_checkpointing == "full" and self.training
         for i, block in enumerate(self.blocks):

@@ -41,6 +41,8 @@ def refuse_conflicts(cfg):
     need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
          "--log_interval above 0, since weights are compared at a log")
     need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
+    need(cfg.attention != "flex" or cfg.packing and not cfg.dropout, "attention",
+         "--packing without --dropout, which is what it is for")
     need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")

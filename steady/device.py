@@ -145,7 +145,7 @@ def set_attention_backend(name: str):
     """
     for backend in ("flash", "mem_efficient", "cudnn", "math"):
         enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
-        enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
+        enable(name in ("auto", "flex", backend.removeprefix("mem_")) or backend == "math")
 
 
 BACKEND_NAMES = {
@@ -168,7 +168,7 @@ def takes_varlen(cfg, dtype: torch.dtype) -> bool:
 
 
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that torch's dispatcher chooses for this shape, device and dtype, or VARLEN.
+    """What torch's dispatcher chooses for this shape, device and dtype, or VARLEN, or flex.
 
     Raises ConfigError if the only one that is allowed cannot run.
     """
@@ -178,6 +178,8 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
             SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
         return VARLEN
+    if device.type == "cuda" and cfg.attention == "flex" and D >= 16:  # what its kernels take
+        return "flex"
     mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
     used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from

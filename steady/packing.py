@@ -48,19 +48,25 @@ def boundaries(documents: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-def document_mask(documents: Tensor, shape: torch.Size, start: int = 0) -> tuple[Tensor, Tensor]:
+def document_mask(documents: Tensor, shape: torch.Size, start: int = 0, blocks: bool = False):
     """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
 
     Of tokens from `start` on. A token attends to itself and to earlier ones of its document. In
-    place of a mask, boundaries of documents in rows of this shape remain as they are.
+    place of a mask, boundaries of documents in rows of this shape remain as they are; with
+    `blocks`, it is one of blocks: steady.varlen.block_mask.
     """
     if documents.ndim == 1:
         place = torch.arange(shape.numel(), dtype=documents.dtype, device=documents.device)
         first = documents[torch.searchsorted(documents, place, right=True) - 1]
         return documents, (place - first).view(shape)
     place = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, None, start:, None] == documents[:, None, None, :]
-    mask = same & (place[start:, None] >= place[None, :])
+    if blocks:
+        from steady.varlen import block_mask
+
+        mask = block_mask(documents)
+    else:
+        same = documents[:, None, start:, None] == documents[:, None, None, :]
+        mask = same & (place[start:, None] >= place[None, :])
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
     return mask, (place - first)[:, start:]

@@ -116,6 +116,8 @@ def test_every_preset_and_size_is_valid(preset):
     (["--model", "transformers"], ["--model transformers", "--init_from"]),
     (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
     (["--packing", "--data_mode", "stream"], ["data_mode stream", "documents"]),
+    (["--attention", "flex"], ["attention flex", "expected --packing"]),
+    (["--attention", "flex", "--packing", "--dropout", "0.1"], ["attention flex", "--dropout"]),
     (["--learning_rate"], ["--learning_rate", "argument"]),
 ])
 def test_refused_with_what_was_given_and_what_was_expected(flags, words):

@@ -20,7 +20,7 @@ from steady.cli import ConfigError
 from steady.device import VARLEN, attention_backend, takes_varlen
 from steady.health import output_health
 from steady.order import mixture_pattern
-from steady.packing import boundaries, pack
+from steady.packing import boundaries, document_mask, pack
 from steady.tokens import TokenWriter, byte_tokenizer
 from tools import prepare
 
@@ -620,6 +620,34 @@ def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu,
     assert padded and surplus
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("changes", [
+    dict(n_head=4, n_kv_head=2), dict(n_kv_head=2, activation_checkpointing="full", qk_norm=True),
+], ids=["grouped", "recomputed"])
+def test_flex_attention_losses_and_gradients_are_the_same(folder, changes, monkeypatch):
+    """By its formulas, which torch refuses to derive on a CPU although they can be."""
+    from torch.nn.attention import flex_attention
+
+    from steady import varlen
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(varlen, "flex", flex_attention.flex_attention)
+    documents = torch.randint(2, (2, 300)).cumsum(1) // 60  # in several blocks of 128 tokens
+    q, k, v = torch.randn(3, 2, 300, 2, 16)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), document_mask(documents, documents.shape)[0])
+    found = varlen.attend_packed(q, k, v, varlen.block_mask(documents))
+    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+    nets = [model(**changes, attention=name).train() for name in ("auto", "flex")]
+    for batch in epoch(mixture(folder, packing=True), 30):
+        losses = [net(*batch[:3]) for net in nets]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss in losses:
+            loss.sum().backward()
+    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
@@ -691,3 +719,7 @@ def test_which_packed_runs_go_without_a_mask():
                    dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN
+    flex = replace(suits, attention="flex")
+    assert not takes_varlen(flex, torch.bfloat16)
+    with pytest.raises(ConfigError, match="--attention flex: not available on cpu"):
+        attention_backend(flex, CPU, torch.bfloat16)

@@ -17,6 +17,7 @@ import train
 from steady import float8
 from steady.checkpoint import Writer
 from steady.device import DTYPES, multiplies_bf16
+from steady.packing import boundaries
 from tools import generate
 
 # so that matrix products are deterministic; read when CUDA is first used
@@ -108,10 +109,15 @@ def test_text_is_that_of_the_cpu(run, capsys, device):
 
 
 @on_each
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("bf16", 0.06)])
-def test_packed_documents_are_computed_as_if_alone(device, precision, tolerance):
+@pytest.mark.parametrize("how, precision, tolerance", [
+    ("mask", "fp32", 1e-3), ("mask", "bf16", 0.06), ("varlen", "bf16", 0.06),
+    ("flex", "fp32", 1e-3), ("flex", "bf16", 0.06)])
+def test_packed_documents_are_computed_as_if_alone(device, how, precision, tolerance):
     need(precision, device)
-    cfg = tiny_config(d_model=128, d_ff=352, n_head=4, n_kv_head=2, head_dim=32, seq_len=64)
+    if device == "cpu" and how != "mask":
+        pytest.skip("kernels of a GPU")
+    cfg = tiny_config(d_model=128, d_ff=352, n_head=4, n_kv_head=2, head_dim=32, seq_len=64,
+                      attention="flex" if how == "flex" else "auto")
     torch.manual_seed(0)
     model = train.Transformer(cfg)
     for p in model.parameters():  # as it is made, its blocks do nothing
@@ -127,10 +133,10 @@ def test_packed_documents_are_computed_as_if_alone(device, precision, tolerance)
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
     model.to(device)
-    dtype = DTYPES[precision]
+    dtype, numbers = DTYPES[precision], torch.tensor([documents] * 2)
+    where = boundaries(numbers) if how == "varlen" else numbers
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        found = model(tokens.to(device), targets.to(device),
-                      torch.tensor([documents] * 2, device=device))
+        found = model(tokens.to(device), targets.to(device), where.to(device))
         found.mean().backward()
     close = dict(rtol=tolerance, atol=tolerance * float(expected.detach().mean()))
     torch.testing.assert_close(found.cpu().float(), expected, **close)
@@ -140,8 +146,9 @@ def test_packed_documents_are_computed_as_if_alone(device, precision, tolerance)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])  # minutes on a CPU
-@pytest.mark.parametrize("flags", [[], ["--packing"], ["--activation_checkpointing", "full"]],
-                         ids=["stream", "packing", "recomputed"])
+@pytest.mark.parametrize("flags", [
+    [], ["--packing"], ["--packing", "--attention", "flex"], ["--activation_checkpointing", "full"],
+], ids=["stream", "packing", "flex", "recomputed"])
 def test_compiled_it_is_the_same(run, tmp_path, device, flags):
     flags = [*flags, *CPU, "--device", device, "--max_steps", "8", "--eval_interval", "4"]
     run(*flags, "--out_dir", "eager")

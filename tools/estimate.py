@@ -130,7 +130,8 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-    documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if cfg.packing else None
+    no_mask = takes_varlen(cfg, dtype) or cfg.attention == "flex"  # the same tensors in both
+    documents = trial_documents(tokens, no_mask) if cfg.packing else None
     exchanged = []
     for micro_batches in (1, min(2, accumulation)):
         live.exchanged, live.peak = {}, live.bytes

@@ -202,15 +202,21 @@ def choices(what: str, flags: list[str], batch: int, steps: int, kinds: dict):
 
 
 def attention(device: torch.device, tiny: bool):
-    kinds = {"eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],)}
+    flags, kinds, packed = TINY, {}, {"varlen flash, or a mask": ([],)}
+    batch = steps = 2
+    if not tiny:
+        flags, steps = ["--model", "gpt2-124m"], 20
+        batch = largest_run(flags, 16).cfg.batch_size
+        kinds = {f"{name} attention": (["--attention", name],)
+                 for name in ("flash", "efficient", "cudnn", "math")}
+        packed |= {name: (["--attention", name],) for name in ("efficient", "flex")}
+    yield from choices(f"gpt2-124m, batch of {batch}", flags, batch, steps, {
+        "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
+        **kinds})
+    yield from choices("gpt2-124m, packed rows", [*flags, "--packing"], batch, steps, packed)
     if tiny:
-        yield from choices("gpt2-124m 2 x 32", TINY, 2, 2, kinds)
         return
-    kinds |= {f"{name} attention": (["--attention", name],)
-              for name in ("flash", "efficient", "cudnn", "math")}
-    batch = largest_run(["--model", "gpt2-124m"], 16).cfg.batch_size
-    yield from choices(f"gpt2-124m {batch} x 1024", ["--model", "gpt2-124m"], batch, 20, kinds)
-    eager = warm_run(["--model", "gpt2-124m", "--optimizer", "adamw"], batch)
+    eager = warm_run([*flags, "--optimizer", "adamw"], batch)
     before = step_seconds(eager, 20)
     torch.nn.attention.activate_flash_attention_impl("FA3")
     yield compare("gpt2-124m, FlashAttention 3: time", "eager", [step_seconds(eager, 20)],

@@ -203,6 +203,18 @@ def test_packing(go, flags, attention):
     assert {flash_kernels(steps[step]) for step in range(1, 12)} == {expected}
 
 
+@pytest.mark.parametrize("flags", [
+    [], ["--precision", "fp32", "--n_kv_head", "2"],
+    ["--activation_checkpointing", "full", "--micro_batch_size", "auto"],
+], ids=" ".join)
+def test_flex_attention(go, flags):
+    """Compiled by itself, in the first step, also where nothing else is."""
+    printed, steps = go("--packing", "--attention", "flex", *flags)
+    assert "flex attention" in printed
+    check({step: steps[step] for step in range(2, 13)}, logs=[4, 8], tensors=3)
+    assert {step for step, counts in steps.items() if counts.get("graphs")} <= {0, 1}
+
+
 def test_evaluation_and_health_of_packed_rows(go):
     _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full",
                   "--health_interval", "5")
@@ -364,6 +376,7 @@ def compile_quickly():
 @pytest.mark.parametrize("flags", [
     ["--micro_batch_size", "2", "--monitor", "full"],
     ["--packing"],
+    ["--packing", "--attention", "flex", "--activation_checkpointing", "full"],
     ["--data_mode", "documents"],
 ], ids=" ".join)
 def test_compiled(go, flags):
