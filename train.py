@@ -39,7 +39,7 @@ from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save
 from steady.cli import ConfigError, due
 from steady.faults import check_finite
 from steady.health import output_health
-from steady.memory import tidy_memory
+from steady.memory import collect_garbage, tidy_memory
 from steady.muon import Muon
 from steady.parts import require_shared
 from steady.replicas import Replicas, ReplicasDiffer
@@ -52,7 +52,7 @@ from steady.watchdog import Watchdog, join_ranks
 def train(run: "Run"):
     """Train until max_steps or a signal to stop. `run.step` counts the updates made."""
     cfg, monitor, batches = run.cfg, run.monitor, run.batches
-    gc.disable()  # tidy_memory collects, at the same steps on all ranks
+    gc.disable()  # collect_garbage does it, at the same steps on all ranks
     while run.step < cfg.max_steps and not run.stop.requested(monitor):
         seed_everything(cfg.seed, run.step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(run.step, cfg))
@@ -75,6 +75,7 @@ def train(run: "Run"):
         run.advance(size)  # step, position and tokens together
         monitor.phase("other")
         measure_output(run, batch)
+        collect_garbage(run)
         monitor.step(run.step, lr, grad_norm, size, run.nonfinite, run.spikes)  # syncs at a log
         check_finite(run)
         if evaluation_due(run):

@@ -109,13 +109,16 @@ def memory_advice(run, error: BaseException) -> str:
     return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
 
 
+def collect_garbage(run):
+    """At fixed steps, the same on all ranks, and in the first one, where it is part of start-up."""
+    if run.step == run.first_step or due(run.step, GC_INTERVAL):
+        gc.collect()
+
+
 def tidy_memory(run):
-    """Collect garbage and return cached device memory at fixed steps, the same on all ranks."""
+    """Return cached device memory at fixed steps, after the log that tells how much it was."""
     if run.device.type == "cuda" and due(run.step, run.cfg.cache_clear_interval):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(run.device)
     if run.step == run.first_step:
-        gc.collect()
         gc.freeze()  # what is alive now stays: later collections skip it
-    elif due(run.step, GC_INTERVAL):
-        gc.collect()
