@@ -205,7 +205,10 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
         # the other threads of an operation wait for the one that did not run: it counts for more
         left.take(CAUSES[name], left.ms["common"], ["common"], of_machine=True)
         if ms - shared > 0.3 * left.total:
-            left.take(CAUSES[name], ms - shared, of_machine=True)
+            step_ms = sum(new.get(f"perf/{phase}_ms", 0.0) for phase in STEP_PHASES)
+            for phase in STEP_PHASES:  # which meets its share of it
+                share = new.get(f"perf/{phase}_ms", 0.0) / step_ms
+                left.take(CAUSES[name], share * (ms - shared), [phase], of_machine=True)
     # of what all phases share, all but what is more than the probe is slower
     best = (0.0, "", 1.0)
     for name, columns in PROBES.items():

@@ -171,6 +171,14 @@ def test_what_the_kernel_says_is_the_machine(column, ms, cause):
     assert event["blames"] == "machine" and event["causes"][0].startswith(CAUSES[cause])
 
 
+def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
+    """Not all that one phase has more than the others, as a neighbour comes at the same time."""
+    rows = made(phase="other", share=0.2, wobbles=0.0,
+                more=lambda late: {"perf/cpu_queue_ms": 3.0 if late else 0.01})
+    (event,) = detect(rows)[0]
+    assert event["blames"] == "program" and event["causes"][-1].startswith("unexplained (8"), event
+
+
 @pytest.mark.parametrize("name, words", [
     ("heat", "it is too hot (88 °C)"), ("power", "holds it back at 650 W")])
 def test_why_the_clocks_of_a_gpu_are_lower(name, words):
