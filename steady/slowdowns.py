@@ -174,6 +174,8 @@ class SlowdownDetector:
             event["ended"] = self.points[-1]["last"]
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
+        self.normal["step"] = float(np.median([row["perf/step_ms_median"] / row["work"]
+                                               for row in rows]))
         for name in STEP_PHASES:
             ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
             self.normal[name] = float(np.median(ms))
@@ -224,6 +226,9 @@ class SlowdownDetector:
                  if 0.9 < row["work"] / self.normal["work"] < 1.1}
         rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
                 for name, column in (("median", "ms_median"), ("mean", "ms"))}
+        # what a few steps have alone is in the mean of phases, and not in the median of steps
+        least = factor * self.normal["step"]
+        rest["median"] = max(rest["median"], min(least, row["perf/step_ms_median"] / row["work"]))
         return factor, alone | rest
 
     def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
@@ -297,7 +302,9 @@ class SlowdownDetector:
         """(where an earlier event begins or ends, where a later one begins), of this series."""
         others = [e for e in self.steps if e is not event and series in (None, e["series"])]
         earlier = [e["since"] for e in others if e["found"] < event["found"] and "ended" not in e]
-        later = [e["since"] - 1 for e in others if e["found"] > event["found"]]
+        began = min(event["since"], event["found"])
+        later = [e["since"] - 1 for e in others
+                 if e["found"] > event["found"] and e["since"] > began]
         return max(earlier, default=0), min([*later, event.get("ended", math.inf)])
 
     def describe(self, event: dict):

@@ -459,6 +459,42 @@ def test_what_was_never_reported_to_begin_does_not_end():
     assert began == [2001, 6501] and ended == began
 
 
+def events_of(rows) -> list[dict]:
+    """The events of the rows, in the order found."""
+    detector = SlowdownDetector()
+    events = {id(event): event for row in rows for event in detector.add(row)}
+    detector.finish()
+    return list(events.values())
+
+
+def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
+    """One step in 50 waits 2.5 s for data, from 751 to 1500; the median step takes 30 ms all along.
+
+    Without those 50 ms a step it would take -20 ms, and be slower at the end.
+    """
+    rows = []
+    for n in range(50, 3001, 50):
+        row = quiet_row(n, 30.0)
+        if 750 < n <= 1500:
+            row |= {"perf/step_ms": 80.0, "perf/data_ms": 50.0, "perf/tflops": 1 / 80}
+        rows.append(row)
+    (event,) = events_of(rows)
+    assert event["since"] == 751 and event["phases"][0][0] == "data" and event["ended"] > 1500
+    assert event["percent"] > 100
+
+
+def test_a_creep_that_is_found_later_leaves_an_earlier_jump_what_it_was():
+    """5 ms more from step 2001 to 5000, while data has crept upwards since step 1251."""
+    rows = []
+    for n in range(50, 8001, 50):
+        data, forward = max(0, n - 1250) * 6e-4, 30.0 + 5 * (2000 < n <= 5000)
+        rows.append(quiet_row(n, forward + data) | {"perf/forward_ms": forward,
+                                                    "perf/data_ms": data})
+    jump, creep = events_of(rows)
+    assert creep["since"] < jump["since"] == 2001 and jump["found"] < creep["found"]
+    assert jump["ended"] > 5000 and jump["percent"] == pytest.approx(16.6, abs=0.5)
+
+
 def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     """A checkpoint every 150 steps takes 300 ms, and 1.2 s from step 6001 on."""
     detector, events = SlowdownDetector(), []
