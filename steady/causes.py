@@ -85,7 +85,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
                     causes=[CAUSES["checkpoint grows" if grows else kind]], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
-    more = {name: grown(before, after, name) for p in before for name in p["values"]}
+    names = {name for p in before for name in p["values"]}
+    more = {name: grown(before, after, name) for name in names}
     least, series = 0.025 * event["before"], "mean" if event["series"] == "mean" else "median"
     common_ms, error = more[series]
     shared = max(0.0, more["median"][0], more["mean"][0])
