@@ -14,6 +14,7 @@ from steady.telemetry import OUTSIDE_PHASES, STEP_PHASES
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
 NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
+OUTSIDE = [f"perf/{name}_ms" for name in OUTSIDE_PHASES]
 KEPT = 128  # points that are kept: of each some kilobytes
 
 
@@ -149,7 +150,10 @@ class SlowdownDetector:
         if "perf/startup_s" in row:  # the first step of a process
             self.block, self.step = [], row["step"]
             return []
-        if not all(row.get(name) for name in NEEDED):  # null: it was not finite
+        if not all(row.get(name) for name in NEEDED):
+            # null: it was not finite. A GPU with a log at each step times none with an evaluation.
+            between = {name: row[name] for name in OUTSIDE if row.get(name)}
+            self.block = [*self.block[-MIN_STEPS:], between] if between else self.block
             return []
         tflop = row["perf/tflops"] * row["perf/step_ms"]
         self.tflop = self.tflop or tflop

@@ -213,9 +213,10 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
     And how much longer its machine takes for a fixed piece of work. own_ms: [ranks, OWN_PHASES];
-    probes: [ranks], 0 if unknown.
+    probes: [ranks], 0 if unknown. {} for a single rank, and where the GPU of one has not got to the
+    end of a step that is timed, as with a log at each step.
     """
-    if len(own_ms) == 1:
+    if len(own_ms) == 1 or not own_ms.any(1).all():
         return {}
     busy = own_ms.sum(1)
     slow = int(busy.argmax())

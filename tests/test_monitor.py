@@ -330,6 +330,15 @@ def test_ranks_are_averaged_in_one_exchange(tmp_path, clock):
     assert row["perf/slowest_rank_probe"] == 2
 
 
+def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
+    """With a log at each step a GPU is seldom there when the host asks; one rank's may be."""
+    own, probes = np.zeros((3, len(telemetry.OWN_PHASES))), np.ones(3)
+    own[2, 1] = 20.0
+    assert telemetry.slowest_rank(own, probes) == {}
+    own[:, 1] = 10.0, 10.0, 20.0
+    assert telemetry.slowest_rank(own, probes)["perf/slowest_rank_ratio"] == 2
+
+
 def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     m = make(tmp_path, monitor="off")
     spend(m, clock, forward=1)

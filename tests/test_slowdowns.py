@@ -508,6 +508,20 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     assert event["phases"] == [("checkpoint", pytest.approx(6))]
 
 
+def test_an_evaluation_counts_where_its_row_has_no_times_of_steps():
+    """A GPU with a log at each step: the step of an evaluation is not timed."""
+    rows = []
+    for n in range(1, 4001):
+        row = quiet_row(n, 10.0)
+        if n % 100 == 1:
+            row |= {"perf/evaluation_ms": 200.0 if n < 2000 else 800.0, "perf/forward_ms": 0.0}
+            del row["perf/step_ms_median"]
+        rows.append(row)
+    (event,) = events_of(rows)
+    assert event["kind"] == "evaluation" and abs(event["since"] - 2001) <= 100
+    assert event["phases"] == [("evaluation", pytest.approx(6))]
+
+
 def test_six_values_are_needed_and_one_wild_value_is_not_believed():
     level = Cusum()
     for n in range(100):
