@@ -66,7 +66,7 @@ class Monitor:
                  replicas=None, datasets=(), epochs=dict):
         self.cfg, self.device, self.gather, self.out_dir = cfg, device, gather, out_dir
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.first_step, self.logged_step = start_step + 1, start_step
+        self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
         self.tokens = self.logged_tokens = start_tokens
         self.padded_tokens = 0  # since the last log, of all ranks
         self.sinks = Sinks(cfg, out_dir, start_step)
@@ -135,6 +135,7 @@ class Monitor:
         that were skipped; spikes: the Spikes of --skip_spikes.
         """
         self.clock.end_step(step)
+        self.last_step = step
         self.padded_tokens += size.tokens
         self.tokens += size.real_tokens
         loss, self.step_loss = self.step_loss, None
@@ -299,9 +300,9 @@ class Monitor:
             end = {"end": self.goodput.row()}  # with what came after the last log
             if slowest := self.clock.slowest_steps():
                 end["slowest"] = slowest
-            self.write(self.logged_step, end)
+            self.write(self.last_step, end)  # where a process that begins earlier cuts it off
             text = report_text(report(self.out_dir))
-            self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.logged_step)
+            self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
         self.sinks.close()
         return text
 

@@ -160,6 +160,20 @@ def test_goodput_goes_on_over_restarts_and_counts_what_was_lost(tmp_path, monkey
     assert report(tmp_path)["wall_s"] == pytest.approx(clock.now)
 
 
+def test_what_came_after_the_last_log_is_lost_with_its_steps(tmp_path, clock):
+    """It ends at step 7, with logs at 1 and 4, and goes on from a checkpoint of step 4."""
+    m = make(tmp_path)
+    for n in range(1, 8):
+        spend(m, clock, forward=50)
+        step(m, n)
+    m.write(6, {"val/loss": 1.0})
+    m.close()
+    m = make(tmp_path, start_step=4)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4]
+    assert m.goodput.seconds["training"] == pytest.approx(0.15)
+    assert m.goodput.seconds["lost"] == pytest.approx(0.15)
+
+
 def test_after_a_rollback_no_time_is_counted_twice(tmp_path, clock):
     """A second monitor in the same process, which began long before it."""
     clock.advance(1.0)
