@@ -301,8 +301,9 @@ class Monitor:
             if slowest := self.clock.slowest_steps():
                 end["slowest"] = slowest
             self.write(self.last_step, end)  # where a process that begins earlier cuts it off
-            text = report_text(report(self.out_dir))
-            self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
+            with contextlib.suppress(OSError):  # metrics.jsonl is gone
+                text = report_text(report(self.out_dir))
+                self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
         self.sinks.close()
         return text
 

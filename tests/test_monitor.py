@@ -190,6 +190,13 @@ def test_after_a_rollback_no_time_is_counted_twice(tmp_path, clock):
     assert sum(seconds.values()) == pytest.approx(1.0 + 8 * 0.05 + 0.3)
 
 
+def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):
+    m = make(tmp_path)
+    step(m, 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert m.close() == "" and m.machine.on_gc not in gc.callbacks
+
+
 def test_summary_says_where_the_time_went(tmp_path, clock):
     m = make(tmp_path)
     for n in range(1, 9):
