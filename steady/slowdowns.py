@@ -315,6 +315,8 @@ class SlowdownDetector:
         """Compute phases and causes from all points before and since."""
         key, (begin, end) = id(event), self.span(event)
         points = [p for p in self.points if p["values"]]
+        if "ended" in event:
+            points = points[:-3]  # it has ended where three of five are normal again
         if key not in self.before:
             before = [p for p in points if p["last"] < event["since"]] or points[:1]
             normal = [p for p in before if p["first"] >= begin and not self.within_ended(p)]
