@@ -101,6 +101,8 @@ def verdict(out: dict) -> list[str]:
                      "too few logs with times of phases to look for slow-downs")
     for event in shown:
         ended = f" It ended at step {event['ended']}." if "ended" in event else ""
+        if "unseen" in event:
+            ended = f" By step {event['ended']} steps do other work: whether it lasts is unknown."
         lines.append(describe_event(event) + ended)
     lines += [f"no progress: {text}" for text in out["hangs"]]
     lines += out["runs_out"]
@@ -138,6 +140,9 @@ def describe_event(event: dict) -> str:
 
 
 def describe_end(event: dict) -> str:
+    if "unseen" in event:
+        return (f"steps do other work: whether the slow-down since step {event['since']} lasts is "
+                "unknown")
     if event["kind"] == "work":
         return f"work per step is back to what it was before step {event['since']}"
     return f"{event['kind']} time is back to normal; it was longer since step {event['since']}"

@@ -127,8 +127,8 @@ class SlowdownDetector:
     An event is a dict: kind ("step", "work" or an outside phase), since and found (steps),
     since_range, before and after (ms a step of equal work), percent (of a step), creeps (a gradual
     rise, not a jump), phases [(name, ms a step added)], causes, blames (see steady/causes.py), and
-    ended (a step) once it is over. Each time that it has lasted twice as long, its causes are
-    computed anew.
+    ended (a step) once it is over; or unseen as well, where steps do other work since, so that it
+    may go on. Each time that it has lasted twice as long, its causes are computed anew.
     """
 
     def __init__(self):
@@ -175,7 +175,7 @@ class SlowdownDetector:
         ended = [e for e in self.active.get("step", ()) if e["series"] in STEP_PHASES]
         for event in ended:  # nothing would see it return to normal
             self.active["step"].remove(event)
-            event["ended"] = self.points[-1]["last"]
+            event |= dict(ended=self.points[-1]["last"], unseen=True)
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
         self.normal["step"] = float(np.median([row["perf/step_ms_median"] / row["work"]

@@ -21,7 +21,7 @@ import monitor
 import train
 from steady import checkpoint, limits, machine, slowdowns, telemetry
 from steady.device import usable_cores
-from steady.report import report
+from steady.report import ADVICE, describe_end, report, verdict
 from steady.slowdowns import Cusum, SlowdownDetector
 from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 from tools.report import main
@@ -506,6 +506,24 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     assert event["before"] == pytest.approx(2) and event["after"] == pytest.approx(8)
     assert event["percent"] == pytest.approx(60)  # of a step
     assert event["phases"] == [("checkpoint", pytest.approx(6))]
+
+
+def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
+    """10 ms more for data of 40 ms from step 2001 on, and of 160 ms with four times the work."""
+    rows = []
+    for n in range(50, 8001, 50):
+        work = 4 if n > 5000 else 1
+        data, forward = 10.0 * work * (n > 2000), 30.0 * work
+        row = quiet_row(n, data + forward)
+        rows.append(row | {"perf/forward_ms": forward, "perf/data_ms": data,
+                           "perf/tflops": work * row["perf/tflops"]})
+    events = events_of(rows)
+    (event,) = (e for e in events if e["phases"] == [("data", 10.0)])
+    assert event["unseen"] and "whether the slow-down since step 2001 lasts" in describe_end(event)
+    figures = dict(slowdowns=events, hangs=[], runs_out=[], figures={}, wall_s=1.0,
+                   seconds=dict.fromkeys(ADVICE, 0.0))
+    line = next(line for line in verdict(figures) if "data +10" in line)
+    assert "whether it lasts is unknown" in line and "ended" not in line
 
 
 def test_an_evaluation_counts_where_its_row_has_no_times_of_steps():
