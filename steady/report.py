@@ -31,7 +31,8 @@ def report(run_dir: Path, also=None) -> dict:
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
     detector, events, figures, so_far = SlowdownDetector(), {}, {}, {}
-    medians, padding = array("d"), array("d")  # of the rows no more is kept: there may be millions
+    # of the rows no more is kept: there may be millions
+    medians, rates, padding = array("d"), array("d"), array("d")
     hangs, runs_out, anomalies, slowest, last_log = [], [], [], [], None
     row, ms = {"step": 0}, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
     for _, row in read_rows(run_dir / "metrics.jsonl"):
@@ -51,6 +52,8 @@ def report(run_dir: Path, also=None) -> dict:
             continue
         if "perf/startup_s" not in row:
             medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
+            if row.get("perf/tokens_per_second"):
+                rates.append(row["perf/tokens_per_second"])
             for name in ms if last_log is not None else ():
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
         last_log = row["step"]
@@ -60,6 +63,8 @@ def report(run_dir: Path, also=None) -> dict:
         figures["step_ms_median"] = float(np.median(medians))
         figures["first_tenth_ms"] = float(np.median(medians[:tenth]))
         figures["last_tenth_ms"] = float(np.median(medians[-tenth:]))
+    if rates:  # the newest may be of a single step
+        figures["perf/tokens_per_second"] = float(np.median(rates))
     if padding:
         figures["padding_fraction"] = sum(padding) / len(padding)
     seconds = seconds_by_phase(dict.fromkeys(KINDS, 0.0) | so_far, ms)

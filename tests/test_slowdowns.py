@@ -578,6 +578,18 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monke
     assert "not a run directory" in capsys.readouterr().err
 
 
+def test_a_run_is_not_slower_for_its_last_log(tmp_path):
+    """Which is of the one step that is left, and had to wait."""
+    for name, last in (("a", 10.0), ("b", 40.0)):
+        (tmp_path / name).mkdir()
+        ms = [10.0] * 20 + [last]
+        lines = [json.dumps(quiet_row(50 * i, x) | {"perf/tokens_per_second": 1e6 / x})
+                 for i, x in enumerate(ms, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    paths = [str(tmp_path / name) for name in "ab"]
+    assert main([*paths, "--fail_on_regression", "5"]) == 0
+
+
 def test_a_run_that_has_slowed_down_fails_the_command(drive, driven, tmp_path, capsys):
     drive(lambda: dict(forward=10 + 10 * driven.late))
     assert main([str(tmp_path), "--fail_on_regression", "120"]) == 0
