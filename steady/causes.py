@@ -199,7 +199,7 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
     if goes_on(after, "machine/stops"):
         left.take(CAUSES["stopped"], left.total, of_machine=True)
     if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
-        left.take(lower_clocks(old, new), left.total, of_machine=True)
+        left.take(lower_clocks(old, new), left.total, ("common", *COMPUTE), of_machine=True)
     waits = {name: added(old, new, column) for name, column in WAITS.items()}
     waits = {name: ms for name, ms in waits.items() if ms > 0.1 * left.total}
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):

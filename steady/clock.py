@@ -90,11 +90,11 @@ class Clock:
 class DeviceTimes:
     """Time by phase on a GPU, from CUDA events on sampled steps, read once the GPU has passed them.
 
-    Nothing waits for them. The pool of events has a fixed size; a step that finds it empty is not
-    sampled.
+    Nothing waits for them. The pool of events grows up to a fixed size, of 3 for each micro-batch;
+    a step that finds it empty is not sampled.
     """
 
-    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 2048):
+    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 1 << 14):
         self.make_event, self.size, self.free, self.made = make_event, size, [], 0
         self.open = None  # [(phase, event at its start)] of the step being sampled
         self.done = deque()  # such lists, closed by a last event

@@ -255,7 +255,7 @@ class SlowdownDetector:
         for other in [e for e in active if self.part_of(e, event)]:
             other["superseded"] = True
             active.remove(other)
-            self.steps.remove(other)
+            self.steps = deque((e for e in self.steps if e is not other), self.steps.maxlen)
         active.append(event)
         if kind == "step":
             self.steps.append(event)

@@ -179,6 +179,14 @@ def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
     assert event["blames"] == "program" and event["causes"][-1].startswith("unexplained (8"), event
 
 
+def test_lower_clocks_do_not_explain_what_the_gpu_has_no_part_in():
+    """A GPU that waits for the loop may lower them itself."""
+    rows = made(phase="other", share=0.5, wobbles=0.02,
+                more=lambda late: {"perf/clock_mhz": 1200 if late else 1900})
+    (event,) = of_program(detect(rows)[0])
+    assert event["phases"][0][0] == "other" and event["causes"] == ["unexplained (100%)"]
+
+
 @pytest.mark.parametrize("name, words", [
     ("heat", "it is too hot (88 °C)"), ("power", "holds it back at 650 W")])
 def test_why_the_clocks_of_a_gpu_are_lower(name, words):

@@ -562,6 +562,17 @@ def test_device_times_come_from_a_pool_and_are_read_when_they_are_done(device_cl
     assert len(times.free) == FakeEvent.made
 
 
+def test_a_step_of_a_thousand_micro_batches_is_timed(device_clock):
+    times = DeviceTimes(FakeEvent)
+    times.begin("other")
+    for _ in range(1000):
+        for name in ("data", "forward", "backward"):
+            times.mark(name)
+    times.end()
+    device_clock.advance(0.01)
+    assert times.means()
+
+
 def test_a_pool_that_is_in_use_lets_steps_go_by(device_clock):
     times = DeviceTimes(FakeEvent, size=64)
     for _ in range(50):
