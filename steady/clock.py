@@ -94,7 +94,7 @@ class DeviceTimes:
     a step that finds it empty is not sampled.
     """
 
-    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 1 << 14):
+    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 16384):
         self.make_event, self.size, self.free, self.made = make_event, size, [], 0
         self.open = None  # [(phase, event at its start)] of the step being sampled
         self.done = deque()  # such lists, closed by a last event
