@@ -178,8 +178,6 @@ class SlowdownDetector:
             event |= dict(ended=self.points[-1]["last"], unseen=True)
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
-        self.normal["step"] = float(np.median([row["perf/step_ms_median"] / row["work"]
-                                               for row in rows]))
         for name in STEP_PHASES:
             ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
             self.normal[name] = float(np.median(ms))
@@ -230,9 +228,9 @@ class SlowdownDetector:
                  if 0.9 < row["work"] / self.normal["work"] < 1.1}
         rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
                 for name, column in (("median", "ms_median"), ("mean", "ms"))}
-        # what a few steps have alone is in the mean of phases, and not in the median of steps
-        least = factor * self.normal["step"]
-        rest["median"] = max(rest["median"], min(least, row["perf/step_ms_median"] / row["work"]))
+        usual = factor * sum(self.normal[name] for name in STEP_PHASES)
+        if rest["median"] < 0.25 * usual:  # a few steps had all of that, not the middle one
+            rest["median"] = usual
         return factor, alone | rest
 
     def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
