@@ -105,23 +105,23 @@ class Config:
         2, "micro-batches that each loader process keeps ready", at_least=1)
 
     init_from: str | None = option(
-        None, "start from the weights in this Hugging Face folder, or of this name on the hub",
+        None, "start from these weights: a Hugging Face folder, a name on the hub, or a run",
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model of the hub", saved=False, command_line=True)
     lora_rank: int = option(
         0, "rank of adapters on frozen weights; 0: off", at_least=0, at_most=2**16, fixed="weights")
     lora_alpha: float | None = option(
-        None, "scale of adapters, times their rank (default: 2 rank)", above=0, fixed="function")
+        None, "adapters count this / lora_rank (default: 2 lora_rank)", above=0, fixed="function")
     lora_targets: list[str] = option(
-        ["all-linear"], "what they adapt, by ends of names: q_proj, ...", fixed="weights")
+        ["all-linear"], "layers to adapt, by the ends of their names: q_proj, ...", fixed="weights")
     resize_embeddings: bool = option(
-        False, "add rows to the model of --init_from, the mean of its own, for new token ids")
+        False, "add embedding rows for new token ids to --init_from, each the mean of the old ones")
     model: Literal[(*MODELS, "transformers")] = option(
         "default", "shape by name, which the flags below change; --init_from sets transformers "
         "where the architecture is not ours")
     n_layer: int | None = option(
-        None, "transformer blocks (default: from --model, as all these)", at_least=1,
+        None, "transformer blocks (default: from --model, like those below)", at_least=1,
         at_most=10_000, fixed="weights")
     n_head: int | None = option(None, "query heads", at_least=1, at_most=2**20, fixed="weights")
     n_kv_head: int | None = option(
@@ -186,8 +186,8 @@ class Config:
     grad_clip: float = option(
         1.0, "largest global gradient norm; 0 switches clipping off", at_least=0)
     on_nonfinite: Literal["skip", "rollback", "abort"] = option(
-        "skip", "after max_nonfinite non-finite steps in a row, each of which is skipped: skip on; "
-        "rollback to the newest checkpoint and go on with the samples after them; or abort")
+        "skip", "after max_nonfinite non-finite steps in a row, each of which is skipped: keep "
+        "skipping; rollback to the newest checkpoint and go on with later samples; or abort")
     max_nonfinite: int = option(
         10, "non-finite steps in a row that are tolerated; checked at each log", at_least=1)
     skip_spikes: float = option(0.0, "skip a step whose loss or gradient norm is so many standard "
@@ -195,7 +195,7 @@ class Config:
     detect_anomaly: bool = option(False, "name the operation whose gradient is NaN; very slow")
 
     log_interval: int = option(
-        50, "steps between log lines", group="what is seen (intervals in steps; 0 is never)",
+        50, "steps between log lines", group="logs and evaluation (intervals in steps; 0 is never)",
         at_least=0)
     eval_interval: int = option(500, "steps between evaluations, and one at the end", at_least=0)
     eval_steps: int = option(
@@ -212,21 +212,21 @@ class Config:
         at_least=0)
     loss_by_dataset: bool = option(True, "log the loss of each dataset of a mixture as well")
     window_size: int = option(
-        100, "newest steps, at most, in the median, in the 95th percentile and in what a spike is "
-        "compared with", at_least=1)
-    verbose: bool = option(False, "show every phase in the log line, and what Python objects grow")
+        100, "newest steps, at most, for the median and the 95th percentile of step times, and to "
+        "compare spikes with", at_least=1)
+    verbose: bool = option(False, "show all phases in the log line; warn which Python objects grow")
     peak_tflops: float | None = option(
-        None, "peak of the device for MFU, if it is not known", above=0)
+        None, "peak TFLOP/s of a device that is not known, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "where they go (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
+        None, "their folder (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1)
     wandb: bool = option(False, "mirror TensorBoard to Weights & Biases, if it is installed")
 
     save_interval: int = option(
         100, "steps between checkpoints, and one at the end",
-        group="what is kept (intervals in steps; 0 is never)", at_least=0)
+        group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(
         3, "newest checkpoints to keep, besides the best one", at_least=1)
     keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
@@ -243,7 +243,7 @@ class Config:
     float8: bool = option(False, "products of the blocks' linear layers in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
-        "ddp", "devices divide nothing; gradients and optimizer; or weights as well (less memory)")
+        "ddp", "devices divide nothing; gradients and optimizer (zero2); weights as well (zero3)")
     shard_size: int = option(0, "devices that divide one copy of the model; 0 is all", at_least=0)
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
@@ -251,8 +251,7 @@ class Config:
         300, "seconds without progress after which the stuck rank is named and the run ends; six "
         "times as long at the start and between steps; 0 is never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
-        0, "steps between comparisons of weights over the ranks that hold the same",
-        at_least=0)
+        0, "steps between comparisons of weights among ranks that should hold the same", at_least=0)
     world_size: int = option(
         1, "devices, for --estimate alone (else torchrun's --nproc_per_node)", at_least=1)
 

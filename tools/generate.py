@@ -50,7 +50,7 @@ class SamplingOptions:
 @dataclass
 class GenerateOptions(SamplingOptions):
     prompt: list[str] = option(
-        ["\n"], "text to continue; several are taken together (default: a line end)")
+        ["\n"], "text to continue; several prompts share a batch (default: a line end)")
     prompt_file: str | None = option(None, "take each line of this file as a prompt")
     n: int = option(1, "answers to each prompt", at_least=1)
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")

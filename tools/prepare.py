@@ -55,7 +55,7 @@ ABOUT = "Turn text, JSONL (.gz, .zst too) and Parquet files, folders or patterns
 
 @dataclass
 class Options:
-    out: str = option(None, "folder to write; what it held of train.bin and val.bin is replaced")
+    out: str = option(None, "folder to write to; a train.bin and val.bin in it are replaced")
     tokenizer: str = option(
         "bytes", "bytes, or what transformers.AutoTokenizer takes: a local folder or a hub name")
     train_tokenizer: int | None = option(
@@ -83,7 +83,7 @@ def prepare_or_show(argv: list[str]):
         show(argv[1], int(argv[2]))
         return
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="to be turned into tokens")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder or pattern")
     given = vars(read_flags(parser, argv))
     print(prepare(given.pop("inputs"), Options(**given)))
 
