@@ -76,7 +76,7 @@ def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:
     """Documents for rows like tokens [B, T], to see what memory they take: boundaries of short ones
     or, as a mask of T x T does not depend on them, numbers of one in each row."""
     if not as_boundaries:
-        return torch.zeros_like(tokens)
+        return torch.zeros_like(tokens, dtype=torch.int32)
     end, each = tokens.numel(), min(64, tokens.shape[1])
     begins = torch.arange(-(-end // each) + 1, dtype=torch.int32, device=tokens.device) * each
     return begins.clamp(max=end)

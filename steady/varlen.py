@@ -7,7 +7,7 @@ import inspect
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 flex = torch.compile(flex_attention)  # without, all scores are kept: [B, H, T, T]
@@ -32,12 +32,26 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask
 
 
 def block_mask(documents: Tensor) -> BlockMask:
-    """Numbers of documents [B, T] → where `packing.document_mask` holds, by blocks of tokens.
+    """Numbers of documents [B, T], rising in each row → where `packing.document_mask` holds.
 
-    FlexAttention skips a block where it nowhere does, and asks `attends` where it partly does.
+    By blocks of 128 x 128 tokens: FlexAttention skips those where it nowhere does, and asks
+    `attends` where it partly does. `create_block_mask` would make matrices of T x T.
     """
     def attends(b, head, q, k):
         return (documents[b, q] == documents[b, k]) & (q >= k)
 
-    B, T = documents.shape
-    return create_block_mask(attends, B, None, T, T, device=documents.device)
+    T, block = documents.shape[1], 128
+    n = -(-T // block)
+    k = torch.arange(n, device=documents.device)
+    q, end = k[:, None], block * k + block
+    first, last = documents[:, ::block], documents[:, (end - 1).clamp(max=T - 1)]
+    some = (last[:, None, :] >= first[:, :, None]) & (k <= q)  # [B, n, n]: queries, keys
+    every = (first[:, None, :] == last[:, :, None]) & (k < q) & (end[:, None] <= T)
+    return BlockMask.from_kv_blocks(*counted(some & ~every), *counted(every), BLOCK_SIZE=block,
+                                    mask_mod=attends, seq_lengths=(T, T))
+
+
+def counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, n, n] → how many are true in each row [B, 1, n], and which, those first [B, 1, n, n]."""
+    which = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], which[:, None].int()

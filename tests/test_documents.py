@@ -648,6 +648,29 @@ def test_flex_attention_losses_and_gradients_are_the_same(folder, changes, monke
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("length", [1, 128, 129, 300, 640])
+def test_blocks_are_those_that_torch_finds_token_by_token(length):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from steady.varlen import block_mask
+
+    def attends(b, head, q, k):
+        return (documents[b, q] == documents[b, k]) & (q >= k)
+
+    for longest in (3, 100, 10_000):
+        documents = (torch.rand(3, length) < 1 / longest).int().cumsum(1)
+        found = block_mask(documents)
+        expected = create_block_mask(attends, 3, None, length, length, device="cpu")
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            counts, found_counts = (getattr(mask, f"{kind}_num_blocks")
+                                    for mask in (expected, found))
+            assert torch.equal(found_counts, counts), (kind, longest)
+            valid = torch.arange(counts.shape[-1]) < counts[..., None]
+            which, found_which = (getattr(mask, f"{kind}_indices")[valid]
+                                  for mask in (expected, found))
+            assert torch.equal(found_which, which), (kind, longest)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
