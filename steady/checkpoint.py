@@ -455,7 +455,8 @@ def load_checkpoint(run, path: Path) -> dict:
     release(run.model)
     counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
     if len(set(counts)) > 1:
-        raise ConfigError(f"{path}: it holds {counts[1]} optimizers; expected {counts[0]}")
+        raise ConfigError(f"{path}: it holds {counts[1]} optimizers; expected {counts[0]}: "
+                          "resume with the --optimizer of that run")
     for optimizer, saved, names in zip(
         run.optimizers, state["optimizers"], state["optimizer_names"], strict=True
     ):

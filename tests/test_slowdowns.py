@@ -24,7 +24,7 @@ from steady.device import usable_cores
 from steady.report import ADVICE, describe_end, report, verdict
 from steady.slowdowns import Cusum, SlowdownDetector
 from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
-from tools.report import main
+from tools.report import main, regression_percent
 
 
 class Schedule:
@@ -575,7 +575,8 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monke
     (tmp_path / "c/metrics.jsonl").write_text('{"step": 0, "order": {}}\n')
     assert main(["a", "c", "b"]) == 0 and main(["a", "b", "c", "--fail_on_regression", "900"]) == 3
     assert main([str(tmp_path)]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "not a run directory" in err and "nan" not in out
 
 
 def test_a_run_is_not_slower_for_its_last_log(tmp_path):
@@ -595,3 +596,6 @@ def test_a_run_that_has_slowed_down_fails_the_command(drive, driven, tmp_path, c
     assert main([str(tmp_path), "--fail_on_regression", "120"]) == 0
     assert main([str(tmp_path), "--fail_on_regression", "80"]) == 3
     assert "forward +10 ms. Cause: unexplained (100%)" in capsys.readouterr().out
+    event = dict(kind="step", percent=6.0)  # said only where it is the program's
+    assert regression_percent([dict(slowdowns=[event | dict(blames="machine")])]) == 0
+    assert regression_percent([dict(slowdowns=[event | dict(blames="program")])]) == 6

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from steady.cli import ConfigError, Parser, run_command
-from steady.report import report, report_text
+from steady.report import report, report_text, worth_saying
 from tools.page import Charts, watch, write_page
 
 
@@ -25,24 +25,26 @@ def side_by_side(reports: list[dict]) -> str:
     rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
     for name, values in rows.items():
-        cells = [f"{values[0]:22.4g}"]
-        for value in values[1:]:
-            ratio = f" ({value / values[0]:.2f}x)" if values[0] else ""
-            cells.append(f"{f'{value:.4g}{ratio}':>22s}")
-        lines.append(f"{name:24s}" + "".join(cells))
+        cells = []
+        for value in values:
+            known = cells and values[0] and math.isfinite(value / values[0])
+            ratio = f" ({value / values[0]:.2f}x)" if known else ""
+            cells.append("-" if math.isnan(value) else f"{value:.4g}{ratio}")
+        lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
     return "\n".join(lines)
 
 
 def regression_percent(reports: list[dict]) -> float:
     """How much slower the slowest of the later runs is than the first, in time per token.
 
-    Of a single run: how much slower its steps are at the end. NaN if a run has no throughput.
+    Of a single run: how much slower its steps are at the end, as far as its verdict says so. NaN if
+    a run has no throughput.
     """
     if len(reports) > 1:
         rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
         return 100 * float(np.max([rates[0] / rate - 1 for rate in rates[1:]]))
     lasting = [event["percent"] for event in reports[0]["slowdowns"]
-               if event["kind"] != "work" and "ended" not in event]
+               if event["kind"] != "work" and "ended" not in event and worth_saying(event)]
     return max(lasting, default=0.0)
 
 
