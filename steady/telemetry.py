@@ -197,9 +197,9 @@ def put_event_files_in_order(folder: Path):
     """Make event files sort before one created now: TensorBoard reads them by the Unix time in
     their names, which is no later after a quick restart or when the clock was set back."""
     now = int(time.time())
-    for old in folder.glob("events.out.tfevents.*"):
+    for old in folder.glob("events.out.tfevents.*.*"):
         second, rest = old.name.split(".", 4)[3:]
-        if int(second) >= now:
+        if second.isdecimal() and int(second) >= now:
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 

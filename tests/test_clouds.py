@@ -45,8 +45,10 @@ def test_files_go_to_the_place_and_are_linked(run, root, tmp_path):
     assert f"TensorBoard files are in {place / 'r'}, where OpenBayes shows them" in told
     assert (tmp_path / "r/tensorboard").resolve() == place / "r" and len(events(place / "r")) == 1
 
+    for name in ("mine", "old.mine"):  # what others put there is left alone
+        (place / "r" / f"events.out.tfevents.{name}").touch()
     run("--out_dir", "r", "--auto_resume", "--max_steps", 8)  # goes on in the same folder
-    assert len(events(place / "r")) == 2
+    assert len(events(place / "r")) == 4
 
     old = events(place / "r")
     run("--out_dir", "r", "--overwrite", "--max_steps", 4)  # another run: another folder
