@@ -183,6 +183,11 @@ def added(old: dict, new: dict, name: str) -> float:
     return new.get(name, 0.0) - old[name] if name in old else 0.0
 
 
+def of_all_phases(row: dict) -> float:
+    """ms of a step; never 0, to be divided by."""
+    return max(1e-9, sum(row.get(f"perf/{name}_ms", 0.0) for name in STEP_PHASES))
+
+
 def goes_on(points: list[dict], name: str) -> bool:
     """Whether a count rises again and again, not once: that would not make all steps slower."""
     counts = [p["row"].get(name, 0) for p in points]
@@ -206,9 +211,8 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
         # the other threads of an operation wait for the one that did not run: it counts for more
         left.take(CAUSES[name], left.ms["common"], ["common"], of_machine=True)
         if ms - shared > 0.3 * left.total:
-            step_ms = sum(new.get(f"perf/{phase}_ms", 0.0) for phase in STEP_PHASES)
             for phase in STEP_PHASES:  # which meets its share of it
-                share = new.get(f"perf/{phase}_ms", 0.0) / step_ms
+                share = new.get(f"perf/{phase}_ms", 0.0) / of_all_phases(new)
                 left.take(CAUSES[name], share * (ms - shared), [phase], of_machine=True)
     # of what all phases share, all but what is more than the probe is slower
     best = (0.0, "", 1.0)
@@ -224,7 +228,7 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
     left.take(CAUSES["network"], left.total, ["waiting"], of_machine=True)
     # what a phase has alone, as far as main memory is slower than the rest of the machine
     ratio = probe_ratio(before, after, "machine/memory_probe_us")
-    factor = 1 + shared / max(1e-9, sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES))
+    factor = 1 + shared / of_all_phases(old)
     for phase in COMPUTE:
         if ratio > 1.1 * factor:
             most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)
@@ -269,7 +273,7 @@ def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bo
             text += (f"; its machine is the slower one, its probe takes {probe:.2f} times as long"
                      if probe > 1 + 0.3 * (ratio - 1) else
                      "; its machine is as fast as theirs, so it is its share of the work")
-        most = (ratio / old_ratio - 1) * sum(old.get(f"perf/{n}_ms", 0.0) for n in STEP_PHASES)
+        most = (ratio / old_ratio - 1) * of_all_phases(old)
         left.take(text, 1.2 * most, of_machine=bool(probe) and "slower one" in text)
     rss = "memory/workers_rss_gb"
     most = max(p["row"].get(rss, 0.0) for p in after)  # at the end of a run they are gone

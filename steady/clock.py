@@ -90,8 +90,8 @@ class Clock:
 class DeviceTimes:
     """Time by phase on a GPU, from CUDA events on sampled steps, read once the GPU has passed them.
 
-    Nothing waits for them. The pool of events grows up to a fixed size, of 3 for each micro-batch;
-    a step that finds it empty is not sampled.
+    Nothing waits for them. A step takes 3 events for each of its micro-batches, from a pool that
+    grows up to a fixed size; a step that finds it empty is not sampled.
     """
 
     def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 16384):

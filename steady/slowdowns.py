@@ -220,17 +220,16 @@ class SlowdownDetector:
         than normal: what is planted in one of them does not move it, a slower machine moves all.
         """
         ms = {name: row.get(f"perf/{name}_ms", 0.0) / row["work"] for name in STEP_PHASES}
-        least = 0.02 * sum(self.normal[name] for name in STEP_PHASES)
+        usual = sum(self.normal[name] for name in STEP_PHASES)
         factors = sorted(ms[name] / self.normal[name] for name in COMPUTE
-                         if self.normal[name] > least)
+                         if self.normal[name] > 0.02 * usual)
         factor = factors[(len(factors) - 1) // 2] if factors else 1.0
         alone = {name: value - factor * self.normal[name] for name, value in ms.items()
                  if 0.9 < row["work"] / self.normal["work"] < 1.1}
         rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
                 for name, column in (("median", "ms_median"), ("mean", "ms"))}
-        usual = factor * sum(self.normal[name] for name in STEP_PHASES)
-        if rest["median"] < 0.25 * usual:  # a few steps had all of that, not the middle one
-            rest["median"] = usual
+        if rest["median"] < 0.25 * factor * usual:  # a few steps had that, not the middle one
+            rest["median"] = factor * usual
         return factor, alone | rest
 
     def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
