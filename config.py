@@ -214,7 +214,7 @@ class Config:
     window_size: int = option(
         100, "newest steps, at most, for the median and the 95th percentile of step times, and to "
         "compare spikes with", at_least=1)
-    verbose: bool = option(False, "show all phases in the log line; warn which Python objects grow")
+    verbose: bool = option(False, "show all phases in the log line, and which Python objects grow")
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of a device that is not known, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
