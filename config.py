@@ -1,6 +1,6 @@
 """Everything that can be set about a run: one flat dataclass, and how it is filled.
 
-    python train.py --help                        every option with its unit and default
+    python train.py --help_all                    every option with its unit and default
     python train.py --config runs/001/config.yaml the same run again
 
 Values come from the defaults below, then --preset, then --config, then the command line; the later
@@ -10,9 +10,9 @@ one wins. To add an option, add a field here and read `cfg.name` where it is use
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from steady import cli
-from steady.cli import ConfigError, option
+from steady import options as cli
 from steady.conflicts import refuse_conflicts
+from steady.options import ConfigError, option
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
 # rate. The rates of the large sizes are those of the GPT-3 paper (arXiv:2005.14165, table 2.1).
@@ -40,6 +40,8 @@ PRESETS = {
                   eval_interval=5, save_interval=5, num_workers="0", detect_anomaly=True),
 }
 
+NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "micro_batch_size",
+          "learning_rate", "out_dir", "auto_resume")  # what --help shows
 IGNORE = -100  # a target that the loss ignores
 
 
@@ -102,7 +104,7 @@ class Config:
         metavar="N")
     pin_memory: bool = option(True, "copy batches to CUDA from page-locked memory")
     prefetch_factor: int = option(
-        2, "micro-batches that each loader process keeps ready", at_least=1)
+        2, "micro-batches that each loader process keeps ready", at_least=1, at_most=1000)
 
     init_from: str | None = option(
         None, "start from these weights: a Hugging Face folder, a name on the hub, or a run",
@@ -118,7 +120,7 @@ class Config:
     resize_embeddings: bool = option(
         False, "add embedding rows for new token ids to --init_from, each the mean of the old ones")
     model: Literal[(*MODELS, "transformers")] = option(
-        "default", "shape by name, which the flags below change; --init_from sets transformers "
+        "default", "shape by name, which --n_layer and so on change; --init_from sets transformers "
         "where the architecture is not ours")
     n_layer: int | None = option(
         None, "transformer blocks (default: from --model, like those below)", at_least=1,
@@ -152,15 +154,17 @@ class Config:
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
     dropout: float = option(
         0.0, "probability, on attention, each block's outputs and embeddings", at_least=0, below=1)
-    attention: Literal["auto", "flash", "efficient", "cudnn", "math", "flex"] = option(
-        "auto", "scaled_dot_product_attention backend, or FlexAttention for packed rows; one that "
-        "cannot run here is refused")
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
+        "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
     activation_checkpointing: Literal["none", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, about 1/3 more work")
 
-    max_steps: int = option(
-        1000, "optimizer steps in the whole run", group="optimization", at_least=1,
+    max_steps: int | None = option(
+        None, "optimizer steps in the whole run (default: 1000)", group="optimization", at_least=1,
         at_most=10**12)
+    epochs: int | None = option(
+        None, "in place of max_steps: passes over the data, as many samples as all of it has",
+        at_least=1, at_most=10**6, saved=False)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
@@ -201,6 +205,8 @@ class Config:
     eval_steps: int = option(
         64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
         at_least=0)
+    patience: int = option(0, "end the run after so many evaluations in a row without a new best "
+                           "loss; 0 is never", at_least=0)
     sample_interval: int = option(0, "steps between samples of generated text", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
@@ -221,8 +227,8 @@ class Config:
     tensorboard_dir: str | None = option(
         None, "their folder (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
-                                         at_least=1)
-    wandb: bool = option(False, "mirror TensorBoard to Weights & Biases, if it is installed")
+                                         at_least=1, at_most=10**6)
+    wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")
 
     save_interval: int = option(
         100, "steps between checkpoints, and one at the end",
@@ -257,7 +263,8 @@ class Config:
 
 
 def train_parser():
-    return cli.make_parser(Config, "train.py", "[--option value ...]", "Train a language model.")
+    return cli.make_parser(Config, "train.py", "[--option value ...]", "Train a language model.",
+                           NEEDED)
 
 
 def parse(argv: list[str], saved: str | None = None) -> Config:
@@ -270,12 +277,11 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     given = cli.read_flags(parser, argv)
     named = any(flag.split("=")[0] == "--model" for flag in argv)
     drop = {"head_dim", *MODELS["default"]} if named else set()  # the shape of a model in a file
-    flags = cli.yaml_flags(parser, Config, saved, drop) if saved else []
-    if given.preset:
-        flags += [f"--{name}={value}" for name, value in PRESETS[given.preset].items()]
-    if given.config:
-        flags += cli.yaml_flags(parser, Config, given.config, drop)
-    cfg = Config(**vars(cli.read_flags(parser, flags + argv)))
+    preset = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
+    saved, file = (cli.yaml_flags(parser, Config, path, drop) if path else []
+                   for path in (saved, given.config))
+    flags = cli.read_sources(parser, (saved, preset, file, argv), "max_steps", "epochs")
+    cfg = Config(**vars(flags))
     cli.check_bounds(cfg)
     return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
                            "check_checkpoints")
@@ -292,7 +298,8 @@ def resolve(cfg: Config) -> Config:
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
     cli.check_bounds(cfg)
-    if cfg.warmup_steps is None:
+    cfg.max_steps = cfg.max_steps or (None if cfg.epochs else 1000)  # `load_data` knows of epochs
+    if cfg.warmup_steps is None and cfg.max_steps:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)
     if cfg.head_dim is None and cfg.d_model % cfg.n_head == 0:
         cfg.head_dim = cfg.d_model // cfg.n_head

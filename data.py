@@ -10,7 +10,11 @@ which counts the targets that the loss is divided by: as long as both are functi
 arguments and agree, everything above stays true.
 """
 
-import sys
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from steady.guard.ctrl_c import start
+
+    start("tools.prepare:main")
+
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -21,12 +25,12 @@ import torch
 from torch.utils.data import DataLoader, default_convert
 
 from config import IGNORE, Config
-from steady import ctrl_c
-from steady.cli import ConfigError
-from steady.order import Order
-from steady.packing import boundaries, pack
-from steady.retry import retry
-from steady.tokens import TokenFile, decode, find_sources, read_sidecars
+from steady.checkpoints.retry import retry
+from steady.guard import ctrl_c
+from steady.options import ConfigError
+from steady.tokens.files import TokenFile, decode, find_sources, read_sidecars
+from steady.tokens.order import Order
+from steady.tokens.packing import boundaries, pack
 
 # --- samples ---------------------------------------------------------------------------------
 
@@ -37,7 +41,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # [B, T]; [B, T + 1] where targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE where the loss does not count
     documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row,
-    # or where documents begin among all tokens: steady.packing.boundaries
+    # or where documents begin among all tokens: steady.tokens.packing.boundaries
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
@@ -91,8 +95,11 @@ class Dataset:
             self.weight = Fraction(max(1, n_samples))
 
     def file_of(self, numbers):
-        """Index of the file that holds each of these blocks or documents."""
-        return self.first.searchsorted(numbers, "right") - 1
+        """Index of the file that holds each of these blocks or documents. Raises ConfigError."""
+        found = self.first.searchsorted(numbers, "right") - 1
+        for i in np.unique(found):
+            self.files[i].require_complete()
+        return found
 
 
 class Stream(Dataset):
@@ -117,7 +124,6 @@ class Stream(Dataset):
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
             mine = file_of_block == i
-            self.files[i].require_complete()
             out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
         return out, None, None
 
@@ -153,8 +159,8 @@ class Documents(Dataset):
         if not len(begins):
             raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
         if not targets.any():
-            raise ConfigError(f"{self.files[0].path}: nothing to train on: no response in the "
-                              f"first --seq_len {self.seq_len} tokens of any document")
+            raise ConfigError(f"{self.files[0].path}: no document has a response within its "
+                              f"first --seq_len {self.seq_len} tokens; try a larger --seq_len")
         self.begins = begins
         self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
         self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
@@ -178,11 +184,12 @@ class Documents(Dataset):
         tokens = np.full(shape, pad, self.dtype)
         targets = np.full(shape, IGNORE, np.int32)
         documents = np.zeros(shape, np.int32)
-        for row, sample in enumerate(samples):
+        rows = [self.documents_of(sample) for sample in samples]
+        file_of = iter(self.file_of(np.concatenate(rows)))  # all at once: a stat is slow
+        for row, in_row in enumerate(rows):
             at = 0
-            for number, document in enumerate(self.documents_of(sample)):
-                file = self.files[self.file_of(document)]
-                file.require_complete()
+            for number, document in enumerate(in_row):
+                file = self.files[next(file_of)]
                 begin, n = self.begins[document], self.document_lengths[document]
                 ids = file.tokens[begin : begin + n + 1]
                 tokens[row, at : at + n] = ids[:-1]
@@ -228,14 +235,11 @@ class Mixture:
         self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = read_sidecars(
             files, vocab_size
         )
-        n_bytes = [file.meta.get("bytes") for file in files]
-        self.bytes_per_token = None
-        if all(n_bytes) and not self.has_prompts:
-            self.bytes_per_token = sum(n_bytes) / self.n_tokens
-        # must be the same for a run to continue; not the folder, since data may be moved
-        self.fingerprint = [
-            [f.path.name, f.n_tokens, f.meta.get("checksum", ""), retry(f.sample)] for f in files
-        ]
+        self.bytes_per_token = None  # of each dataset
+        if all(file.meta.get("bytes") for file in files) and not self.has_prompts:
+            self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / d.n_tokens
+                                    for d in datasets]
+        self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
         self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
         self.boundaries = False  # in `rows`, in place of documents' numbers
 
@@ -367,28 +371,28 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             paths, split, cfg.seq_len, seed, None if cfg.resize_embeddings else cfg.vocab_size,
             option, cfg.data_mode, cfg.packing)
 
-    val_data = None
     if cfg.eval_only:  # the training data need not be there
-        train_data = val_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
+        train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
         if train_data is None:
             raise ConfigError("--eval_only: no validation data; name some with --val_data")
     else:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
-        window = cfg.group_window * cfg.batch_size
-        if train_data.row_lengths_vary and window > 2**26:  # 16 bytes each, a few times over
-            raise ConfigError(f"--group_window {cfg.group_window}: {window:,} documents with "
-                              f"--batch_size {cfg.batch_size}; expected at most {2**26:,} in a "
-                              "window")
         train_data.group_by_length(cfg.group_window, cfg.batch_size)
     cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
     cfg.data_mode = train_data.mode
-    val_data = val_data or load(cfg.val_data or cfg.data, "val", val_option, 0)
+    cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
+    val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
         if val_data.tokenizer != train_data.tokenizer:
             raise ConfigError(f"{val_option}: made with {val_data.tokenizer}, "
                               f"--data with {train_data.tokenizer}")
-        # one window over everything that is evaluated, sorted by length
-        val_data.group_by_length(1, eval_samples(cfg, val_data))
+        n = eval_samples(cfg, val_data)
+        val_data.group_by_length(1, n)  # one window over everything that is evaluated
+        if not val_data.size(0, n, 1).targets and (cfg.eval_interval or cfg.eval_only):
+            raise ConfigError(f"{val_option}: none of the {n} sequences of an evaluation has a "
+                              "target that counts; expected a larger --eval_steps")
+    elif cfg.patience:
+        raise ConfigError("--patience: no validation data; name some with --val_data")
     return train_data, val_data
 
 
@@ -446,9 +450,3 @@ def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size:
     for start in range(0, n, micro_batch * world_size):
         first = start + rank * micro_batch
         yield data.rows(first, first + micro_batch, n).to(device, n - first)
-
-
-if __name__ == "__main__":
-    from tools.prepare import main
-
-    sys.exit(main(sys.argv[1:]))

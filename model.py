@@ -8,8 +8,13 @@ train.py applies those from outside.
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from steady.guard.ctrl_c import start
+
+    start("tools.generate:main")
+
 import math
-import sys
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config import IGNORE, Config
-from steady import layers
-from steady.packing import document_mask
+from steady.models import layers
+from steady.tokens import packing
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -42,6 +47,15 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+class Where(NamedTuple):
+    """Where each token stands in its document, and which tokens it may attend to."""
+
+    cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D / 2]
+    sin: Tensor
+    mask: Tensor | None = None  # bool [B, 1, T, S]; None: itself and all before it in its row
+    boundaries: Tensor | None = None  # in place of a mask: see steady.tokens.packing.boundaries
+
+
 class Attention(nn.Module):
     """Causal self-attention; n_kv_head < n_head is grouped-query attention (arXiv:2305.13245)."""
 
@@ -56,22 +70,22 @@ class Attention(nn.Module):
         norm = layers.RMSNorm if cfg.qk_norm else nn.Identity
         self.q_norm, self.k_norm = (norm(cfg.head_dim, eps=cfg.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, mask=None) -> Tensor:
+    def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
-        q = layers.rotate(self.q_norm(q), cos, sin).to(v.dtype)  # in fp32, also under autocast
-        k = layers.rotate(self.k_norm(k), cos, sin).to(v.dtype)
-        dense = mask is None or isinstance(mask, Tensor) and mask.ndim == 4
-        if not dense:  # boundaries of documents, or blocks
-            from steady.varlen import attend_packed
+        q = layers.rotate(self.q_norm(q), where.cos, where.sin).to(v.dtype)  # in fp32 inside
+        k = layers.rotate(self.k_norm(k), where.cos, where.sin).to(v.dtype)
+        if where.boundaries is not None:
+            from steady.models.varlen import attend_packed
 
-            return self.out(attend_packed(q, k, v, mask).flatten(2))
+            return self.out(attend_packed(q, k, v, where.boundaries).flatten(2))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
         y = layers.attend(
-            q, k, v, attn_mask=mask, is_causal=mask is None and (cache is None or T > 1),
+            q, k, v, attn_mask=where.mask,
+            is_causal=where.mask is None and (cache is None or T > 1),  # one: all that is cached
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.n_kv_head != self.n_head)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
@@ -99,8 +113,8 @@ class Block(nn.Module):
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, mask=None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache, mask))
+    def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -146,24 +160,23 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents [B, T]: for packed rows, the number of each token's document in its row, also of
-        those in the caches; every document is computed as if it stood alone. Or, for flash
-        attention without a mask, where each begins among all B * T tokens, and the end:
-        steady.packing.boundaries.
+        documents [B, T]: for packed rows, the number of each token's document, also of those in the
+        caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
         """
-        start, mask = caches[0].length if caches else 0, None
+        start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
-        positions = slice(start, start + tokens.shape[1])
-        if documents is not None:
-            blocks = self.cfg.attention == "flex" and not caches
-            mask, positions = document_mask(documents, tokens.shape, start, blocks)
-        cos, sin = self.cos[positions], self.sin[positions]
+        positions, mask, begins = slice(start, start + tokens.shape[1]), None, None
+        if documents is not None and documents.ndim == 1:
+            positions, begins = packing.positions(documents, tokens.shape), documents
+        elif documents is not None:
+            mask, positions = packing.document_mask(documents, start)
+        where = Where(self.cos[positions], self.sin[positions], mask, begins)
         recompute = self.cfg.activation_checkpointing == "full" and self.training
         for i, block in enumerate(self.blocks):
             if recompute:
-                x = checkpoint(block, x, cos, sin, None, mask, use_reentrant=False)
+                x = checkpoint(block, x, where, use_reentrant=False)
             else:
-                x = block(x, cos, sin, caches[i] if caches else None, mask)
+                x = block(x, where, caches[i] if caches else None)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -205,18 +218,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
         logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
         counted = targets != IGNORE
-        of_target = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
-        losses = -logits[of_target].float()
+        index, targets = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
+        losses = -logits[index, targets].float()
+        ctx.unit = 64.0 if logits.dtype == torch.float16 else 1.0  # fp16 is coarse below 6e-5
         on_cpu = layers.on_cpu(hidden)
         chunk = LinearCrossEntropy.cpu_chunk if on_cpu else LinearCrossEntropy.gpu_chunk
-        rows = max(1, chunk // weight.shape[0])
-        for some, loss in zip(logits.split(rows), losses.split(rows), strict=True):
+        parts = (x.split(max(1, chunk // weight.shape[0])) for x in (logits, targets, losses))
+        for some, target, loss in zip(*parts, strict=True):
             wide = some.float() if on_cpu else some  # a CPU is slow in bf16
             largest = wide.amax(-1).float()
             p = wide.softmax(-1, dtype=torch.float32)
             loss += largest - p.amax(-1).log()  # log-sum-exp: the largest probability is e^0 / sum
-            some.copy_(p)
-        logits[of_target] -= 1.0  # scatter_add_ copies them all on a CPU, twice
+            p[index[: len(p)], target] -= 1.0  # in fp32: bf16 rounds p to 1 from 0.998 on
+            some.copy_(p * ctx.unit if ctx.unit > 1 else p)
         ctx.save_for_backward(hidden, weight, logits, counted)
         return losses.view(shape).where(counted.view(shape), 0.0)
 
@@ -224,10 +238,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
-        shape, grad = grad.shape, grad.flatten().where(counted, 0.0)[:, None].to(hidden.dtype)
-        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)
-        trained = ctx.needs_input_grad[1]
-        return grad_hidden, grad_logits.t() @ (hidden * grad) if trained else None, None, None
+        grad, shape = grad.flatten().where(counted, 0.0)[:, None] / ctx.unit, grad.shape
+        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)  # scaled in fp32
+        trained, grad = ctx.needs_input_grad[1], (hidden * grad).to(hidden.dtype)
+        return grad_hidden, grad_logits.t() @ grad if trained else None, None, None
 
 
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
@@ -298,8 +312,8 @@ def generate(
         if caches is None:
             capacity = min(context, unseen.shape[1] + max_new_tokens)
             caches = [KVCache(capacity) for _ in model.blocks]
-        documents = None if padding is None else torch.arange(
-            start, tokens.shape[1], device=tokens.device) >= padding[:, None]
+        documents = None if padding is None else (torch.arange(  # number 0 is the padding
+            start, tokens.shape[1], device=tokens.device) >= padding[:, None]).int()
         logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
@@ -328,9 +342,3 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float) -
         likeliest = likeliest.masked_fill(before >= top_p, 0.0)
         probabilities = torch.zeros_like(likeliest).scatter(1, order, likeliest)
     return torch.multinomial(probabilities, 1)
-
-
-if __name__ == "__main__":
-    from tools.generate import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -4,12 +4,15 @@ The monitor receives numbers and never reaches into training. An ordinary step c
 reads; tensors given to it stay on their device until the next log, where all of them leave it in
 one copy. `monitor.log(name, value_or_tensor)` from anywhere in the loop adds a metric.
 
-Files and TensorBoard are in steady/telemetry.py, the search for slow-downs in steady/slowdowns.py,
-the report in steady/report.py; `python monitor.py RUN_DIR` prints it.
+Files, TensorBoard, slow-downs and the report of `python monitor.py RUN_DIR` are in steady/watch/.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from steady.guard.ctrl_c import start
+
+    start("tools.report:main")
+
 import contextlib
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import IGNORE, Config
-from steady.anomalies import AnomalyDetector
-from steady.cli import due
-from steady.clock import Clock
-from steady.goodput import Goodput
-from steady.health import measure_update
-from steady.limits import Resources
-from steady.machine import Machine
-from steady.parallel import on_device
-from steady.report import describe_end, describe_event, report, report_text, worth_saying
-from steady.slowdowns import SlowdownDetector
-from steady.telemetry import PHASES, STEP_PHASES, Sinks, duration, quantile, si, slowest_rank
+from steady.options import due
+from steady.ranks.ranks import on_device, scalar
+from steady.watch.anomalies import AnomalyDetector
+from steady.watch.clock import Clock
+from steady.watch.goodput import Goodput
+from steady.watch.learning import Learning
+from steady.watch.machine import Machine
+from steady.watch.norms import measure_update
+from steady.watch.report import describe_end, describe_event, report, report_text, worth_saying
+from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
+from steady.watch.slowdowns import SlowdownDetector
+from steady.watch.trends import Resources
 
 LINE = {  # what the log line shows besides the step
     "train/loss": "loss {:.4f}",
@@ -53,7 +57,7 @@ class Monitor:
 
     flops_per_token, peak: FLOPs of training on one token; FLOP/s of all devices together, or None.
     out_dir: where rows are written; None on ranks that write nothing.
-    gather: [n] tensor → [ranks, n], the same on every rank; called on all of them at each log.
+    gather: ([n] tensor, names) → [ranks, n], the same on every rank; called on all at each log.
     autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer;
     called on rank 0, or on all ranks where it is `together`.
     replicas: a Replicas, to be compared at the logs.
@@ -62,8 +66,8 @@ class Monitor:
 
     def __init__(self, cfg: Config, device: torch.device, *, start_step: int, start_tokens: int = 0,
                  flops_per_token: int, peak: float | None, out_dir: Path | None,
-                 gather=lambda values: values[None], autopsy=lambda step, rank: {}, together=False,
-                 replicas=None, datasets=(), epochs=dict):
+                 gather=lambda values, names: values[None], autopsy=lambda step, rank: {},
+                 together=False, replicas=None, datasets=(), epochs=dict):
         self.cfg, self.device, self.gather, self.out_dir = cfg, device, gather, out_dir
         self.flops_per_token, self.peak = flops_per_token, peak
         self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
@@ -72,8 +76,9 @@ class Monitor:
         self.sinks = Sinks(cfg, out_dir, start_step)
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
-        self.slowdowns = SlowdownDetector()
+        self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
         for row in self.sinks.kept:  # of earlier processes, which have said what they found
+            self.learning.add(row)
             for event in self.slowdowns.add(row):
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
@@ -103,7 +108,7 @@ class Monitor:
         """
         if not self.cfg.log_interval:
             return
-        value, weight = (x.detach() if isinstance(x, Tensor) else x for x in (value, weight))
+        value, weight = scalar(value), scalar(weight)
         total, total_weight = self.gathered.get(name, (0, 0))
         self.gathered[name] = total + value, total_weight + weight
 
@@ -174,7 +179,7 @@ class Monitor:
         )
         values = on_device([value for part in parts.values() for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
-        table = np.array(self.gather(values).tolist())  # [ranks, values]
+        table = np.array(self.gather(values, names).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         found, end = {}, 0
@@ -264,6 +269,8 @@ class Monitor:
         if not self.out_dir:
             return
         print(self.line(step, row), flush=True)
+        if finding := self.learning.add({"step": step, **row}):
+            self.warn(step, finding["text"])
         for event in self.slowdowns.add({"step": step, **row}):
             ended = "ended" in event
             if not (event.get("said") if ended else worth_saying(event)):
@@ -281,8 +288,7 @@ class Monitor:
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps
         forms = LINE | VERBOSE_LINE if self.cfg.verbose else LINE
-        shown = [form.format(row[name], si=si(row[name])) for name, form in forms.items()
-                 if name in row]
+        shown = [in_form(form, row[name]) for name, form in forms.items() if name in row]
         left = duration((last - step) * row["perf/step_ms"] / 1e3)
         return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
 
@@ -316,9 +322,3 @@ def add_by_dataset(totals: Tensor, losses: Tensor, batch):
         totals += values.sum(1, keepdim=True)
     else:
         totals.index_add_(1, batch.source, values)
-
-
-if __name__ == "__main__":
-    from tools.report import main
-
-    sys.exit(main(sys.argv[1:]))

@@ -8,19 +8,17 @@ Read `train` for the loop and `set_up` for how a run is put together. The model,
 monitor are one module each; what a fork rarely opens is in steady/.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from steady.guard.ctrl_c import start
+
+    start("tools.commands:run")
+
 import contextlib
 import gc
 import math
 import random
-import signal
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from steady import ctrl_c
-
-if __name__ == "__main__":
-    ctrl_c.during_imports()
 
 import numpy as np
 import torch
@@ -32,28 +30,29 @@ from config import IGNORE, Config
 from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor, add_by_dataset
-from steady import device as devices
-from steady import faults, float8, foreign, huggingface, lora, memory, parallel, rundir
-from steady.backup import Backup
-from steady.checkpoint import load_checkpoint, make_writer, reconcile_best, save_checkpoint
-from steady.cli import ConfigError, due
-from steady.faults import check_finite
-from steady.health import output_health
-from steady.memory import collect_garbage, tidy_memory
-from steady.muon import Muon
-from steady.parts import require_shared
-from steady.replicas import Replicas, ReplicasDiffer
-from steady.spikes import Spikes
-from steady.watchdog import Watchdog, join_ranks
+from steady.checkpoints import run_dir as rundir
+from steady.checkpoints.backup import Backup
+from steady.checkpoints.parts import require_shared
+from steady.checkpoints.state import load_checkpoint, make_writer, reconcile_best, save_checkpoint
+from steady.guard import faults, memory
+from steady.guard.faults import check_finite
+from steady.guard.memory import collect_garbage, tidy_memory
+from steady.guard.spikes import Spikes
+from steady.models import device as devices
+from steady.models import float8, foreign, huggingface, lora
+from steady.options import ConfigError, due
+from steady.ranks import muon, parallel, ranks, replicas
+from steady.ranks.watchdog import Watchdog, patience
+from steady.watch.norms import output_health
 
 # --- the loop --------------------------------------------------------------------------------
 
 
 def train(run: "Run"):
-    """Train until max_steps or a signal to stop. `run.step` counts the updates made."""
+    """Train until the last step or a signal to stop. `run.step` counts the updates made."""
     cfg, monitor, batches = run.cfg, run.monitor, run.batches
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
-    while run.step < cfg.max_steps and not run.stop.requested(monitor):
+    while run.step < run.last_step and not run.stop.requested(monitor):
         seed_everything(cfg.seed, run.step, run.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(run.step, cfg))
         size = run.train_data.size(run.position, cfg.batch_size, run.micro_batch, run.world_size)
@@ -80,13 +79,15 @@ def train(run: "Run"):
         check_finite(run)
         if evaluation_due(run):
             keep_best(run, evaluate(run))
-        if due(run.step, cfg.save_interval, cfg.max_steps) or run.stop.save:
+        if due(run.step, cfg.save_interval, run.last_step) or run.stop.save:
             save_checkpoint(run)
-        if due(run.step, cfg.sample_interval) and run.step < cfg.max_steps:  # or see `main`
+        if due(run.step, cfg.sample_interval) and run.step < run.last_step:  # or see `main`
             show_sample(run)
         tidy_memory(run)
     if run.stop.signal:
         save_checkpoint(run)
+    else:
+        check_finite(run, ended=True)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -106,7 +107,7 @@ def learning_rate(step: int, cfg: Config) -> float:
 def set_learning_rate(optimizers, lr: float) -> float:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
     return lr
 
 
@@ -172,8 +173,8 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         ns_dtype = torch.bfloat16 if fast else torch.float32
-        optimizers.append(Muon(matrices, cfg.learning_rate, cfg.weight_decay, ns_dtype=ns_dtype,
-                               shards=shards))
+        optimizers.append(muon.Muon(matrices, cfg.learning_rate, cfg.weight_decay,
+                                    ns_dtype=ns_dtype, shards=shards))
     else:
         groups.append(dict(params=matrices, weight_decay=cfg.weight_decay))
     betas = cfg.beta1, cfg.beta2
@@ -193,7 +194,7 @@ def evaluation_due(run: "Run") -> bool:
 
 @torch.no_grad()
 def evaluate(run: "Run") -> float:
-    """Mean loss in nats over the same validation samples every time, shared by all ranks."""
+    """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none."""
     cfg, data = run.cfg, run.val_data
     previous = run.monitor.phase("evaluation")
     run.model.eval()
@@ -209,11 +210,17 @@ def evaluate(run: "Run") -> float:
     if run.world_size > 1:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
-    loss = sum(sums) / max(1.0, sum(counts))
+    run.evaluated_step = run.step
+    run.monitor.phase(previous)
+    if not any(counts):
+        if run.rank == 0:
+            print(f"warning: step {run.step}: the validation data has no target that counts")
+        return math.nan
+    loss = sum(sums) / sum(counts)
     counted = {"val/loss": sum(counts)}  # tokens that each loss is the mean of
-    row = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+    row = {"val/loss": loss, "val/perplexity": math.inf if loss > 700 else math.exp(loss)}
     if data.bytes_per_token:
-        row["val/bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
+        row["val/bits_per_byte"] = sum(sums) / math.log(2) / np.dot(counts, data.bytes_per_token)
     if len(data.datasets) > 1:
         for dataset, total, count in zip(data.datasets, sums, counts, strict=True):
             if count:
@@ -222,22 +229,21 @@ def evaluate(run: "Run") -> float:
     if run.rank == 0:
         sizes = {name: f" ({count:,.0f} tokens)"
                  for name, count in counted.items() if cfg.eval_only}
-        shown = " | ".join(f"{name[len('val/') :]} {value:.4f}{sizes.get(name, '')}"
-                           for name, value in row.items())
+        shown = " | ".join(f"{name[len('val/') :]} {value:{'.4f' if value < 1e4 else '.4g'}}"
+                           f"{sizes.get(name, '')}" for name, value in row.items())
         if n < data.n_samples:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"
         print(f"step {run.step}: validation {shown}", flush=True)
     run.monitor.write(run.step, row)
-    run.evaluated_step = run.step
-    run.monitor.phase(previous)
     return loss
 
 
 def keep_best(run: "Run", val_loss: float):
     best = run.writer.best() if run.rank == 0 else None  # a save of a better one may have failed
     run.best_loss, run.best_step = run.stop.broadcast_from_rank0(best)
+    run.waited += 1
     if val_loss < run.best_loss:
-        run.best_loss, run.best_step = val_loss, run.step
+        run.best_loss, run.best_step, run.waited = val_loss, run.step, 0
         save_checkpoint(run, is_best=True)
 
 
@@ -324,6 +330,7 @@ class Run:
     best_loss: float = math.inf  # lowest validation loss, at best_step
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
+    waited: int = 0  # evaluations since that of best_step
     nonfinite: Tensor | float = 0.0  # steps in a row whose update was skipped, on the device
     first_step: int = 1  # of this process
     resumed_from: Path | None = None
@@ -335,6 +342,11 @@ class Run:
     @property
     def accumulation(self) -> int:
         return -(-self.cfg.batch_size // (self.micro_batch * self.world_size))
+
+    @property
+    def last_step(self) -> int:
+        """max_steps, or this one where --patience has run out."""
+        return self.step if 0 < self.cfg.patience <= self.waited else self.cfg.max_steps
 
     @property
     def compiled(self) -> bool:
@@ -351,9 +363,12 @@ class Run:
 @faults.setting_up()
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
-    cfg, out_dir = choose_run(argv)
-    rank, local_rank, world_size, local_world_size = parallel.rank_and_world()
-    started = parallel.restart_count() > 0 or rundir.continues(cfg, out_dir)
+    rank, local_rank, world_size, local_world_size = ranks.rank_and_world()
+    store = ranks.meet(rank, world_size, patience(config.parse(argv).hang_seconds))
+    cfg, out_dir = ranks.from_rank0(store, lambda: choose_run(argv))
+    watchdog = Watchdog(cfg.hang_seconds)
+    ranks.check_shard_size(cfg.shard_size, world_size)
+    started = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=started)
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
@@ -361,16 +376,14 @@ def set_up(argv: list[str]) -> Run:
     attention = devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
     varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     train_data, val_data = load_data(cfg)
+    cfg = config.resolve(cfg)  # with the steps of --epochs
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
-    watchdog = join_ranks(cfg, device)
+    ranks.join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
     start = rundir.find_start(cfg, out_dir) if rank == 0 else None
-    found = start and (start.checkpoint, rundir.continues(cfg, start.out_dir))
-    checkpoint, started = stop.broadcast_from_rank0(found)
-    if not started:  # although torchrun has restarted its processes
-        memory.micro_batch_size(cfg, world_size)
+    checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
         fits = memory.largest_micro_batch(
@@ -388,7 +401,7 @@ def set_up(argv: list[str]) -> Run:
         model=model, shards=shards, parameters=parameters,
         tensors=lora.kept(shards.tensors_of(model)),
         ddp=parallel.distribute(model, device, world_size),
-        optimizers=make_optimizers(model, cfg, device, parameters, shards),
+        optimizers=shards.checked(make_optimizers(model, cfg, device, parameters, shards)),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=autocast, stop=stop, watchdog=watchdog,
         spikes=Spikes(cfg.skip_spikes, device) if cfg.skip_spikes else None,
@@ -447,9 +460,6 @@ def restore(run: Run, checkpoint: Path):
     run.resumed_from = checkpoint
     if run.rank or run.cfg.eval_only:
         return
-    if run.train_data.order.group and run.position % run.cfg.batch_size:
-        print("warning: --batch_size has changed inside a --group_window, so some documents of "
-              "that window come twice or not at all")
     if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > run.step:
         old = replace(run.cfg, **{k: saved[k] for k in ("max_steps", "warmup_steps")})
         before, now = (learning_rate(run.step, cfg) for cfg in (old, run.cfg))
@@ -487,11 +497,12 @@ def make_monitor(run: Run) -> Monitor:
         cfg, run.device, start_step=run.step, start_tokens=run.tokens,
         out_dir=run.out_dir if run.rank == 0 and not cfg.eval_only else None,
         flops_per_token=flops_per_token(run.model, cfg, data.typical_length()),
-        peak=peak * run.world_size if peak else None, gather=parallel.gather,
+        peak=peak * run.world_size if peak else None,
+        gather=lambda values, names: ranks.gather(values, names, run.stop.group),
         datasets=[d.name for d in data.datasets], epochs=epochs,
         autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
-        replicas=Replicas(run.shards.tensors_of(run.model), run.shards.size,
-                          cfg.check_replicas_interval, run.step),
+        replicas=replicas.Replicas(run.shards.tensors_of(run.model), run.shards.size,
+                                   cfg.check_replicas_interval, run.step),
     )
 
 
@@ -506,11 +517,12 @@ def main(argv: list[str]) -> int:
             run.monitor = make_monitor(run)
             evaluate(run)
         return 0
-    if run.step >= run.cfg.max_steps and not evaluation_due(run):
+    if run.step >= run.last_step and not evaluation_due(run):
         if run.rank == 0:
             if run.lock:  # the run directory is ours to repair
                 reconcile_best(run)
-            print(f"{run.out_dir} has made all {run.cfg.max_steps} steps: nothing to do")
+            ended = rundir.early_end(run) or f"has made all {run.step} steps"
+            print(f"{run.out_dir} {ended}: nothing to do")
         return 0
     open_run_dir(run)
     with run.stop, run.watchdog:
@@ -518,12 +530,10 @@ def main(argv: list[str]) -> int:
         if run.world_size > 1:
             dist.barrier(group=run.stop.group)  # torchrun kills the others if one leaves
     if run.rank == 0:
-        print(report)
-        if run.stop.signal:
-            print(f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
-                  "--auto-resume continues from there")
+        print(*filter(None, (report, rundir.early_end(run))), sep="\n")
     if not run.stop.signal:
-        show_sample(run, "sample  of what it writes:\n\n")
+        with faults.only_warning("no sample"):
+            show_sample(run, "sample  of what it writes:\n\n")
     if run.lock:
         run.lock.close()
     return 128 + run.stop.signal if run.stop.signal else 0
@@ -545,7 +555,7 @@ def train_with_recovery(run: Run) -> str:
             break
         except faults.NotFinite as e:
             faults.roll_back(run, e)
-        except ReplicasDiffer as e:
+        except replicas.ReplicasDiffer as e:
             faults.set_doubtful_aside(run, e)
             raise  # without a save
         except BaseException as e:
@@ -561,11 +571,3 @@ def train_with_recovery(run: Run) -> str:
     if run.writer:
         run.writer.close(copy=not run.stop.signal)  # after a signal, time is short
     return report
-
-
-if __name__ == "__main__":
-    faults.prepare_process()
-    from tools.commands import main as run_command
-
-    ctrl_c.after_imports()
-    faults.leave(faults.exit_code(run_command, sys.argv[1:]))

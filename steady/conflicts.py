@@ -4,7 +4,7 @@ import importlib.util
 import re
 from dataclasses import fields
 
-from steady.cli import ConfigError, nearest
+from steady.options import ConfigError, nearest
 
 
 def refuse_conflicts(cfg):
@@ -25,7 +25,8 @@ def refuse_conflicts(cfg):
          "a low frequency factor, the second, below the high one, the third")
     need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
          f"at most learning_rate {cfg.learning_rate}")
-    need(cfg.warmup_steps <= cfg.max_steps, "warmup_steps", f"at most max_steps {cfg.max_steps}")
+    need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
+         f"at most max_steps {cfg.max_steps}")
     micro, workers = cfg.micro_batch_size, cfg.num_workers
     need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
          "a number of at least 1, or auto")
@@ -40,10 +41,8 @@ def refuse_conflicts(cfg):
          "--log_interval above 0, since steps are checked at a log")
     need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
          "--log_interval above 0, since weights are compared at a log")
+    need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
     need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
-    need(cfg.attention != "flex" or cfg.packing and not cfg.dropout, "attention",
-         "--packing without --dropout, which is what it is for")
-    need(cfg.tensorboard or not cfg.wandb, "wandb", "TensorBoard files, which it mirrors")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):

@@ -27,10 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
 import data  # noqa: E402
-import steady.device  # noqa: E402
+import steady.models.device  # noqa: E402
 import train  # noqa: E402
-from steady import clouds, faults  # noqa: E402
-from steady.tokens import write_tokens  # noqa: E402
+from steady.checkpoints import run_dir as rundir  # noqa: E402
+from steady.guard import faults  # noqa: E402
+from steady.tokens.files import write_tokens  # noqa: E402
+from steady.watch import clouds  # noqa: E402
 from tools import commands  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
@@ -43,6 +45,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 clouds.ROOT = Path("/nowhere")  # on a cloud's machine, too, tests write where they say
+rundir.crowded = lambda: ""  # or what a run says would depend on what else the machine does
 
 # A sample of 400 tokens takes longer than a run of 12 steps.
 whole_sample = train.sample
@@ -50,7 +53,7 @@ train.sample = partial(whole_sample, max_new_tokens=40)
 
 if "STEADY_TEST_BF16" in os.environ:  # 0 or 1: as on a CPU without, or with, bf16 instructions
     multiplies_bf16 = os.environ["STEADY_TEST_BF16"] == "1"
-    steady.device.multiplies_bf16 = lambda device: multiplies_bf16
+    steady.models.device.multiplies_bf16 = lambda device: multiplies_bf16
 
 # A model and a run that take milliseconds a step. Not `--precision auto`, which is bf16 on some
 # CPUs and fp32 on others; a test of another precision adds its own, and the last one wins.
@@ -67,7 +70,11 @@ def tiny_config(**changes) -> config.Config:
 def pytest_xdist_auto_num_workers(config) -> int:
     """Two processes for all of the tests; for some of them none, which start at once."""
     everything = config.args_source == config.ArgsSource.TESTPATHS and not config.option.keyword
-    return min(2, steady.device.usable_cores()) if everything else 0
+    return min(2, steady.models.device.usable_cores()) if everything else 0
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()  # what is frozen is never freed, and Triton's modules print that at the end
 
 
 @pytest.fixture
@@ -257,6 +264,12 @@ class Process:
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
+
+
+def torchrun_sets(attempt: int, launch="launch"):
+    """What torchrun sets in its processes, of those that tell launches and restarts apart."""
+    os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt),
+                       TORCHELASTIC_ERROR_FILE=f"/tmp/{launch}/attempt_{attempt}/0/error.json")
 
 
 def processes(folder: Path, ranks: int, flags, hook=None) -> list[Process]:

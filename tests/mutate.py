@@ -27,11 +27,12 @@ TESTS = {  # module → test files that run against it, in this order
     "data.py": ["test_data", "test_attacks_data", "test_documents", "test_train"],
     "monitor.py": ["test_monitor", "test_train", "test_slowdowns"],
     "steady/conflicts.py": ["test_config", "test_attacks_cli"],
-    "steady/order.py": ["test_data", "test_documents", "test_train"],
-    "steady/clock.py": ["test_monitor", "test_train", "test_slowdowns"],
-    "steady/memory.py": ["test_config", "test_faults", "test_train"],
+    "steady/tokens/order.py": ["test_data", "test_documents", "test_train"],
+    "steady/watch/clock.py": ["test_monitor", "test_train", "test_slowdowns"],
+    "steady/guard/memory.py": ["test_config", "test_faults", "test_train"],
     "config.py": ["test_config", "test_attacks_cli", "test_model", "test_train"],
-    "steady/checkpoint.py": ["test_attacks", "test_train", "test_faults", "test_attacks_cli"],
+    "steady/checkpoints/checkpoint.py": [
+        "test_attacks", "test_train", "test_faults", "test_attacks_cli"],
 }
 SWAPS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

@@ -7,8 +7,9 @@ import pytest
 
 import data
 import train
-from steady import checkpoint, telemetry
-from steady.report import report
+from steady.checkpoints import checkpoint
+from steady.watch import sinks as telemetry
+from steady.watch.report import report
 
 
 def before_each(monkeypatch, owner, name, do):
@@ -28,7 +29,7 @@ ADVICE = {  # phase → (what is slow, flags before, flags that are advised)
 }
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("phase", ADVICE)
 def test_advice_helps(run, tmp_path, monkeypatch, phase):
     (owner, name), before, after = ADVICE[phase]
@@ -43,7 +44,7 @@ def test_advice_helps(run, tmp_path, monkeypatch, phase):
     assert share[1] < 0.7 * share[0], share
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_freezing_helps_the_collector(run, tmp_path, monkeypatch):
     objects, spent = [], []
     for freezes in (False, True):

@@ -14,8 +14,9 @@ import torch
 from conftest import TINY, TRAIN, Process, column, environment, poison
 
 import train
-from steady import backup, checkpoint
-from steady.checkpoint import checkpoint_path, list_checkpoints
+from steady.checkpoints import backup, checkpoint
+from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints
+from steady.checkpoints.state import reconcile_best
 
 
 def best(run_dir: Path) -> tuple[float, int]:
@@ -71,15 +72,18 @@ def test_overwrite_deletes_only_the_files_of_a_run(run, tmp_path):
     assert not (tmp_path / "r/stacks/rank_3.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "lock", "metrics.jsonl"])
-def test_links_are_refused_before_anything_changes(run, tmp_path, name):
+@pytest.mark.parametrize("name, way", [
+    ("tensorboard", "--overwrite"), ("lock", "--overwrite"), ("metrics.jsonl", "--overwrite"),
+    ("checkpoints", "--overwrite"), ("checkpoints", "--auto_resume"),
+])
+def test_links_are_refused_before_anything_changes(run, tmp_path, name, way):
     run("--out_dir", "r")
     (tmp_path / "target").mkdir()
     elsewhere = tmp_path / "target" / name
     (tmp_path / "r" / name).rename(elsewhere)
     (tmp_path / "r" / name).symlink_to(elsewhere)
     before = contents(tmp_path)
-    assert "is a link" in run("--out_dir", "r", "--overwrite", expect=2)
+    assert "is a link" in run("--out_dir", "r", way, expect=2)
     assert contents(tmp_path) == before
 
 
@@ -195,8 +199,9 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
 def test_where_no_best_weights_are_left_none_are_claimed(run, tmp_path):
     run("--out_dir", "r", "--eval_interval", 4)
     (tmp_path / "r/checkpoints/best.pt").unlink()
-    of_run = SimpleNamespace(out_dir=tmp_path / "r", best_step=8, best_loss=0.5, step=12)
-    assert checkpoint.reconcile_best(of_run) == (math.inf, 0)
+    of_run = SimpleNamespace(out_dir=tmp_path / "r", best_step=8, best_loss=0.5, step=12,
+                             resumed_from=None)
+    assert reconcile_best(of_run) == (math.inf, 0)
 
 
 def test_parts_of_a_save_that_failed_go_once_a_later_one_is_whole(tmp_path):
@@ -305,7 +310,7 @@ def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
     script = tmp_path / "early.py"
     script.write_text(
         "import os, signal, sys\n"
-        "from steady import faults\n"
+        "from steady.guard import faults\n"
         "faults.prepare_process()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "from tools.commands import main\n"

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
+import math
 import os
 import random
 import shutil
@@ -18,8 +20,10 @@ from conftest import TINY, TRAIN, environment
 
 import config
 import train
-from steady import checkpoint, faults
-from steady.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
+from steady.checkpoints import checkpoint
+from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
+from steady.guard import faults
+from steady.options import typed
 from tools import commands
 from tools.report import main as report_command
 
@@ -92,6 +96,9 @@ def refused(run, tmp_path):
     ("--verify_resume -1 --check_checkpoints nowhere", "verify_resume"),
     ("--estimate --mfu 0", "mfu"),
     ("--check_checkpoints nowhere", "no such directory"),
+    ("--check_checkpoints folder", "has no checkpoints"),
+    ("--config folder", "--config folder: Is a directory"),
+    ("--lr 1", "unknown option --lr\n"),
     ("--resume folder", "is a folder"),
     ("--eval_steps -1", "at least 0"),
     ("--resume \0", "null"),
@@ -119,6 +126,7 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
 @pytest.mark.parametrize("text", [
     b"seed: 1\nseed: 2\n", b"\xff\xfe\x00", b"- 1\n", b"data: {a: b}\n", b"? [1]\n: 2\n",
     b"seed: !!binary x\n", b"out_dir: \"a\\0b\"\n", b"a: &a [*a]\n", b"[" * 5000, b"seed: *x\n",
+    b"resume: " + b"x" * 300,
 ])
 def test_a_bad_file_of_options_is_refused(refused, text):
     refused(config=text)
@@ -149,7 +157,7 @@ def test_the_evaluation_says_how_much_it_looked_at(run):
 ODD = ['7', '[1, 2]', '"step"', 'null', '{"step": "3"}', '{"step": null}', '{"step": true}',
        '{"step": 2, "perf/step_ms": "fast"}', '{"step": 2, "end": 5}', '{"step": -4}', 'not JSON',
        "[" * 100_000, '{"step": ' + "1" * 5000 + '}', '{"step": 1e999}',
-       '{"step": 2, "anomaly": ["x"], "slowest": 4}']
+       '{"step": 2, "anomaly": ["x"], "slowest": 4}', '{"step": 2, "slowest": [1.0, [3, "x"]]}']
 
 
 def test_odd_lines_of_the_metrics_are_passed_over(run, tmp_path, capsys):
@@ -211,13 +219,15 @@ def test_a_list_with_a_valid_checksum_is_no_checkpoint(run, tmp_path):
 # --- Ctrl-C ---
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.6])
-def test_an_interrupt_while_importing_is_one_line(tmp_path, seconds):
-    process = subprocess.Popen([sys.executable, "-X", "importtime", str(TRAIN)], cwd=tmp_path,
-                               stderr=subprocess.PIPE, text=True, env=environment())
+@pytest.mark.parametrize("script, seconds", [
+    ("train.py", 0), ("train.py", 0.3), ("data.py", 0), ("model.py", 0), ("monitor.py", 0)])
+def test_an_interrupt_while_importing_is_one_line(tmp_path, script, seconds):
+    command = [sys.executable, "-X", "importtime", TRAIN.with_name(script)]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                               env=environment())
     errors = ""
-    for line in process.stderr:  # importing torch has begun
-        if "import time:" in line and "contextlib" in line:
+    for line in process.stderr:  # importing has begun
+        if "import time:" in line and "pkgutil" in line:
             break
     time.sleep(seconds)
     os.kill(process.pid, signal.SIGINT)
@@ -225,6 +235,135 @@ def test_an_interrupt_while_importing_is_one_line(tmp_path, seconds):
     said = [line for line in errors.splitlines() if line and "import time:" not in line]
     assert process.wait() == 130
     assert len(said) == 1 and said[0].startswith("interrupted"), said
+
+
+# --- streams and files that cannot be written to ---
+
+
+def closed(*command):
+    """The exit code of a command without standard input, output and error, as daemons have it."""
+    def close():
+        for number in range(3):
+            os.close(number)
+
+    return subprocess.run([sys.executable, *command], env=environment(), preexec_fn=close,
+                          timeout=120).returncode
+
+
+def test_closed_streams_are_opened_on_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("main.py").write_text(
+        "def run(argv):\n"
+        "    import sys\n"
+        "    with open('file', 'w') as file:\n"
+        "        print('out', flush=True)\n"
+        "        print('error', file=sys.stderr)\n"
+        "        file.write(f'{file.fileno() > 2} {sys.stdin.read()!r}')\n"
+        "    return 7\n")
+    code = "import sys; sys.path[0] = '.'; from steady.guard.ctrl_c import start; start('main:run')"
+    assert closed("-c", code) == 7
+    assert Path("file").read_text() == "True ''"
+
+
+@pytest.mark.slow  # interpreters that import torch
+def test_with_closed_streams_it_trains_and_reports(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert closed(TRAIN, *TINY, "--data", corpus, "--out_dir", "r") == 0
+    assert list_checkpoints(tmp_path / "r/checkpoints")
+    assert closed(TRAIN, *TINY, "--data", corpus, "--out_dir", "r") == 2
+    assert closed(TRAIN.with_name("monitor.py"), "r", "--html", "page.html") == 0
+    assert Path("page.html").stat().st_size > 10**4
+
+
+def write_metrics(run_dir):
+    Path(run_dir).mkdir(parents=True)
+    Path(run_dir, "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to nothing", "folder", "full disk"])
+def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)
+    write_metrics("r")
+    page, target = Path("page.html"), Path("target.html")
+    if kind == "pipe":
+        os.mkfifo(page)
+    elif kind == "folder":
+        page.mkdir()
+    elif kind == "full disk":
+        assert report_command(["r", "--html", "page.html"]) == 0
+        before, write = page.read_bytes(), Path.write_text
+
+        def full(path, text, *rest):
+            write(path, text[:999], *rest)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+    else:
+        if kind == "link":
+            target.write_text("<!doctype html>")
+        page.symlink_to(target)
+    files = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    assert report_command(["r", "--html", "page.html"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == files
+    if kind == "full disk":
+        assert page.read_bytes() == before
+    if kind == "link":
+        assert target.read_text() == "<!doctype html>"
+
+
+def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_metrics("runs/001")
+    assert report_command(["runs/007"]) == 2
+    told = "monitor.py: error: runs/007: no such run; runs here: runs/001\n"
+    assert capsys.readouterr().err == told
+
+
+# --- errors that are not the user's ---
+
+
+@pytest.mark.parametrize("error, call", [
+    ("OverflowError", lambda: math.exp(1000)),
+    ("FileNotFoundError", lambda: open("vocabulary.json")),
+    ("MemoryError", lambda: bytearray(1 << 60)),
+])
+def test_an_error_of_own_code_in_set_up_keeps_its_traceback(run, monkeypatch, error, call):
+    typed.clear()  # by other tests
+    monkeypatch.setattr(train, "make_optimizers", lambda *_: call())
+    told = run("--out_dir", "r", expect=1)
+    assert told.startswith(f"train.py: failed: {error}: ") and "Traceback" in told
+
+
+def test_an_error_of_another_library_keeps_its_traceback(monkeypatch, capsys):
+    """It may speak of a lost connection: of its own, not of that to another rank."""
+    class ReadError(Exception):
+        pass
+
+    def main(argv):
+        raise ReadError("Connection reset by peer")
+
+    monkeypatch.setattr(faults.dist, "is_initialized", lambda: True)
+    assert faults.exit_code(main, []) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_path_that_looks_like_a_message_changes_nothing(run, tmp_path, monkeypatch):
+    def fail(path, state):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
+    told = run("--out_dir", f"g {checkpoint.NOT_FINITE}", "--save_interval", 2, expect=1)
+    assert "3 checkpoints in a row could not be written" in told
+
+
+def test_nothing_is_frozen_at_the_end_of_a_process():
+    """Or C++ objects that triton keeps are called leaked, in tens of lines."""
+    gc.freeze()
+    with pytest.raises(SystemExit):
+        faults.leave(0)
+    assert gc.get_freeze_count() == 0
 
 
 # --- anything at all ---

@@ -1,20 +1,39 @@
 """Promises about data that hostile or unlucky use once broke: each test was seen to fail before."""
 
+import contextlib
 import gzip
+import json
+import multiprocessing
 import os
+import re
 import shutil
+import socket
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import TINY, Process, rows
-from test_prepare import made, read, texts, tokenizer, write_jsonl  # noqa: F401
+import transformers
+from conftest import TINY, Process, rows, wait_for
+from test_prepare import files_of, made, read, texts, tokenizer, write_jsonl  # noqa: F401
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import data
 import train
-from steady.cli import ConfigError
-from steady.tokens import TokenFile, load_tokenizer, write_tokens
+from steady.checkpoints.state import same_files
+from steady.options import ConfigError
+from steady.tokens import files as tokens
+from steady.tokens.files import TokenFile, TokenWriter, load_tokenizer, write_tokens
+from tools import prepare
+from tools import read as read_module
+from tools.encode import Encoder
+
+
+def strings(folder, split="train"):
+    """The documents of data made with the tokenizer of bytes."""
+    return [bytes(ids[:-1]).decode() for ids, _ in read(folder, split)]
+
 
 # --- data that changes between two starts ---
 
@@ -64,7 +83,92 @@ def test_a_checkpoint_without_a_sample_of_its_data_resumes(run, tmp_path, corpus
     assert "data has changed: train.bin" in told
 
 
+@pytest.mark.parametrize("n", [3, 40])
+def test_each_of_many_files_is_read_in_few_places(tmp_path, monkeypatch, n):
+    for i in range(n):
+        np.full(70_000, i, np.uint16).tofile(tmp_path / f"x_train_{i:02}.bin")
+    reads = []
+
+    def counting(*args, **options):
+        file = open(*args, **options)
+        plain = file.read
+        proxy = SimpleNamespace(fileno=file.fileno, seek=file.seek, read=lambda size: (
+            reads.append(size), plain(size))[1])
+        return contextlib.nullcontext(proxy)
+
+    monkeypatch.setattr(tokens, "open", counting, raising=False)
+    mixture = data.load_mixture([str(tmp_path)], "train", 8, 0)
+    assert len(reads) == n * (64 if n == 3 else 4)
+    before = mixture.fingerprint
+    with open(tmp_path / "x_train_02.bin", "r+b") as file:
+        file.write(b"\7" * 4096)
+    after = data.load_mixture([str(tmp_path)], "train", 8, 0).fingerprint
+    assert not same_files(after, before)
+    assert before[:2] + before[3:] == after[:2] + after[3:]
+
+
+def test_a_checkpoint_with_a_long_sample_of_each_of_many_files_resumes():
+    short, long = [["a", 9, "c", "0" * 16]], [["a", 9, "c", "f" * 32]]
+    assert same_files(short, long) and same_files(short, [["a", 9, "c"]])
+    assert not same_files(short, [["a", 9, "d", "f" * 32]])
+    assert not same_files(short, [["a", 9, "c", "f" * 16]])
+    assert not same_files(short, [*short, *short])
+
+
+def test_documents_of_a_batch_ask_once_whether_their_file_is_complete(corpus, monkeypatch):
+    mixture = data.load_mixture([str(corpus)], "train", 2000, 0, mode="documents", packing=True)
+    assert len(mixture.datasets[0].documents_of(0)) > 1
+    plain, asked = os.stat, []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda *args: (asked.append(args), plain(*args))[1])
+        mixture.batch(0, 4)
+    assert len(asked) == 1
+
+
 # --- tokenizers ---
+
+
+def broken(change):
+    def content(text):
+        whole = json.loads(text)
+        change(whole)
+        return json.dumps(whole)
+    return content
+
+
+TOKENIZERS = {
+    "half of it": lambda text: text[: len(text) // 2],
+    "another object": lambda text: "{}",
+    "null": lambda text: "null",
+    "an unknown special token": broken(lambda t: t.update(post_processor=dict(
+        type="TemplateProcessing", single=[{"SpecialToken": dict(id="[X]", type_id=0)}], pair=[],
+        special_tokens={}))),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_malformed_tokenizer_is_told_in_one_line(tmp_path, made, tokenizer, kind):  # noqa: F811
+    shutil.copytree(tokenizer, tmp_path / "t")
+    file = tmp_path / "t/tokenizer.json"
+    file.write_text(TOKENIZERS[kind](file.read_text()))
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", expect=2)
+    assert told.count("\n") == 1 and f"tokenizer {tmp_path / 't'}: cannot be loaded" in told
+    assert "is its tokenizer.json complete?" in told
+
+
+def test_a_panic_of_the_tokenizer_library_is_told_in_one_line(tmp_path, made,  # noqa: F811
+                                                               tokenizer, monkeypatch):  # noqa: F811
+    class PanicException(BaseException):  # as Rust's are: no Exception
+        pass
+
+    def panic(name):
+        raise PanicException("range end index 4 out of range for slice of length 2")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, expect=2)
+    assert "cannot be loaded: PanicException: range end index 4" in told and told.count("\n") == 1
 
 
 def test_truncation_and_padding_of_a_tokenizer_are_switched_off(
@@ -221,6 +325,325 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):  # noqa: F81
     only.mkdir()
     (only / "a.txt").write_text("a")
     assert "skipped" not in made(only, "--out", tmp_path / "q", "--val_fraction", 0)
+
+
+def write_arrow(folder, names, texts):  # noqa: F811
+    """As datasets.save_to_disk does."""
+    pa = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    for name, mine in zip(names, np.array_split(texts, len(names)), strict=True):
+        table = pa.table(dict(id=range(len(mine)), text=[*map(str, mine)]))
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text('{\n "features": {}\n}')
+
+
+def test_folders_of_save_to_disk(tmp_path, made):  # noqa: F811
+    said, flags = texts(100), ["--out", tmp_path / "o", "--val_fraction", 0]
+    names = [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+    write_arrow(tmp_path / "set", names, said)
+    shutil.copy(tmp_path / "set" / names[0], tmp_path / "set/cache-0123.arrow")  # of Dataset.map
+    told = made(tmp_path / "set", *flags)
+    assert strings(tmp_path / "o") == said and "ignored keys     id (100)\n" in told
+    for split in ("train", "test"):
+        write_arrow(tmp_path / "dict" / split, names, said)
+        (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    told = made(tmp_path / "dict", *flags, expect=2)
+    assert f"has the splits train, test; expected one of them, as {tmp_path}/dict/train" in told
+    made(tmp_path / "dict/train", *flags)
+    assert strings(tmp_path / "o") == said
+    with open(tmp_path / "set" / names[1], "r+b") as file:
+        file.truncate(1000)
+    assert f"{names[1]}: cannot be read: " in made(tmp_path / "set", *flags, expect=2)
+    (tmp_path / "set" / names[1]).unlink()
+    assert f"{names[1]} is not there" in made(tmp_path / "set", *flags, expect=2)
+
+
+@pytest.mark.parametrize("form", ["array", "indented", "one after another", "packed"])
+def test_json_is_read_object_by_object(tmp_path, made, monkeypatch, form):  # noqa: F811
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    said = [text + ' "quoted", [1] {2}' for text in texts(40)]
+    records = [{"text": text, "n": [1, {"a": 2.5}]} for text in said]
+    content = json.dumps(records, indent=1 if form == "indented" else None)
+    if form == "one after another":
+        content = "\n".join(map(json.dumps, records))
+    name, raw = "a.json", content.encode()
+    if form == "packed":
+        name, raw = "a.json.gz", gzip.compress(raw)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(raw)
+    (tmp_path / "in/settings.json").write_text('{\n "text": "no document"\n}')
+    told = made(tmp_path / "in", "--out", tmp_path / "o", "--val_fraction", 0)
+    assert strings(tmp_path / "o") == said and "1 files: 1 .json" in told
+
+
+@pytest.mark.parametrize("content, words", [
+    ('[{"text": "a"}, {"text": "b"', "not JSON from object 2 on"),
+    ('[{"text": "a"} {"text": "b"}]', "not JSON from object 1 on"),
+    ('[{"text": "a"}', "not JSON from object 1 on"),
+    ('[{"text": "a"},', "not JSON from object 2 on"),
+    ("[" * 100_000, "not JSON from object 1 on"),
+    ('[{"text": "a"}, 5]', "a.json:2: expected an object with keys"),
+    ('{"data": [{"text": "a"}]}', "a.json:1: has data; expected text"),
+])
+def test_json_that_is_not_read_is_named(tmp_path, made, content, words):  # noqa: F811
+    (tmp_path / "a.json").write_text(content)
+    told = made(tmp_path / "a.json", "--out", tmp_path / "o", expect=2)
+    assert words in told and str(tmp_path / "a.json") in told and told.count("\n") == 1
+
+
+def test_csv(tmp_path, made, monkeypatch):  # noqa: F811
+    long = "x" * 200_000  # more than the standard library takes by default
+    said = ['a "quoted", text', "two\r\nlines", "naïve 猫", long]
+    quoted = ['"' + text.replace('"', '""') + '"' for text in said]
+    head, flags = "id,text,url\n", ["--out", tmp_path / "o", "--val_fraction", 0]
+    lines = [f"{i},{text},\n" for i, text in enumerate(quoted)]
+    source = tmp_path / "a.csv"
+    source.write_text(head + "".join(lines), newline="")
+    told = made(source, *flags)
+    assert strings(tmp_path / "o") == said and "ignored keys     id (4), url (4)\n" in told
+    source.write_text(head + "".join([*lines[:2], "9,cut\n", *lines[2:]]), newline="")
+    assert "a.csv:4: 2 fields; expected 3" in made(source, *flags, expect=2)
+    assert "left out         1 lines" in made(source, *flags, "--skip_bad")
+    assert strings(tmp_path / "o") == said
+    source.write_text(head + f"\n{lines[0]}\n9\n")
+    assert "a.csv:5: 1 fields; expected 3" in made(source, *flags, expect=2)
+    source.write_text(head + '1,"open\n')
+    assert "a.csv:2: not CSV: " in made(source, *flags, expect=2)
+    source.write_text("id;text\n1;a\n")
+    assert "a.csv: has id;text; expected text" in made(source, *flags, expect=2)
+    source.write_text(f"1,{long}\n")  # without a line of names
+    assert len(made(source, *flags, expect=2)) < 1000
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_text_is_decoded_by_its_mark(tmp_path, made, monkeypatch, encoding):  # noqa: F811
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    said = [f"naïve 猫 𝄞 {text}" for text in texts(20)]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in said)
+    contents = {
+        "a.txt": "\r\n".join(said), "b.jsonl": lines, "d.jsonl.gz": lines,
+        "c.json": json.dumps([{"text": text} for text in said], ensure_ascii=False),
+        "e.csv": "text\n" + "".join('"' + text.replace('"', '""') + '"\n' for text in said),
+    }
+    for name, content in contents.items():
+        raw = ("\ufeff" * (encoding == "utf-16-be") + content).encode(encoding)
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        made(tmp_path / name, "--out", tmp_path / "o", "--val_fraction", 0)
+        assert strings(tmp_path / "o") == ([contents["a.txt"]] if name == "a.txt" else said), name
+
+
+def test_a_large_text_with_a_mark_is_cut_in_two(tmp_path, made):  # noqa: F811
+    text = "".join(f"line {i}\n" for i in range(20_000))
+    (tmp_path / "a.txt").write_text(text, "utf-8-sig")
+    made(tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0.2)
+    (train, ), (val, ) = strings(tmp_path / "o"), strings(tmp_path / "o", "val")
+    assert train + val == text and val
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.txt", "naïve", "a.txt: not UTF-8 at byte 2"),
+    ("a.jsonl", '{"text": "a"}\n{"text": "naïve"}\n', "a.jsonl:2: not UTF-8"),
+    ("a.json", '[{"text": "a"}, {"text": "naïve"}]', "a.json:2: not UTF-8"),
+    ("a.csv", "text\na\nnaïve\n", "a.csv:3: not UTF-8"),
+    ("a.txt", "a\0b\0c\0", "a.txt: holds null bytes"),  # UTF-16 without a mark
+])
+def test_other_encodings_are_named_with_their_place(tmp_path, made, name, content,  # noqa: F811
+                                                    words):
+    (tmp_path / name).write_text(content, "latin-1")
+    flags = [tmp_path / name, "--out", tmp_path / "o", "--val_fraction", 0]
+    told = made(*flags, expect=2)
+    assert words in told and told.count("\n") == 1
+    (tmp_path / "b.txt").write_text("b")
+    made(tmp_path / "b.txt", *flags, "--skip_bad")
+    rest = ["na\ufffdve"] if name == "a.txt" else ["a"]
+    assert strings(tmp_path / "o") == ["b", *("\0" not in content) * rest]
+
+
+def test_half_of_utf16_is_named(tmp_path, made):  # noqa: F811
+    for name, content in (("a.txt", "text"), ("a.jsonl", '{"text": "a"}')):
+        (tmp_path / name).write_bytes(content.encode("utf-16")[:-1])
+        told = made(tmp_path / name, "--out", tmp_path / "o", expect=2)
+        assert f"{tmp_path / name}: cannot be read: " in told and told.count("\n") == 1
+
+
+# --- one of many that is of no use ---
+
+
+def foreign_parquet(path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table(dict(id=[1], words=["a"])), path)
+
+
+FOREIGN = {
+    "z.parquet": foreign_parquet,
+    "y.parquet": lambda path: path.write_bytes(b"PAR1" + b"\0" * 99),
+    "z.arrow": lambda path: path.write_bytes(b"\0" * 99),
+    "z.jsonl.gz": lambda path: path.write_bytes(b"no gzip"),
+    "z.csv": lambda path: path.write_text("id,words\n1,a\n"),
+    "z.json": lambda path: path.write_text("[1, 2"),
+    "z.txt": lambda path: path.write_text("naïve", "utf-16") and path.write_bytes(
+        path.read_bytes()[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("train", [False, True])
+def test_a_foreign_file_among_many_is_found_before_the_work(
+    tmp_path, made, monkeypatch, name, train  # noqa: F811
+):
+    said, folder = [f"document {i}" for i in range(5)], tmp_path / "in"
+    folder.mkdir()
+    for i, text in enumerate(said):
+        write_jsonl(folder / f"{i}.jsonl", [{"text": text}])
+    FOREIGN[name](folder / name)
+    flags = [folder, "--out", tmp_path / "o", "--val_fraction", 0, "--workers", 1]
+    flags += ["--train_tokenizer", 300] * train
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", lambda *args: pytest.fail("it has begun"))
+        patch.setattr(prepare, "byte_level_bpe", lambda *args: pytest.fail("it has begun"))
+        told = made(*flags, expect=2)
+    assert str(folder / name) in told and told.count("\n") == 1
+    told = made(*flags, "--skip_bad")
+    assert "skipped          1 files that cannot be read: " in told and str(folder / name) in told
+    assert len(read(tmp_path / "o")) == 5 and (train or strings(tmp_path / "o") == said)
+
+
+def test_a_document_whose_file_ends_early_ends_there(tmp_path, made, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 200)
+    lines = "".join(f"line {i}\n" for i in range(20_000))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode())[:-9000])
+    (tmp_path / "b.txt").write_text("whole")
+    told = made(tmp_path / "a.txt.gz", tmp_path / "b.txt", "--out", tmp_path / "o", "--skip_bad",
+                "--val_fraction", 0)
+    cut, whole = strings(tmp_path / "o")
+    assert whole == "whole" and lines.startswith(cut) and len(cut) > 1000
+    assert "a.txt.gz: cannot be unpacked: " in told
+
+
+def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):  # noqa: F811
+    foreign_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_text("whole")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    told = made(tmp_path, "--out", tmp_path / "o", "--skip_bad", expect=2)
+    assert "needs pyarrow: pip install pyarrow" in told
+
+
+def test_null_preferences_and_chats_are_called_so(tmp_path, made):  # noqa: F811
+    flags = ["--out", tmp_path / "o", "--val_fraction", 0]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": None}])
+    assert "a.jsonl:2: `text` is null" in made(source, *flags, expect=2)
+    assert "2 lines that cannot be read: `text` is null (2)" in made(source, *flags, "--skip_bad")
+    write_jsonl(source, [dict(prompt="a", chosen="b", rejected="c")])
+    assert "preference data (chosen and rejected, as for DPO)" in made(source, *flags, expect=2)
+    write_jsonl(source, [dict(messages=CHAT)])
+    told = made(source, *flags, expect=2)
+    assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
+
+
+# --- long documents ---
+
+
+@pytest.mark.parametrize("space", ["\n", " "])
+def test_a_long_document_is_counted_and_encoded_in_pieces(
+    tmp_path, made, tokenizer, monkeypatch, space  # noqa: F811
+):
+    """With the ids, and with the vocabulary, of the whole."""
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(read_module, "LONGEST_LINE", 2000)
+    long, short = space.join(" ".join(texts(300)).split()), texts(3)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
+    flags = [source, "--out", tmp_path / "o", "--val_fraction", 0, "--workers", 1]
+    plain, sizes = Encoder.encode, []
+
+    def encode(encoder, documents, *args):
+        sizes.append(sum(len(text) for parts, _ in documents for text, _ in parts))
+        return plain(encoder, documents, *args)
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    made(*flags, "--tokenizer", tokenizer)
+    alone = load_tokenizer(str(tokenizer))
+    assert len(long) > 20_000 and max(sizes) < 4000
+    assert [ids[:-1] for ids, _ in read(tmp_path / "o")] == [
+        alone(text)["input_ids"] for text in [*short, long, *short]]
+
+    pieces = prepare.COUNTED.findall(f"{space} {long * 3} ")
+    assert "".join(pieces) == f"{space} {long * 3} " and max(map(len, pieces)) <= 16384
+    assert all(piece[0].isspace() for piece in pieces) and len(pieces) > 3
+    made(*flags, "--train_tokenizer", 400)
+    pieced = (tmp_path / "o/tokenizer/tokenizer.json").read_bytes()
+    monkeypatch.setattr(prepare, "COUNTED", re.compile(".+", re.DOTALL))
+    made(*flags, "--train_tokenizer", 400)
+    assert (tmp_path / "o/tokenizer/tokenizer.json").read_bytes() == pieced
+
+
+# --- several processes ---
+
+
+@pytest.mark.parametrize("end", ["goes on", "is killed"])
+def test_two_preparations_into_one_folder(tmp_path, made, end):  # noqa: F811
+    source, out = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}] * 50), tmp_path / "o"
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": "second"}] * 9)
+    flags = ["--out", out, "--val_fraction", 0, "--workers", 1]
+    pid = os.fork()
+    if not pid:
+        publish = prepare.publish
+
+        def wait(*folders):
+            (tmp_path / "ready").touch()
+            wait_for(tmp_path / "go")
+            publish(*folders)
+
+        prepare.publish, code = wait, 70
+        try:
+            code = prepare.main([*map(str, [source, *flags])])
+        finally:
+            os._exit(code)
+    wait_for(tmp_path / "ready")
+    told = made(other, *flags, expect=2)
+    assert f"--out {out}: process {pid} on {socket.gethostname()} is writing there" in told
+    if end == "is killed":
+        os.kill(pid, 9)
+        assert os.waitpid(pid, 0)[1] == 9 and (out / ".preparing/train.bin").exists()
+        made(other, *flags)
+        assert strings(out) == ["second"] * 9
+    else:
+        (tmp_path / "go").touch()
+        assert os.waitpid(pid, 0)[1] == 0 and strings(out) == ["first"] * 50
+    assert {*files_of(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
+    assert not (out / ".preparing").exists()
+
+
+def test_a_link_in_the_place_of_the_drafts_is_refused(tmp_path, made):  # noqa: F811
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("mine")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o/.preparing").symlink_to(tmp_path / "mine")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}])
+    assert "is a link" in made(source, "--out", tmp_path / "o", expect=2)
+    assert [*files_of(tmp_path / "mine")] == ["thesis.txt"]
+
+
+def test_no_process_outlives_an_error(tmp_path, made):  # noqa: F811
+    """Else its end races that of the interpreter, which then prints "Bad file descriptor"."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"words": "b"}])
+    made(source, "--out", tmp_path / "o", "--workers", 2, expect=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_worker_is_told_in_one_line(tmp_path, made, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(500)])
+
+    def add(*args):
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    monkeypatch.setattr(TokenWriter, "add", add)
+    told = made(source, "--out", tmp_path / "o", "--workers", 2, expect=2)
+    assert "a process that tokenizes was killed" in told and told.count("\n") == 1
 
 
 # --- files that are not what they seem ---

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
     T5Config,
@@ -21,9 +22,9 @@ from transformers import (
 import config
 from config import Config
 from model import Transformer
-from steady import foreign, huggingface
-from steady.cli import ConfigError
-from steady.tokens import byte_tokenizer
+from steady.models import foreign, huggingface
+from steady.options import ConfigError
+from steady.tokens.files import byte_tokenizer
 from tools import generate as generation
 
 GPT2 = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=None,
@@ -65,8 +66,9 @@ def test_tensors_without_a_place_are_refused(tmp_path, found):
         load(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
     save_file(tensors | {name: torch.ones(1)}, path, metadata=dict(format="pt"))
-    with pytest.raises(ConfigError, match=f"no place for {name}"):
+    with pytest.raises(ConfigError, match=f"no place for {name}") as error:
         load(tmp_path)
+    assert str(error.value).count(tmp_path.name) == 1
     name = min(n for n in tensors if "norm" in n or "ln_" in n)
     del tensors[name]
     save_file(tensors, path, metadata=dict(format="pt"))
@@ -104,6 +106,26 @@ def test_weights_in_torch_files(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_sequences_longer_than_a_sliding_window(run, corpus, tmp_path):
+    """They are trained through transformers' own module, shorter ones through ours."""
+    shape = SMALL | dict(max_position_embeddings=64, sliding_window=16)
+    theirs = save_random(tmp_path / "m", MistralConfig(**shape))
+    found = {n: huggingface.config_from_hf(Config(init_from=str(tmp_path / "m"), seq_len=n))
+             for n in (16, 17, 64)}
+    assert [cfg.model for cfg in found.values()] == ["default", "transformers", "transformers"]
+    tokens = torch.arange(40)[None]
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(foreign.HFModel(found[64]).predict(tokens), expected)
+    assert not torch.allclose(theirs(tokens[:, -20:]).logits[:, -1], expected[:, -1])  # it differs
+    flags = ["--init_from", "m", "--data", corpus, "--batch_size", 4, "--max_steps", 2,
+             "--eval_steps", 1, "--precision", "fp32", "--seq_len"]
+    assert "through transformers' own module" in run(*flags, 64, bare=True)
+    assert "a --seq_len above 16" in run(*flags, 64, "--packing", bare=True, expect=2)
+    assert "has a context of 64" in run(*flags, 65, bare=True, expect=2)
+    own = Config(init_from=str(tmp_path / "m"), model="transformers")
+    assert huggingface.config_from_hf(own).model == "transformers"  # where it is asked for
 
 
 # --- generation ---
@@ -263,7 +285,8 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, f
     exported = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert exported["eos_token_id"] == [256, 1, 2]
     assert exported["temperature"] == 0.3 and exported["do_sample"]
-    run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3, bare=True)
+    run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3,
+        "--backup_to", f"file://{tmp_path}/another", bare=True)
     assert (tmp_path / "other/hf/config.json").exists()
     shutil.rmtree(tmp_path / "r")
     run("--resume", backup, "--out_dir", "brought_back", "--max_steps", 5, bare=True)

@@ -93,15 +93,15 @@ def test_steps_take_turns_in_processes_of_their_own(tmp_path):
 
 @pytest.mark.slow
 def test_several_at_once_make_one_table_and_one_file(tmp_path):
-    told = bench("loading", "gpu", "--quick", "--json", tmp_path / "found.json")
+    told = bench("loading", "million", "--quick", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     what = [figure["what"] for figure in found["figures"]]
-    assert any("gpt2-124m, muon, compiled: MFU" in w for w in what)  # of the GPU suite, on a CPU
+    assert "batches of" in what[0] and "the monitor after" in what[-1]
     assert all(w in told for w in what)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "training")]
+@pytest.mark.timed
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "million", "training")]
                          + ["faults"])
 def test_every_benchmark_runs(name):
     told = bench(name, "--quick")
@@ -176,6 +176,7 @@ def test_of_a_gpu_one_file_and_three_lines(tmp_path):
     told = bench("gpu", "--quick", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["parts"]) == {"checks", *gpu.QUICK}
+    assert "gpt2-124m, muon, compiled: MFU" in told
     assert told.splitlines()[-3:] == found["in_short"]
     if not torch.cuda.is_available():
         assert found["checks"]["skipped"] and not found["checks"]["failed"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from families import CALL, CHATS, FAMILIES, IN_TRL, LLAMA3, chat, make_tokenizer, tokenizer_of
 
-from steady.cli import ConfigError
+from steady.options import ConfigError
 from tools import prepare
 from tools.encode import Encoder
 from tools.read import Chunk
@@ -32,7 +32,7 @@ def documents(tokenizer, *records, kind="rows") -> list[tuple[list[int], list[in
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
     encoder.vocab_size = len(tokenizer)
     data = [json.dumps(record) for record in records] if kind == "lines" else list(records)
-    ids, ends, mask, _ = encoder(Chunk("a", kind, data, 1))[0]["train"]
+    [(ids, ends, mask, _)] = encoder(Chunk("a", kind, data, 1))[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
@@ -93,6 +93,23 @@ def test_replies_in_a_prompt_do_not_count():
     assert runs(text) == [tokenizer(" there")["input_ids"] + end]  # plain text stays plain
 
 
+def test_replies_of_weight_0_do_not_count():
+    """OpenAI's mark of a message that fine-tuning leaves out."""
+    for family in ("qwen2", "smollm3", "mistral"):  # also with marks; a document for each reply
+        tokenizer = tokenizer_of(family)
+        first, last = ([*TALK[:1], dict(TALK[1], weight=a), TALK[2], dict(TALK[3], weight=b)]
+                       for a, b in ((1, 0), (0, 1)))
+        system = [dict(role="system", content=SYSTEM)] * (family == "mistral")
+        texts = [[tokenizer.decode(run).removeprefix("<|im_start|>assistant\n").strip()
+                  for document in documents(tokenizer, dict(messages=system + messages))
+                  for run in runs(document)] for messages in (TALK, first, last)]
+        assert texts[1] + texts[2] == texts[0] and len(texts[0]) == 2  # marks have the header, too
+        none = dict(messages=[dict(m, weight=0) for m in TALK])
+        assert [runs(document) for document in documents(tokenizer, none)] == [[]]
+        everything = dict(messages=[dict(m, weight=None if m is TALK[0] else 1.0) for m in TALK])
+        assert documents(tokenizer, everything) == documents(tokenizer, dict(messages=TALK))
+
+
 def test_tool_calls_come_in_several_forms():
     tokenizer = tokenizer_of("qwen3")
     as_text = json.loads(json.dumps(CALL))
@@ -144,8 +161,9 @@ def test_a_system_prompt_that_a_template_writes_only_at_the_end():
     (dict(instruction="a", output=3), "expected text, found int"),
     (dict(messages=[]), "messages: expected a list of messages, found []"),
     (dict(messages="Hello"), "expected a list of messages, found 'Hello'"),
-    (dict(conversations=None, system="x"), "expected a list of messages, found None"),
+    (dict(conversations=None, system="x"), "`conversations` is null"),
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
+    (dict(messages=[*TALK[:1], dict(TALK[1], weight=0.5)]), "weight 0.5: expected 0 or 1"),
 ])
 def test_what_cannot_be_written_is_refused(record, words):
     with pytest.raises(ConfigError) as e:

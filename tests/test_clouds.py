@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from steady import clouds
+from steady.watch import clouds
 
 DEFAULT = SimpleNamespace(tensorboard_dir=None)
 

@@ -5,7 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from conftest import ROOT
 
 import config
 from model import Transformer
-from steady import memory
-from steady.cli import ConfigError, write_yaml
+from steady.guard import memory
+from steady.options import ConfigError, check_bounds, write_yaml
+from tools import prepare
+from tools.generate import GenerateOptions
 
 
 def parsed(*argv):
@@ -31,13 +33,37 @@ def refused(*argv) -> str:
 def test_defaults_then_preset_then_yaml_then_flags(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_steps: 77\nlog_interval: 7\nlearning_rate: 1e-4\n")
-    assert parsed().max_steps == config.Config().max_steps
+    assert parsed().max_steps == 1000
     assert parsed("--preset", "debug").max_steps == config.PRESETS["debug"]["max_steps"]
     cfg = parsed("--preset", "debug", "--config", str(file), "--log_interval", "3")
     assert (cfg.max_steps, cfg.log_interval, cfg.learning_rate) == (77, 3, 1e-4)
     debug = parsed("--preset", "debug")
     assert debug.compile is False and debug.warmup_steps < debug.max_steps
     assert cfg.precision == "fp32"  # from the preset alone
+
+
+def test_epochs_stand_in_for_max_steps_and_the_later_one_wins(tmp_path):
+    steps, epochs, both = (str(tmp_path / f"{name}.yaml") for name in ("steps", "epochs", "both"))
+    for path, text in ((steps, "max_steps: 77"), (epochs, "epochs: 3"),
+                       (both, "epochs: 3\nmax_steps: 77")):
+        with open(path, "w") as file:
+            file.write(text)
+    for flags, expected in (
+        (["--epochs", "2"], (2, None)),
+        (["--epochs", "2", "--config", steps], (2, None)),
+        (["--max-steps", "9", "--config", epochs], (None, 9)),
+        (["--config", epochs, "--preset", "debug"], (3, None)),
+        (["--config", epochs, "--epochs=2"], (2, None)),
+    ):
+        cfg = parsed(*flags)
+        assert (cfg.epochs, cfg.max_steps) == expected, flags
+    assert config.parse(["--epochs", "2"], saved=steps).max_steps is None
+    assert config.parse(["--config", epochs], saved=steps).epochs == 3
+    assert config.parse([], saved=steps).max_steps == 77
+    for flags in (["--epochs", "2", "--max-steps=9"], ["--config", both]):
+        assert "--epochs and --max_steps: expected one of them" in refused(*flags)
+    assert "at least 1" in refused("--epochs", "0") and "at least 1" in refused("--max_steps", "0")
+    assert "--eval_interval above 0" in refused("--patience", "1", "--eval_interval", "0")
 
 
 def test_dashes_and_underscores_are_the_same():
@@ -86,7 +112,10 @@ def test_every_preset_and_size_is_valid(preset):
 @pytest.mark.parametrize("flags, words", [
     (["--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
     (["--learning-rat=1"], ["--learning_rat", "--learning_rate"]),
-    (["--max_steps", "many"], ["--max_steps", "many"]),
+    (["--max_steps", "many"], ["--max_steps many: expected a whole number"]),
+    (["--max_steps", "9" * 5000], ["--max_steps 999", "expected"]),
+    (["--dropout", "x"], ["--dropout x: expected a number"]),
+    (["a.yaml"], ["unexpected argument a.yaml"]),
     (["--device", "tpu"], ["--device", "tpu", "cuda"]),
     (["--preset", "fst"], ["fst", "fast"]),
     (["--model", "gpt5"], ["gpt5", "gpt2-124m"]),
@@ -112,17 +141,29 @@ def test_every_preset_and_size_is_valid(preset):
     (["--rope_scaling", "8", "4", "1", "8192"], ["rope_scaling", "below the high one"]),
     (["--world_size", "8"], ["world_size 8", "--estimate", "torchrun"]),
     (["--check_replicas_interval", "5", "--log_interval", "0"], ["check_replicas_interval 5"]),
-    (["--wandb", "--no_tensorboard"], ["wandb", "TensorBoard files"]),
     (["--model", "transformers"], ["--model transformers", "--init_from"]),
     (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
     (["--packing", "--data_mode", "stream"], ["data_mode stream", "documents"]),
-    (["--attention", "flex"], ["attention flex", "expected --packing"]),
-    (["--attention", "flex", "--packing", "--dropout", "0.1"], ["attention flex", "--dropout"]),
     (["--learning_rate"], ["--learning_rate", "argument"]),
 ])
 def test_refused_with_what_was_given_and_what_was_expected(flags, words):
     message = refused(*flags)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("options", [config.Config, GenerateOptions, prepare.Options])
+def test_numbers_of_any_length_and_empty_texts_are_refused(options):
+    for field in dataclasses.fields(options):
+        kinds = (field.type, *get_args(field.type))
+        if int in kinds:
+            for value in (10**30, -(10**30)):
+                with pytest.raises(ConfigError, match=f"--{field.name} {value}: expected"):
+                    check_bounds(options(**{field.name: value}))
+        elif str in kinds and not field.metadata.get("may_be_empty"):
+            value = [""] if get_origin(field.type) is list else ""
+            with pytest.raises(ConfigError, match=f"--{field.name}: is empty"):
+                check_bounds(options(**{field.name: value}))
+    assert "--config: is empty" in refused("--config", "")  # as of "$CONFIG" that is not set
 
 
 @pytest.mark.parametrize("text, words", [
@@ -255,12 +296,26 @@ def test_help_names_every_option():
         assert default in text
 
 
+def test_help_begins_with_the_options_that_one_needs(capsys):
+    for flag in ("--help", "-h", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            config.parse([flag])
+        assert not end.value.code
+        text = capsys.readouterr().out
+        if flag == "--help-all":
+            assert text == config.train_parser().format_help()
+            continue
+        assert re.findall(r"^  --(\w+)", text, re.M) == list(config.NEEDED)
+        assert len(config.NEEDED) == 10 and "--help_all" in text.splitlines()[-1]
+
+
 def test_help_has_groups_and_one_form_of_each_option():
     text = config.train_parser().format_help()
     fields = dataclasses.fields(config.Config)
     titles = [f.metadata["group"] for f in fields if "group" in f.metadata]
     assert len(titles) > 5 and re.findall(r"^(\S.*):$", text, re.M)[-len(titles):] == titles
     shown = re.findall(r"^  (--.+?)(?:  |$)", text, re.M)  # the column of names
+    shown.remove("--help_all")
     assert len(shown) == len(fields)
     for field, names in zip(fields, shown, strict=True):
         both = is_switch(field) and field.default is not False  # the other is to undo a file alone
@@ -283,4 +338,4 @@ def test_switches_take_no_value(name):
     dashes = name.replace("_", "-")
     assert getattr(config.parse([f"--{name}", f"--no-{dashes}"]), name) is False
     assert f"--{name} maybe: expected true or false" in refused(f"--{name}=maybe")
-    assert "unknown argument False" in refused(f"--{name}", "False")
+    assert "unexpected argument False" in refused(f"--{name}", "False")

@@ -13,10 +13,10 @@ from conftest import ROOT, tiny_config
 
 import data
 from data import Mixture, Stream, load_mixture
-from steady import order as order_room
-from steady.cli import ConfigError
-from steady.order import mixture_pattern, permute
-from steady.tokens import TokenFile, decode, find_files, split_weight
+from steady.options import ConfigError
+from steady.tokens import order as order_room
+from steady.tokens.files import TokenFile, decode, find_files, split_weight
+from steady.tokens.order import mixture_pattern, permute
 
 CPU = torch.device("cpu")
 
@@ -53,6 +53,48 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
     order.group_by_length(4, 4, lambda dataset, sample: sample % 7)
     assert order(0, 12).tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
                                      [45, 641, 908, 817, 887, 166, 209, 454, 42, 1, 961, 44]]
+
+
+    small = order_room.Order([10], [Fraction(1)], seed=1337)  # less than a window
+    small.group_by_length(4, 4, lambda dataset, sample: sample % 7)
+    assert small(0, 24)[1].tolist() == [0, 7, 8, 1, 2, 9, 3, 4, 5, 6, 0, 7,
+                                     3, 4, 5, 6, 1, 8, 2, 9, 7, 0, 8, 1]
+
+
+@pytest.mark.parametrize("sizes, steps, batch_size", [
+    ([32], 32, 32), ([50], 32, 8), ([7], 2, 4), ([10], 32, 8), ([100], 4, 32), ([3], 32, 8),
+    ([40, 10, 5], 32, 16), ([60], 4, 8), ([1, 1], 2, 2)])
+@pytest.mark.parametrize("n_lengths", [1, 5, 1000])
+def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, n_lengths):
+    """Of a set smaller than the window: each sample once an epoch, and none twice in a step."""
+    order = order_room.Order(sizes, [Fraction(n) for n in sizes], seed=1)
+    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 100))
+    order.group_by_length(steps, batch_size, lambda source, sample: lengths[source, sample])
+    n_steps, n = 12, sum(sizes)
+    source, sample = order(0, n_steps * batch_size)
+    for k, size in enumerate(sizes):
+        mine = sample[source == k]
+        for begin in range(0, len(mine) - size + 1, size):
+            assert len(set(mine[begin : begin + size])) == size
+    drawn = (100 * source + sample).reshape(n_steps, batch_size)
+    if n >= batch_size and n <= steps * batch_size:
+        assert all(len(set(step)) == batch_size for step in drawn.tolist())
+    elif n < batch_size:  # as evenly as can be
+        counts = [np.unique(step, return_counts=True)[1] for step in drawn]
+        assert max(c.max() for c in counts) <= -(-batch_size // n) + 1
+    for start in range(0, len(sample) - 5, 5):  # asked for in pieces, in any order
+        assert np.array_equal(order(start, start + 5)[1], sample[start : start + 5])
+
+
+def test_grouping_keeps_the_epochs_of_each_dataset_of_a_mixture_apart():
+    """With weights of their own they end at different places."""
+    order = order_room.Order([300, 40], [Fraction(2), Fraction(1)], seed=1)
+    order.group_by_length(32, 8, lambda source, sample: sample % 9)
+    source, sample = order(0, 8 * 400)
+    for k, size in enumerate((300, 40)):
+        mine = sample[source == k]
+        for begin in range(0, len(mine) - size + 1, size):
+            assert len(set(mine[begin : begin + size])) == size
 
 
 def test_order_visits_every_block_once_an_epoch(tmp_path):
@@ -215,7 +257,7 @@ def test_our_files_carry_their_description(corpus):
     meta = json.loads((corpus / "train.bin.json").read_text())
     assert (mixture.tokenizer, mixture.vocab_size, mixture.end_of_text) == ("bytes", 257, 256)
     assert mixture.n_tokens == meta["tokens"] == meta["bytes"] + meta["documents"]
-    assert mixture.bytes_per_token == meta["bytes"] / meta["tokens"]
+    assert mixture.bytes_per_token == [meta["bytes"] / meta["tokens"]]
     text = decode("bytes", mixture.datasets[0].files[0].tokens[:20].tolist())
     assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
 
@@ -326,7 +368,7 @@ def test_evaluation_takes_every_sample_once(tmp_path, world_size):
 
 
 def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
-    code = "from steady.tokens import stdlib; print(stdlib())"
+    code = "from steady.tokens.files import stdlib; print(stdlib())"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE,
                              text=True) for _ in range(2)]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import tiny_config
 
-from steady import device as devices
-from steady.cli import ConfigError
-from steady.parallel import join_ranks
+from steady.models import device as devices
+from steady.options import ConfigError
+from steady.ranks.ranks import join_ranks
 
 
 def pick(monkeypatch, there: str | None, name: str, built: str | None = None) -> str:

@@ -16,12 +16,12 @@ import train
 from config import IGNORE
 from data import Documents, Mixture, load_mixture
 from model import Transformer
-from steady.cli import ConfigError
-from steady.device import VARLEN, attention_backend, takes_varlen
-from steady.health import output_health
-from steady.order import mixture_pattern
-from steady.packing import boundaries, document_mask, pack
-from steady.tokens import TokenWriter, byte_tokenizer
+from steady.models.device import VARLEN, attention_backend, takes_varlen
+from steady.options import ConfigError
+from steady.tokens.files import TokenWriter, byte_tokenizer
+from steady.tokens.order import mixture_pattern
+from steady.tokens.packing import boundaries, pack
+from steady.watch.norms import output_health
 from tools import prepare
 
 CPU = torch.device("cpu")
@@ -238,7 +238,7 @@ def test_evaluation_takes_documents_by_length(folder):
 def test_grouping_changes_the_order_inside_a_window_alone(folder):
     plain, grouped = mixture(folder), mixture(folder)
     grouped.group_by_length(4, 16)
-    for start in range(0, 64 * 6, 64):
+    for start in range(0, plain.n_samples - 64, 64):  # in the first epoch
         a, b = plain.order(start, start + 64)[1], grouped.order(start, start + 64)[1]
         assert sorted(a) == sorted(b) and not np.array_equal(a, b)
         lengths = plain.datasets[0].lengths[b].reshape(4, 16)
@@ -337,8 +337,22 @@ def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
     assert column(tmp_path / "r", "val/loss")[8] > 0
     none = write_documents(tmp_path / "none", [([1] * 100, [0] * 50 + [1] * 50)] * 9)
     told = run("--data", none, "--out_dir", "s", expect=2)
-    assert "nothing to train on: no response in the first --seq_len 32 tokens" in told
+    assert "no document has a response within its first --seq_len 32 tokens" in told
     assert sum(column(tmp_path / "r", "health/nonfinite_steps").values()) == 0
+
+
+def test_an_evaluation_without_a_target_is_refused_at_the_start(run, tmp_path):
+    prompt, reply = ([1, 2, 3, 256], [0, 0, 0, 0]), ([1, 2, 3, 256], [0, 1, 1, 1])
+    folder = write_documents(tmp_path / "p", [reply] * 9)
+    write_documents(tmp_path / "p", [prompt] * 30 + [reply], "val")
+    flags = ["--data", folder, "--batch_size", 1, "--max_steps", 2, "--out_dir"]
+    told = run(*flags, "r", "--eval_steps", 1, expect=2)
+    assert "larger --eval_steps" in told and not (tmp_path / "r").exists()
+    run(*flags, "r", "--eval_steps", 1, "--eval_interval", 0)
+    assert told == run(*flags, "r", "--resume", "r/checkpoints/step_00000002.pt",
+                       "--eval_steps", 1, "--eval_only", expect=2)
+    run(*flags, "s", "--eval_steps", 0)
+    assert column(tmp_path / "s", "val/loss")[2] > 0
 
 
 def test_documents_resume_bit_for_bit(run, tmp_path, folder):
@@ -506,6 +520,15 @@ def test_datasets_of_one_name_are_told_apart(tmp_path):
     assert [d.name for d in found.datasets] == paths
 
 
+@pytest.mark.parametrize("flags, warned", [
+    ([], 0), (["--batch_size", 16, "--allow_change", "batch_size"], 1),
+    (["--group_window", 3, "--allow_change", "group_window"], 1)])
+def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder, flags, warned):
+    run("--data", folder, "--max_steps", 4, "--save_interval", 4, "--out_dir", "r")
+    told = run("--auto-resume", "--out_dir", "r", "--max_steps", 6, *flags, bare=True)
+    assert told.count("come twice or not at all") == warned
+
+
 def test_epochs_count_what_was_handed_out(tmp_path):
     a, b = constant(tmp_path / "a", 7, 1001), constant(tmp_path / "b", 9, 331)
     found = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, 0)
@@ -620,57 +643,6 @@ def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu,
     assert padded and surplus
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("changes", [
-    dict(n_head=4, n_kv_head=2), dict(n_kv_head=2, activation_checkpointing="full", qk_norm=True),
-], ids=["grouped", "recomputed"])
-def test_flex_attention_losses_and_gradients_are_the_same(folder, changes, monkeypatch):
-    """By its formulas, which torch refuses to derive on a CPU although they can be."""
-    from torch.nn.attention import flex_attention
-
-    from steady import varlen
-
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(varlen, "flex", flex_attention.flex_attention)
-    documents = torch.randint(2, (2, 300)).cumsum(1) // 60  # in several blocks of 128 tokens
-    q, k, v = torch.randn(3, 2, 300, 2, 16)
-    expected = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), document_mask(documents, documents.shape)[0])
-    found = varlen.attend_packed(q, k, v, varlen.block_mask(documents))
-    torch.testing.assert_close(found.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
-    nets = [model(**changes, attention=name).train() for name in ("auto", "flex")]
-    for batch in epoch(mixture(folder, packing=True), 30):
-        losses = [net(*batch[:3]) for net in nets]
-        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
-        for loss in losses:
-            loss.sum().backward()
-    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3, msg=name)
-
-
-@pytest.mark.parametrize("length", [1, 128, 129, 300, 640])
-def test_blocks_are_those_that_torch_finds_token_by_token(length):
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    from steady.varlen import block_mask
-
-    def attends(b, head, q, k):
-        return (documents[b, q] == documents[b, k]) & (q >= k)
-
-    for longest in (3, 100, 10_000):
-        documents = (torch.rand(3, length) < 1 / longest).int().cumsum(1)
-        found = block_mask(documents)
-        expected = create_block_mask(attends, 3, None, length, length, device="cpu")
-        for kind in ("kv", "full_kv", "q", "full_q"):
-            counts, found_counts = (getattr(mask, f"{kind}_num_blocks")
-                                    for mask in (expected, found))
-            assert torch.equal(found_counts, counts), (kind, longest)
-            valid = torch.arange(counts.shape[-1]) < counts[..., None]
-            which, found_which = (getattr(mask, f"{kind}_indices")[valid]
-                                  for mask in (expected, found))
-            assert torch.equal(found_which, which), (kind, longest)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
@@ -728,9 +700,10 @@ def test_a_bad_step_is_looked_at_without_a_mask_too(run, bad_layer, varlen_on_cp
     kinds, plain_hidden = set(), train.Transformer.hidden
     monkeypatch.setattr(train.devices, "attention_backend", lambda *_: VARLEN)
     monkeypatch.setattr(train.Transformer, "hidden", hidden)
-    output = run("--packing", "--eval_interval", 0, "--save_interval", 0, "--max_steps", 6)
+    output = run("--packing", "--eval_interval", 0, "--save_interval", 0, "--max_steps", 6,
+                 expect=1)
     assert "first layer whose output is not finite: blocks.1.mlp.down" in output
-    assert kinds - {None} == {1}  # the sample at the end has no documents
+    assert kinds == {1}
 
 
 def test_which_packed_runs_go_without_a_mask():
@@ -742,7 +715,3 @@ def test_which_packed_runs_go_without_a_mask():
                    dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN
-    flex = replace(suits, attention="flex")
-    assert not takes_varlen(flex, torch.bfloat16)
-    with pytest.raises(ConfigError, match="--attention flex: not available on cpu"):
-        attention_backend(flex, CPU, torch.bfloat16)

@@ -12,14 +12,17 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zipfile
+import zlib
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +38,7 @@ from conftest import (
     processes,
     rows,
     tiny_config,
+    torchrun_sets,
     wait_for,
 )
 from torch import nn
@@ -42,9 +46,17 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady import checkpoint, faults, memory, retry, sealed, telemetry
-from steady.checkpoint import checkpoint_step, compare, find_corruption, list_checkpoints
-from steady.tokens import write_tokens
+from steady.checkpoints import checkpoint, retry, sealed
+from steady.checkpoints import run_dir as rundir
+from steady.checkpoints.checkpoint import (
+    checkpoint_step,
+    compare,
+    find_corruption,
+    list_checkpoints,
+)
+from steady.guard import ctrl_c, faults, memory
+from steady.tokens.files import write_tokens
+from steady.watch import sinks as telemetry
 from tools import generate as generation
 from tools import prepare
 
@@ -75,7 +87,7 @@ TABLE = {
     "non-finite gradient on one rank":
         "test_a_non_finite_loss_on_one_rank_is_skipped_and_reported",
     "non-finite for long": "test_rollback_skips_the_bad_samples",
-    "NaN in the weights": "test_non_finite_weights_are_not_saved",
+    "NaN in the weights": "test_a_run_whose_weights_are_never_finite_ends",
     "out of memory": "test_out_of_memory_says_what_to_try",
     "data changed": "test_other_data_is_refused",
     "checkpoint of another format": "test_another_format_is_refused",
@@ -94,6 +106,14 @@ TABLE = {
     "preparation interrupted": "test_what_is_interrupted_leaves_the_old_data_alone",
     "a token id that its type cannot hold": "test_an_id_never_wraps",
     "documents resumed on other ranks": "test_other_ranks_and_a_resume_see_the_same_samples",
+    "a link in the place of a folder":
+        "test_a_link_in_the_place_of_a_folder_is_never_written_through",
+    "a backup of another run": "test_a_backup_of_another_run_is_refused",
+    "a backup in the run itself": "test_a_backup_apart_from_the_run_is_expected",
+    "only best.pt or damaged files left": "test_leftovers_of_a_run_are_not_started_over",
+    "an optimizer that needs whole weights":
+        "test_an_optimizer_that_needs_whole_weights_is_refused_at_the_start",
+    "full disk at the first file": "test_a_disk_that_is_full_from_the_start_is_one_line",
 }
 FLAGS = [*TINY, "--eval_interval", "0", "--no_tensorboard"]
 
@@ -238,8 +258,8 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
     def record(owner, name, describe):
         plain = getattr(owner, name)
 
-        def call(*args):
-            result = plain(*args)
+        def call(*args, **options):
+            result = plain(*args, **options)
             calls.append(describe(*args))
             return result
 
@@ -314,6 +334,40 @@ def test_never_starts_at_0_silently(run, copy):
         assert "no checkpoint is valid" in output and "--overwrite" in output
     after = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
     assert before == after
+
+
+@pytest.mark.parametrize("left", ["best.pt", "step_00000012.pt.corrupt"])
+def test_leftovers_of_a_run_are_not_started_over(run, copy, left):
+    folder = copy / "checkpoints"
+    (folder / "step_00000012.pt").rename(folder / left)
+    for path in list_checkpoints(folder):
+        path.unlink()
+    before = (copy / "metrics.jsonl").read_bytes()
+    output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
+    assert left in output and "--overwrite" in output
+    assert (copy / "metrics.jsonl").read_bytes() == before and os.listdir(folder) == [left]
+    if left == "best.pt":
+        command = ["--resume", "r/checkpoints/best.pt"]
+        assert " ".join(command) in output
+        run(*command, "--max_steps", 14, bare=True)
+        assert steps(copy) == [12, 14] and list(column(copy, "train/loss"))[-3:] == [12, 13, 14]
+
+
+@pytest.mark.parametrize("best", [12, 6])
+def test_a_resume_reads_each_checkpoint_once(run, tmp_path, monkeypatch, best):
+    """By checksum, and then from memory; best.pt may be another name of the newest one."""
+    monkeypatch.setattr(train, "evaluate", lambda run: abs(run.step - best) + 1.0)
+    run("--out_dir", "r", "--eval_interval", 6, "--save_interval", 6, "--no_tensorboard")
+    paths = [tmp_path / "r/checkpoints" / name for name in ("step_00000012.pt", "best.pt")]
+    files = {path.stat().st_ino: path.stat().st_size - sealed.SEAL.size for path in paths}
+    hashed, loaded, found = [], [], []
+    crc32, load, plain = zlib.crc32, torch.load, train.train
+    monkeypatch.setattr(zlib, "crc32", lambda data, *a: hashed.append(len(data)) or crc32(data, *a))
+    monkeypatch.setattr(torch, "load", lambda path, **how: loaded.append(how) or load(path, **how))
+    monkeypatch.setattr(train, "train", lambda run: found.append(sum(hashed)) or plain(run))
+    run("--auto-resume", "--out_dir", "r", "--max_steps", 14, "--eval_interval", 0, bare=True)
+    assert len(files) == (1 if best == 12 else 2) and found == [sum(files.values())]
+    assert all(how.get("mmap") or how["map_location"] == "meta" for how in loaded)
 
 
 def test_check_checkpoints_lists_them(run, copy):
@@ -430,10 +484,63 @@ def test_a_full_disk_while_saving(run, corpus, tmp_path):
     process = Process(tmp_path, flags, hook)
     assert process.code() == 1, process.text()
     output = process.text()
+    assert "Traceback" not in output
+    assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
     assert "step 4: the checkpoint could not be written, training goes on (1 of 3)" in output
     assert "3 checkpoints in a row could not be written" in output
     assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """No file may grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has its own
+    plain = train.train
+    monkeypatch.setattr(train, "train", largest_file(100)(plain))
+    output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0)
+    for sink in ("TensorBoard", "metrics.jsonl"):
+        assert output.count(f"warning: no more {sink}, training goes on: [Errno 27]") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("name, limit", [("--out_dir r", 0), ("r/config.yaml", 400)])
+def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
+    with largest_file(limit):  # the lock is smaller than 400 bytes
+        output = run("--out_dir", "r", expect=2)
+    assert output.splitlines()[-1].startswith(f"train.py: error: {name}: ")
+    assert "Traceback" not in output and not Path("r/config.yaml").exists()
+
+
+def test_a_step_that_an_evaluation_saves_too_fails_once(run, tmp_path, monkeypatch):
+    """The loss falls at each evaluation, so each step is saved as the best and as due."""
+    plain_write, plain_save, tried = checkpoint.write_checkpoint, checkpoint.Writer.save, []
+
+    def write(path, state):
+        tried.append(path)
+        if checkpoint_step(path) < 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain_write(path, state)
+
+    def save(self, *args):
+        plain_save(self, *args)
+        self.wait()  # or the second may find the first one still under way
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    monkeypatch.setattr(checkpoint.Writer, "save", save)
+    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4,
+                 "--learning_rate", "0.02")
+    assert len(tried) == 5 and "(2 of 3)" in output and "(3 of 3)" not in output
+    assert steps(tmp_path / "r") == [12]
 
 
 def failing(number: int, times: int):
@@ -554,7 +661,8 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
     launcher = os.fork()
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
-        Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000])
+        Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
+                ctrl_c.stop_with_torchrun)
         time.sleep(1000)
     wait_for_step(tmp_path / "r", 100)
     os.kill(launcher, signal.SIGKILL)
@@ -610,13 +718,13 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run, corpus, tmp_path):
     assert f"stopped at step {step} by SIGTERM" in group[0].text()
 
 
-def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path, monkeypatch):
-    """Two attempts of one launcher, which is this process; the run of another is newer."""
+def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
+    """Two attempts of one launch; the run of another is newer."""
     flags = [*FLAGS, "--data", corpus, "--max_steps", 60, "--save_interval", 5]
 
     def attempt(number: int, bound: int):
         def hook():
-            os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(number))
+            torchrun_sets(number)
             plain = train.learning_rate
             train.learning_rate = lambda step, cfg: (
                 plain(step, cfg) if step < bound else time.sleep(1000)
@@ -628,9 +736,7 @@ def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path, 
     wait_for_step(tmp_path / "runs/001", 20)
     first.kill(signal.SIGKILL)
     first.code()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
     run("--max_steps", 2)
-    monkeypatch.undo()
     second = attempt(1, bound=60)
     assert second.code() == 0, second.text()
     assert "resume  runs/001/checkpoints/step_00000020.pt at step 20" in second.text()
@@ -758,13 +864,17 @@ def test_a_rank_that_dies(corpus, tmp_path):
     assert f"saved the last completed step, {steps(tmp_path / 'r')[-1]}" in output
 
 
-def test_a_rank_that_raises(corpus, tmp_path):
+@pytest.mark.parametrize("error", [
+    ValueError("bad luck"),
+    RuntimeError("GET http://host: Connection reset by peer"),  # of a fork's own connection
+])
+def test_a_rank_that_raises(corpus, tmp_path, error):
     def hook(rank):
         plain = train.learning_rate
 
         def learning_rate(step, cfg):
             if step == 3 and rank == 1:
-                raise ValueError("bad luck")
+                raise error
             return plain(step, cfg)
 
         train.learning_rate = learning_rate
@@ -772,7 +882,8 @@ def test_a_rank_that_raises(corpus, tmp_path):
     group = processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r"], hook)
     assert [process.code() for process in group] == [1, 1]
     output = group[1].text()
-    assert output.index("train.py: failed: ValueError: bad luck") < output.index("Traceback")
+    said = f"train.py: failed: {type(error).__name__}: {error}"
+    assert output.index(said) < output.index("Traceback")
     assert "Traceback" not in group[0].text()
     assert steps(tmp_path / "r") == [3]
 
@@ -932,19 +1043,65 @@ def test_skip_goes_on(run, tmp_path, monkeypatch):
     assert final(tmp_path / "r")["position"] == 320
 
 
-def test_non_finite_weights_are_not_saved(run, tmp_path, monkeypatch):
-    running, make = [], train.make_monitor
+def test_skipping_to_the_end_is_said_without_logs_too(run, tmp_path, monkeypatch):
+    poison(monkeypatch, 8, 10**9)
+    output = run("--log_interval", 0)
+    assert output.count("warning: the last 11 steps had a loss or gradient that was not") == 1
+
+
+def spoil_weights(monkeypatch, at: int, times: int):
+    """A weight becomes infinite just before the update after step `at`, the first so many times."""
+    running, left, make, plain = [], [times], train.make_monitor, train.learning_rate
+
+    def learning_rate(step, cfg):
+        if step == at and left[0]:
+            left[0] -= 1
+            with torch.no_grad():
+                running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
+        return plain(step, cfg)
+
     monkeypatch.setattr(train, "make_monitor", lambda run: running.append(run) or make(run))
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
 
-    def spoil():
-        with torch.no_grad():
-            running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
 
-    at_step(monkeypatch, 5, spoil)
+def test_a_run_goes_back_where_its_weights_are_not_finite(run, tmp_path, monkeypatch):
+    """At its end; before that they are not saved."""
+    spoil_weights(monkeypatch, 5, times=1)
     output = run("--out_dir", "r", "--save_interval", 2, "--eval_interval", 4)
     assert "step 6: the weights are not finite; not saved" in output
-    assert steps(tmp_path / "r") == [2, 4]
+    assert output.count("; back to ") == 1 and "step_00000004.pt, on with sample 96" in output
+    state = final(tmp_path / "r")
+    assert state["step"] == 12 and state["position"] == 96 + 64
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_run_whose_weights_are_never_finite_ends(run, tmp_path, monkeypatch, policy):
+    spoil_weights(monkeypatch, 5, times=100)
+    output = run("--out_dir", "r", "--save_interval", 2, "--eval_interval", 4, "--max_nonfinite", 3,
+                 "--on_nonfinite", policy, expect=1)
+    assert output.count("; back to ") == 3 and output.count("the weights are not finite at") == 4
+    assert steps(tmp_path / "r") == [2, 4] and "Traceback" not in output
     assert torch.load(tmp_path / "r/checkpoints/best.pt", weights_only=True)["step"] == 4
+
+
+TOO_FAST = ["--learning_rate", 1e30, "--optimizer", "adamw", "--grad_clip", 0]
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--on_nonfinite", "abort"], ["--log_interval", 0], ["--max_steps", 2],
+    ["--max_nonfinite", 2, "--max_steps", 500],
+])
+def test_a_learning_rate_that_ends_the_weights_ends_the_run(run, tmp_path, flags):
+    output = run("--out_dir", "r", *TOO_FAST, *flags, expect=1)
+    assert output.splitlines()[-1].startswith("train.py: failed: the weights are not finite at")
+    assert steps(tmp_path / "r") == [] and "step   8/500" not in output
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+def test_so_it_does_on_all_ranks(run, tmp_path, way):
+    output = run("--out_dir", "r", *TOO_FAST, "--parallel", way, ranks=2, expect=1)
+    assert output.count("train.py: failed: the weights are not finite at step 12") == 1
 
 
 # --- changes on resume ---
@@ -1043,6 +1200,63 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
     assert "error: --backup_to nothing://there" in output and not (tmp_path / "refused").exists()
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != "lock"}
+
+
+@pytest.fixture
+def backed_up(run, tmp_path) -> str:
+    """The URL of the backup of a run in the directory `a`, of 8 steps."""
+    url = f"file://{tmp_path}/disk2"
+    run("--out_dir", "a", "--backup_to", url, "--backup_interval", 4, "--max_steps", 8,
+        "--save_interval", 4)
+    return url
+
+
+def test_a_backup_of_another_run_is_refused(run, tmp_path, monkeypatch, backed_up):
+    before = contents(tmp_path)
+    for flags in (["--out_dir", "b"], ["--out_dir", "b", "--auto-resume"], [],
+                  ["--out_dir", "a", "--overwrite"],
+                  ["--out_dir", "b", "--resume", "a/checkpoints/step_00000004.pt"]):
+        output = run(*flags, "--backup_to", backed_up, expect=2)
+        assert f"--backup_to {backed_up}: holds another run" in output
+        assert f"--resume {backed_up}" in output and contents(tmp_path) == before
+    shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
+    assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
+    monkeypatch.setattr(rundir, "check_backup", lambda *given: None)  # as if both began at once
+    output = run("--out_dir", "b", "--backup_to", backed_up)
+    assert f"warning: no backup to {backed_up}" in output and steps(tmp_path / "b")
+    run("--out_dir", "a", "--auto-resume", bare=True)
+    assert contents(tmp_path / "disk2").items() <= before.items()
+
+
+@pytest.mark.parametrize("place", ["a", "a/checkpoints/x", ".", "link", "runs/7"])
+def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
+    copy.rename(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = contents(tmp_path)
+    flags = [] if place == "runs/7" else ["--out_dir", "a", "--auto-resume"]
+    for url in (place, f"file://{tmp_path}/{place}", f"local://{tmp_path}/x/../{place}"):
+        output = run(*flags, "--backup_to", url, expect=2)
+        assert f"--backup_to {url}: is not apart from the run" in output
+    assert contents(tmp_path) == before
+
+
+def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
+    for older in (tmp_path / "a/config.yaml", tmp_path / "disk2/config.yaml"):  # without a name
+        older.write_text(re.sub("# run: .*\n", "", older.read_text()))
+    run("--auto-resume", "--out_dir", "a", "--max_steps", 12, bare=True)
+    assert steps(tmp_path / "disk2") == [4, 8, 12]
+    run("--resume", "a/checkpoints/step_00000004.pt", "--max_steps", 6, "--keep_checkpoints", 1,
+        bare=True)
+    assert steps(tmp_path / "disk2") == [6]  # those of the steps that it went back from are aside
+    assert {path.name for path in (tmp_path / "disk2/checkpoints").glob("*.set-aside")} == {
+        "step_00000008.pt.set-aside", "step_00000012.pt.set-aside"}
+    run("--resume", backed_up, "--out_dir", "b", "--max_steps", 8, bare=True)
+    assert steps(tmp_path / "disk2") == [8]
+
+
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
@@ -1060,7 +1274,8 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
 
 
 def test_verify_resume(run, tmp_path, monkeypatch):
-    assert "verify_resume: identical, " in run("--verify_resume", 4, "--dropout", "0.1")
+    flags = ["--patience", 1, "--eval_interval", 1, "--learning_rate", 1]  # ends no part of it
+    assert "verify_resume: identical, " in run("--verify_resume", 4, "--dropout", "0.1", *flags)
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))

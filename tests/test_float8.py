@@ -9,9 +9,9 @@ from conftest import column, tiny_config
 from torch import nn
 
 import train
-from steady import float8
-from steady.cli import ConfigError
-from steady.float8 import E4M3, E5M2, Float8Linear, scale_of, to_float8
+from steady.models import float8
+from steady.models.float8 import E4M3, E5M2, Float8Linear, scale_of, to_float8
+from steady.options import ConfigError
 
 HALF = ["--precision", "bf16", "--float8"]
 

@@ -14,10 +14,10 @@ from conftest import column, tiny_config
 from torch import nn
 
 import train
-from steady import float8
-from steady.checkpoint import Writer
-from steady.device import DTYPES, multiplies_bf16
-from steady.packing import boundaries
+from steady.checkpoints.checkpoint import Writer
+from steady.models import float8
+from steady.models.device import DTYPES, multiplies_bf16
+from steady.tokens.packing import boundaries
 from tools import generate
 
 # so that matrix products are deterministic; read when CUDA is first used
@@ -110,14 +110,12 @@ def test_text_is_that_of_the_cpu(run, capsys, device):
 
 @on_each
 @pytest.mark.parametrize("how, precision, tolerance", [
-    ("mask", "fp32", 1e-3), ("mask", "bf16", 0.06), ("varlen", "bf16", 0.06),
-    ("flex", "fp32", 1e-3), ("flex", "bf16", 0.06)])
+    ("mask", "fp32", 1e-3), ("mask", "bf16", 0.06), ("varlen", "bf16", 0.06)])
 def test_packed_documents_are_computed_as_if_alone(device, how, precision, tolerance):
     need(precision, device)
     if device == "cpu" and how != "mask":
         pytest.skip("kernels of a GPU")
-    cfg = tiny_config(d_model=128, d_ff=352, n_head=4, n_kv_head=2, head_dim=32, seq_len=64,
-                      attention="flex" if how == "flex" else "auto")
+    cfg = tiny_config(d_model=128, d_ff=352, n_head=4, n_kv_head=2, head_dim=32, seq_len=64)
     torch.manual_seed(0)
     model = train.Transformer(cfg)
     for p in model.parameters():  # as it is made, its blocks do nothing
@@ -147,8 +145,8 @@ def test_packed_documents_are_computed_as_if_alone(device, how, precision, toler
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])  # minutes on a CPU
 @pytest.mark.parametrize("flags", [
-    [], ["--packing"], ["--packing", "--attention", "flex"], ["--activation_checkpointing", "full"],
-], ids=["stream", "packing", "flex", "recomputed"])
+    [], ["--packing"], ["--activation_checkpointing", "full"],
+], ids=["stream", "packing", "recomputed"])
 def test_compiled_it_is_the_same(run, tmp_path, device, flags):
     flags = [*flags, *CPU, "--device", device, "--max_steps", "8", "--eval_interval", "4"]
     run(*flags, "--out_dir", "eager")

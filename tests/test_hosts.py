@@ -20,7 +20,7 @@ FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--save_interval", 4]
 GATED = """
 import os, sys, time
 import conftest
-from steady import faults
+from steady.guard import faults
 calls = []
 def requested(self, *args):
     calls.append(1)
@@ -111,6 +111,55 @@ def test_a_lost_host_is_done_without_and_taken_back(run, corpus, tmp_path, end, 
     assert [line[:11] for line in told.splitlines() if line.startswith("device")] == [
         "device  2 x", "device  1 x", "device  2 x"]
     assert_same_end(tmp_path / "whole", tmp_path / "r")
+
+
+# The first process of rank 1 is killed somewhere.
+KILLED = """
+import os, sys
+where = sys.argv.pop(1)
+def die(*args):
+    open("killed", "w")
+    os.kill(os.getpid(), 9)
+victim = os.environ["RANK"] == "1" and not os.path.exists("killed")
+if victim and where == "import":
+    die()
+import conftest, train
+from steady.ranks import ranks
+if victim:
+    module, name = dict(data=(train, "load_data"), join=(ranks, "join_ranks"),
+                        step=(train, "update"))[where]
+    setattr(module, name, die)
+conftest.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("where, store", [
+    ("import", "static"), ("import", "shared"), ("join", "static"), ("data", "shared"),
+    ("step", "static"), ("step", "own")])
+def test_a_rank_of_the_second_host_is_killed(corpus, tmp_path, where, store):
+    """Restarted, all go on with their run without being told to."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    script = ["killed.py", where, *FLAGS, "--data", corpus, "--out_dir", "r"]
+    env = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(store == "own")))
+    launched = []
+    with hosts(2) as (a, b):
+        for number, host in enumerate((a, b)):
+            command = torchrun(a, host, 1, script, nnodes=2, max_restarts=2)
+            if store == "static":
+                command = [*command[:3], "--nnodes=2", "--nproc_per_node=1", "--max_restarts=2",
+                           f"--node_rank={number}", "--master_addr=10.77.0.1",
+                           "--master_port=29511", *command[command.index("--"):]]
+            log = open(tmp_path / host.name, "w")
+            launched.append(host.popen(command, env=env, cwd=tmp_path, stdout=log,
+                                       stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(90) for process in launched]
+        except subprocess.TimeoutExpired:
+            codes = None
+    told = [(tmp_path / host.name).read_text() for host in (a, b)]
+    assert codes == [0, 0], "\n----\n".join(told)
+    # the log of the step in which it was killed may be missing
+    assert list(column(tmp_path / "r", "train/loss"))[-11:] == list(range(2, 13))
 
 
 def test_without_the_host_of_the_rendezvous_the_others_end(run, corpus, tmp_path):

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOP = ["train", "model", "data", "monitor", "config"]  # all that a fork has to read
 SOURCES = {
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path.read_text("utf-8")
-    for folder in (".", "steady", "tools") for path in sorted((ROOT / folder).glob("*.py"))
+    for pattern in ("*.py", "steady/**/*.py", "tools/*.py") for path in sorted(ROOT.glob(pattern))
 }
 
 
@@ -42,14 +42,14 @@ IMPORTS = {name: imports(source) for name, source in SOURCES.items()}
 def test_imports_are_found():
     source = """
 import torch, config
-from steady import cli as command_line
+from steady import options as command_line
 def f():
     if x:
-        from steady.device import pick_device
+        from steady.models.device import pick_device
 if __name__ == "__main__":
     from tools.commands import main
 """
-    assert imports(source) == {"config", "steady.cli", "steady.device"}
+    assert imports(source) == {"config", "steady.options", "steady.models.device"}
 
 
 def test_there_are_five_modules_at_the_top():
@@ -69,6 +69,15 @@ def test_top_level_modules_import_only_what_they_may():
     for name in ("model", "data", "monitor"):
         assert not IMPORTS[name] & {"train", "model", "data", "monitor"}, name
     assert not IMPORTS["config"] & set(TOP)
+
+
+def test_what_is_imported_from_steady_exists():
+    """Also inside functions that no test calls."""
+    for path, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "steady":
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert node.module in SOURCES or names <= SOURCES.keys(), (path, node.module)
 
 
 def test_imports_have_no_circles():

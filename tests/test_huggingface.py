@@ -29,10 +29,12 @@ import data
 import train
 from config import Config
 from model import Transformer, generate, sample_token
-from steady import checkpoint, faults, foreign, huggingface
-from steady.cli import ConfigError
-from steady.tokens import byte_tokenizer
-from tools import commands
+from steady.checkpoints import checkpoint
+from steady.guard import faults
+from steady.models import foreign, huggingface
+from steady.options import ConfigError
+from steady.tokens.files import byte_tokenizer
+from tools import commands, prepare
 from tools import generate as generation
 
 SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -157,7 +159,7 @@ def test_memory_is_the_model_and_a_shard(tmp_path):
         "import re, sys, torch, config\n"
         "from pathlib import Path\n"
         "from model import Transformer\n"
-        "from steady.huggingface import config_from_hf, load_weights\n"
+        "from steady.models.huggingface import config_from_hf, load_weights\n"
         "def status(name):\n"
         "    text = open('/proc/self/status').read()\n"
         "    return int(re.search(name + r':\\s+(\\d+)', text)[1]) * 1024\n"
@@ -192,7 +194,8 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "context of 128"),
                         (["--model", "1b"], "--model 1b: the shape is that")):
         assert words in run(*flags, *more, bare=True, expect=2)
-    assert "no such folder" in run("--init_from", tmp_path / "none", bare=True, expect=2)
+    told = run("--init_from", tmp_path / "none", bare=True, expect=2)
+    assert "no folder, run or hub model called" in told
     (tmp_path / "empty").mkdir()
     assert "--init_from" in run("--init_from", tmp_path / "empty", bare=True, expect=2)
     cfg = json.loads((tmp_path / "m/config.json").read_text())
@@ -406,6 +409,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_options_reach_a_model_of_transformers(tmp_path):
     found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64)
     save_random(tmp_path, found)
@@ -461,6 +465,17 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
     told = tune("--init_from", tmp_path / "m", "--out_dir", "s", expect=2)
     assert "its tokenizer is not that of --data, bytes" in told
     tune("--init_from", tmp_path / "m", "--allow_change", "tokenizer", "--max_steps", 2)
+
+
+def test_the_tokenizer_of_a_run_is_named_as_data_py_takes_it(run, corpus, tmp_path):
+    (tmp_path / "a.txt").write_text("one two three " * 500)
+    flags = ["--out", "o", "--train_tokenizer", "257", "--workers", "1"]
+    assert prepare.main([str(tmp_path / "a.txt"), *flags]) == 0
+    run("--max_steps", 2, "--out_dir", "bytes")
+    run("--data", "o", "--max_steps", 2, "--out_dir", "bpe")
+    for name, other, wanted in (("bytes", "o", "bytes"), ("bpe", corpus, "bpe/tokenizer")):
+        told = run("--init_from", name, "--data", other, "--out_dir", "s", expect=2)
+        assert f"--tokenizer {wanted}, or" in told
 
 
 # --- generation ------------------------------------------------------------------------------

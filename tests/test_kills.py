@@ -14,8 +14,8 @@ import pytest
 from conftest import TINY, column, poison, processes
 
 import train
-from steady import parts
-from steady.checkpoint import (
+from steady.checkpoints import parts
+from steady.checkpoints.checkpoint import (
     best_checkpoint,
     compare,
     find_damage,

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from steady import limits, proc
-from steady.limits import (
+from steady.checkpoints import run_dir as rundir
+from steady.watch import machine, proc
+from steady.watch import trends as limits
+from steady.watch.trends import (
     MOST,
     ResourceTrends,
     count_types,
@@ -394,3 +396,27 @@ def test_objects_that_raise_are_passed_over(monkeypatch):
     monkeypatch.setattr(gc, "get_objects", lambda: found)
     assert count_types() == Counter(
         {"Hostile": 1, "Tensor": 2, "Tensor bytes": 40, "dict": 1})
+
+
+# --- at the start ---
+
+
+@pytest.mark.parametrize("running, said", [
+    ([12, 12, 12, 12, 12], "11 other threads are running or ready to on 2 cores"),
+    ([3, 3, 1, 3, 1], "2 other threads"),
+    ([2, 9, 2, 9, 2], None),  # for a moment
+    ([1, 1, 1, 1, 1], None),
+    ([], None),  # no /proc
+])
+def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch, running, said):
+    def read(path):
+        if path != "proc/loadavg":
+            return plain(path)
+        return f"9.1 9.2 9.3 {running.pop()}/90 8697\n" if running else ""
+
+    plain = proc.read
+    monkeypatch.setattr(rundir, "crowded", machine.crowded)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine.proc, "read", read)
+    told = run("--max_steps", 1, "--warmup_steps", 1)
+    assert said in told if said else "other threads" not in told

@@ -17,10 +17,11 @@ import train
 from config import Config
 from data import load_data
 from model import flops_per_token
-from steady import checkpoint, huggingface, lora
-from steady.cli import ConfigError
-from steady.parallel import Shards
-from steady.tokens import byte_tokenizer
+from steady.checkpoints import checkpoint
+from steady.models import huggingface, lora
+from steady.options import ConfigError
+from steady.ranks.parallel import Shards
+from steady.tokens.files import byte_tokenizer
 from tools import generate as generation
 
 LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]

@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import config
 from config import IGNORE
-from model import LinearCrossEntropy, Transformer, flops_per_token, generate, sample_token
-from steady.cli import ConfigError
-from steady.device import attention_backend, set_attention_backend
-from steady.health import output_health
-from steady.layers import RMSNorm, rotate
+from model import LinearCrossEntropy, Transformer, Where, flops_per_token, generate, sample_token
+from steady.models import layers
+from steady.models.device import attention_backend, set_attention_backend
+from steady.models.layers import RMSNorm, rotate
+from steady.options import ConfigError
+from steady.watch.norms import output_health
 
 CPU = torch.device("cpu")
 
@@ -148,14 +149,72 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
             if way == "ours":
                 losses = LinearCrossEntropy.apply(hidden, weight, targets, vocab)
             else:
-                logits = F.linear(hidden, weight)[:, :vocab].float()
-                losses = F.cross_entropy(logits, targets, reduction="none")
+                losses = plain_losses(hidden, weight, targets, vocab)
             found.append((losses, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))))
     for ours, plain in zip(*found, strict=True):
         assert ours.dtype == plain.dtype == torch.float32
         difference = (ours - plain).norm() / plain.norm()
         assert difference < (1e-2 if autocast else 1e-6)
     assert found[0][0][3] == 0 and found[0][0][20] == 0
+
+
+def plain_losses(hidden, weight, targets, vocab):
+    logits = F.linear(hidden, weight)[..., :vocab].float()
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.view(targets.shape)
+
+
+def predictions(p: float, n=64, width=128, vocab=257, padded=320):
+    """Hidden states and weights that give targets probabilities of p, give or take the odds."""
+    torch.manual_seed(0)
+    p = torch.sigmoid(math.log(p / (1 - p)) + torch.rand(n, 1) - 0.5)
+    weight, targets = torch.randn(padded, width) * 0.05, torch.randint(vocab, (n,))
+    start, least, most = torch.randn(n, width), torch.zeros(n, 1), torch.full((n, 1), 400.0)
+    for _ in range(40):  # how far to go towards the target's weights
+        middle = (least + most) / 2
+        hidden = start + middle * weight[targets]
+        found = (hidden @ weight[:vocab].T).softmax(-1).gather(1, targets[:, None])
+        least, most = middle.where(found < p, least), middle.where(found >= p, most)
+    targets[::16] = IGNORE
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_confident_predictions_are_as_exact_as_the_plain_ones(
+        dtype, on_cpu, monkeypatch):
+    monkeypatch.setattr(layers, "on_cpu", lambda x: on_cpu)
+    monkeypatch.setattr(LinearCrossEntropy, "cpu_chunk", 320 * 24)  # the last chunk has fewer
+    for p in (0.1, 0.5, 0.84, 0.983, 0.998, 0.9999):
+        hidden, weight, targets = predictions(p)
+        inputs = [x.to(dtype).float().requires_grad_() for x in (hidden, weight)]
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        gradients = []
+        for way, given in ((plain_losses, exact), (plain_losses, inputs),
+                           (LinearCrossEntropy.apply, inputs)):
+            with torch.autocast("cpu", dtype, enabled=given is inputs):
+                losses = way(*given, targets, 257)
+            loss = losses.sum() * (2**16 / 1536)  # as of 1,536 targets, with a scaler
+            gradients.append(torch.autograd.grad(loss, given))
+        for true, plain, ours in zip(*gradients, strict=True):
+            assert (ours - true).norm() <= 1.1 * (plain - true).norm(), p
+
+
+def test_memorising_in_bf16_ends_where_it_does_with_the_plain_loss(monkeypatch):
+    ends = []
+    for way in (LinearCrossEntropy.apply, plain_losses):
+        monkeypatch.setattr(LinearCrossEntropy, "apply", way)
+        torch.manual_seed(0)
+        model, tokens = Transformer(tiny_config()), torch.randint(257, (8, 33))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0)
+        for _ in range(80):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mean_loss(model, tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(loss.item())
+    assert ends[0] == pytest.approx(ends[1], rel=0.1) and ends[0] < 3e-4
 
 
 def test_grouped_queries_equal_repeated_heads():
@@ -210,7 +269,7 @@ def test_attention_is_the_formula():
     scores = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), -math.inf)
     y = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
     torch.testing.assert_close(
-        attention(x, model.cos, model.sin), attention.out(y.flatten(2)), rtol=1e-4, atol=1e-5
+        attention(x, Where(model.cos, model.sin)), attention.out(y.flatten(2)), rtol=1e-4, atol=1e-5
     )
 
 

@@ -16,11 +16,15 @@ import torch
 from config import Config
 from data import Size
 from monitor import Monitor
-from steady import clock as clocks
-from steady import device, goodput, limits, machine, telemetry
-from steady.clock import DeviceTimes
-from steady.report import report
-from steady.telemetry import PHASES, duration, open_metrics, si
+from steady.models import device
+from steady.watch import clock as clocks
+from steady.watch import goodput, machine
+from steady.watch import sinks as telemetry
+from steady.watch import trends as limits
+from steady.watch.clock import DeviceTimes
+from steady.watch.report import report, why_unjudged
+from steady.watch.sinks import PHASES, duration, open_metrics, si
+from steady.watch.slowdowns import SlowdownDetector
 
 CPU = torch.device("cpu")
 
@@ -132,7 +136,7 @@ def test_verbose_shows_every_phase(tmp_path, capsys, clock):
 
 
 def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock):
-    m = make(tmp_path, gather=lambda values: clock.advance(0.2) or values[None])
+    m = make(tmp_path, gather=lambda values, names: clock.advance(0.2) or values[None])
     step(m, 1)
     row = rows(tmp_path)[0]
     assert row["perf/step_ms"] == pytest.approx(200) and row["perf/logging_ms"] == 0
@@ -197,6 +201,44 @@ def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):
     assert m.close() == "" and m.machine.on_gc not in gc.callbacks
 
 
+@pytest.mark.parametrize("value", [
+    np.float32(1.5), np.array([1.5]), np.array(1.5, np.float16), torch.tensor(1.5),
+    torch.tensor([[1.5]], dtype=torch.bfloat16, requires_grad=True),
+], ids=str)
+def test_scalars_become_numbers(tmp_path, value):
+    m = make(tmp_path, tensorboard=True)
+    m.log("a/logged", value)
+    m.log("a/logged", torch.tensor(2.5))
+    m.log("a/weighed", 3, weight=value)
+    step(m, 1)
+    m.write(np.int64(1), {"a/written": value, 5: value, "a/nan": np.float32("nan")})
+    m.close()
+    logged, written = rows(tmp_path)[:2]
+    assert logged["a/logged"] == 2.0 and logged["a/weighed"] == 2.0
+    assert written == {"step": 1, "a/written": 1.5, "5": 1.5, "a/nan": None}
+    events = events_of(tmp_path / "tensorboard")
+    assert [event.value for event in events.Scalars("a/written")] == [1.5]
+
+
+def test_a_row_keeps_what_else_it_has(tmp_path):
+    """A fork writes what it likes; what cannot be drawn is not read."""
+    m = make(tmp_path)
+    odd = {"a/flag": True, "a/text": "yes", "note": "text", "a/list": [1, 2], "a/path": tmp_path,
+           "sample": 5, "anomaly": None, "perf/data_ms": "slow", "goodput/lost": None}
+    m.write(1, odd | {"train/loss": 2.0, "a/array": torch.ones(2), "end": {"a/b": "c", "a/d": 1}})
+    m.write(2, {"train/loss": 3.0, "sample": 5})
+    m.close()
+    kept = [row for _, row in telemetry.read_rows(tmp_path / "metrics.jsonl")]
+    assert kept[0] == {"step": 1, "train/loss": 2.0, "a/flag": True, "note": "text",
+                       "end": {"a/d": 1}}
+    assert rows(tmp_path)[0]["a/array"] == [1, 1] and kept[1] == {"step": 2, "train/loss": 3.0}
+    assert report(tmp_path)["figures"]["train/loss"] == 3.0
+
+
+def test_without_a_log_no_number_of_logs_is_promised():
+    assert why_unjudged(SlowdownDetector(), 0, 1) == "run too short to judge speed (no log)"
+
+
 def test_summary_says_where_the_time_went(tmp_path, clock):
     m = make(tmp_path)
     for n in range(1, 9):
@@ -209,7 +251,7 @@ def test_summary_says_where_the_time_went(tmp_path, clock):
     assert "steps   5 ms (median), first tenth 5 ms, last tenth 5 ms" in text
     assert "slowest step 5 (50 ms), step " in text
     assert "goodput 43.2% of the time was training, 0.0% was lost" in text
-    assert "verdict too few logs with times of phases to look for slow-downs\n" in text
+    assert "verdict run too short to judge speed (2 logs, needs 52)\n" in text
     assert "checkpoint takes 54% of the time: a larger --save_interval" in text
     window = rows(tmp_path)[-2]
     assert window["perf/step_ms_median"] == pytest.approx(5)
@@ -330,7 +372,7 @@ def test_numbers_go_to_the_device_in_one_copy(tmp_path, clock, monkeypatch):
 def test_ranks_are_averaged_in_one_exchange(tmp_path, clock):
     sent = []
 
-    def gather(values):  # a second rank has twice of everything
+    def gather(values, names):  # a second rank has twice of everything
         sent.append(values)
         return torch.stack((values, 2 * values * (values != 1) + (values == 1)))
 
@@ -378,7 +420,7 @@ def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
     row = rows(tmp_path)[-1]
     assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
     assert row["perf/padding_fraction"] == 0.75
-    assert "padding is 75% of the tokens computed: --packing" in m.close()
+    assert "padding is 75% of the tokens computed: --packing (and with it a larger" in m.close()
 
 
 def test_numbers_for_people():

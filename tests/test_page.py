@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import train
-from steady import telemetry
-from steady.report import report
+from steady.watch import sinks as telemetry
+from steady.watch.report import report
 from tools import page
 from tools.report import main
 
@@ -122,8 +122,7 @@ def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
     kinds = {event["kind"]: event for event in told["events"]}
     assert kinds["anomaly"]["step"] == 2_993 and "9" in kinds["anomaly"]["text"]
     assert abs(kinds["slow-down"]["step"] - 6_001) <= 100
-    assert kinds["slow-down"]["label"].startswith("data +")
-    assert "rank 7" in told["slow_rank"] and "in data" in told["slow_rank"]
+    assert kinds["slow-down"]["text"].count("data +") == 1
     assert len(told["heat"]["ranks"]) == 1 + 8 and len(told["heat"]["ranks"]["7"]) == page.CELLS
 
 
@@ -133,15 +132,15 @@ def test_a_page_of_very_many_rows_keeps_their_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "POINTS", 40)
     (exact,) = make_page(tmp_path, tmp_path / "r")["runs"]
     monkeypatch.setattr(page, "MOST_ROWS", 256)
-    table = page.Table()
+    table = page.Table(lambda name: True)
     for step in range(1, 5001):
         table.add({"step": step, "perf/mfu": 0.5})
         assert table.rows < 512
-    steps = np.array(table.thin(["perf/mfu"], 50)["step"])
+    steps = np.array(table.thin(50)["step"])
     assert np.diff(steps, prepend=0).max() <= 2 * np.diff(steps, prepend=0).min()
     assert steps[-1] == 5000 and len(steps) == 50
     (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
-    assert told.keys() == exact.keys() and told["slow_rank"] == exact["slow_rank"]
+    assert told.keys() == exact.keys()
     lines, all_kept = told["logs"], exact["logs"]
     assert lines.keys() == all_kept.keys() and lines["step"][-1] == all_kept["step"][-1]
     for name in ("train/loss", "perf/data_ms"):
@@ -208,6 +207,29 @@ def test_numbers_that_no_run_writes_are_passed_over(tmp_path, odd):
     write_rows(tmp_path / "all", [row | KINDS | odd for row in rows])
     for told in make_page(tmp_path, tmp_path / "first", tmp_path / "all")["runs"]:
         assert told["step"] in (0, 600)
+
+
+def test_what_cannot_be_drawn_leaves_the_rest_of_its_row(tmp_path):
+    """As a fork's own metrics: the row still counts in the report and on the page."""
+    rows = list(long_run(40, slow_from=99))
+    odd = {"own/flag": True, "own/text": "x", "own/list": [1.0], "train/grad_norm": "x",
+           "perf/mfu": "high", "perf/data_fraction": None}
+    write_rows(tmp_path / "r", [row | odd for row in rows])
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    assert told["step"] == 2000 and len(told["logs"]["step"]) == 40
+    assert told["logs"]["train/loss"][-1] == pytest.approx(rows[-1]["train/loss"], rel=1e-3)
+    assert told["logs"].keys() & odd.keys() == set()
+    found = report(tmp_path / "r")
+    assert found["figures"]["train/loss"] == rows[-1]["train/loss"]
+
+
+def test_a_run_that_diverged_says_so_first(tmp_path):
+    rows = list(long_run(40, slow_from=99))
+    write_rows(tmp_path / "r", [row | {"train/loss": 4.0 if row["step"] < 1000 else 9.0}
+                                for row in rows])
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    (event,) = [event for event in told["events"] if event["kind"] == "diverged"]
+    assert event["text"] == told["verdict"][0] and 900 < event["step"] <= 1000
 
 
 def test_a_page_of_much_text_and_many_columns_is_small(tmp_path, monkeypatch):
@@ -371,7 +393,7 @@ def test_a_browser_shows_the_planted_slow_down(browser, tmp_path, corpus):
              "--sample_interval", 200, "--no_tensorboard"]
     assert conftest.Process(tmp_path, flags, lambda: planted(400)).code(300) == 0
     (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
-    (event,) = [e for e in told["events"] if e["kind"] == "slow-down" and "data" in e["label"]]
+    (event,) = [e for e in told["events"] if "the loop waits for data" in e["text"]]
     assert 370 <= event["step"] <= 430
     assert show(browser, (tmp_path / "page.html").as_uri()) == []
     assert "the loop waits for data" in browser.find_element("id", "head").text
@@ -422,12 +444,53 @@ def test_a_browser_shows_the_planted_slow_down(browser, tmp_path, corpus):
 
 
 @pytest.mark.slow
+def test_a_browser_compares_two_runs(browser, tmp_path):
+    rows = list(long_run(720, slow_from=9999))
+    for k, row in enumerate(rows, 1):
+        slow = 20 * (k // 60 % 2) * ("perf/data_ms" in row)
+        for name in ("perf/data_ms", "perf/step_ms", "perf/step_ms_median"):
+            row[name] = row.get(name, 0.0) + slow
+        row["perf/tflops"] = 100 / row["perf/step_ms"] if row["perf/step_ms"] else 0.0
+        row |= {"train/tokens": 1000 * row["step"], "train/learning_rate": 1.23456e-7}
+        row["train/loss"] = 300.0 if k < 4 else 4.0 * 0.995**k
+        row["perf/evaluation_ms"] = 500.0 * (k % 20 == 0)
+    write_rows(tmp_path / "a/run", [row for row in rows if "perf/tflops" in row])
+    write_rows(tmp_path / "b/run", rows[:60])
+    one, _ = make_page(tmp_path, tmp_path / "a/run", tmp_path / "b/run")["runs"]
+    assert show(browser, (tmp_path / "page.html").as_uri()) == []
+    js = browser.execute_script
+    assert browser.title == "a, b" and js("return plots[0].series[1].label") == "train a"
+    slow = [event for event in one["events"] if event["kind"] == "slow-down"]
+    assert len(slow) == 6 and "1 more slow-down" in browser.find_element("id", "head").text
+    # evaluations are left out, until asked for
+    assert js(f"return {PHASES_CHART}.cut") == ""
+    js(f"{PHASES_CHART}.root.querySelectorAll('.u-series')[8].querySelector('th').click()")
+    wait(browser, f"return {PHASES_CHART}.cut.startsWith('▲ up to 5')")
+    # the first loss is huge, the rest falls to a tenth: a logarithmic axis, or one that is cut
+    assert js("return plots[0].scales.y.distr") == 3
+    js("document.querySelector('h2 button').click()")
+    wait(browser, "return plots[0].scales.y.max < 20 && plots[0].cut.includes('300')")
+    # tokens as the x axis, for events too
+    js("document.querySelectorAll('#tools button')[1].click()")
+    wait(browser, "return plots[0].scales.x.max == 36e6")
+    assert js("return page.runs[0].x(100)") == 100_000
+    # no empty space below a chart, and its right axis has room for its numbers
+    cards = js("return [...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect()"
+               ".bottom - f.lastElementChild.getBoundingClientRect().bottom)")
+    assert len(cards) > 5 and max(cards) < 20
+    assert js("return plots.find(u => u.root.parentNode.ariaLabel.startsWith('Gradient'))"
+              ".axes[2]._size > 7 * '1.23e-7'.length")
+    assert js("return document.querySelectorAll('.scale').length") == 4
+    assert said(browser) == []
+
+
+@pytest.mark.slow
 def test_a_browser_runs_no_text_of_a_run(browser, tmp_path):
     folder = tmp_path / EVIL.replace("/", "")
     write_evil_run(folder)
     make_page(tmp_path, folder, folder)
     assert show(browser, (tmp_path / "page.html").as_uri()) == []
-    assert browser.title == f"{folder}, {folder}"
+    assert browser.title == f"{folder.name}, {folder.name}"
     assert browser.execute_script("return document.images.length + document.scripts.length") == 2
     assert browser.find_element("tag name", "pre").text == EVIL
 

@@ -3,26 +3,30 @@
 import json
 import math
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, column, poison, processes, rows
+from conftest import TINY, column, poison, processes, rows, torchrun_sets
+from torch import nn
 
 import config
 import train
 from model import Transformer
-from steady import memory, parallel, parts
-from steady.checkpoint import (
+from steady.checkpoints import parts
+from steady.checkpoints.checkpoint import (
     checkpoint_at,
     compare,
     find_damage,
     list_checkpoints,
     read_state,
 )
-from steady.tokens import write_tokens
+from steady.guard import memory
+from steady.options import ConfigError
+from steady.ranks import parallel
+from steady.ranks.ranks import join_ranks
+from steady.tokens.files import write_tokens
 from tools import estimate
 
 FLAGS = ["--precision", "fp32", "--max_steps", "6", "--warmup_steps", "2", "--log_interval", "2",
@@ -52,11 +56,12 @@ def assert_equal_runs(one, other, rel=0.0):
 
 def time_outs(rank: int, file, found):
     store = dist.FileStore(str(file), 4)
-    parallel.join_ranks(store, rank, 4, torch.device("cpu"), patience=4000.0)
+    join_ranks(store, rank, 4, torch.device("cpu"), patience=4000.0)
     shards = parallel.Shards("zero3", 4, shard_size=2)
     groups = [dist.group.WORLD, *shards.mesh.get_all_groups()]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     found.put([backend.options._timeout.total_seconds() for backend in backends])
+    dist.barrier()  # gloo may still be connecting the others
 
 
 def test_the_groups_of_shards_and_replicas_wait_as_long_as_that_of_all_ranks(tmp_path):
@@ -224,8 +229,7 @@ def test_a_new_run_is_refused_however_often_torchrun_starts_it(corpus, tmp_path)
     flags = [*TINY, *FLAGS, "--data", corpus, "--save_interval", 0, "--eval_interval", 0]
     attempts = [(0, 3, 2), (1, 3, 2), (1, 2, 0), (2, 3, 0)]  # (attempt, ranks, exit code)
     for attempt, ranks, code in attempts:
-        group = processes(tmp_path, ranks, flags, lambda rank, attempt=attempt: os.environ.update(
-            TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt)))
+        group = processes(tmp_path, ranks, flags, lambda rank, n=attempt: torchrun_sets(n))
         assert [process.code() for process in group] == [code] * ranks, group[0].text()
         refused = "expected a multiple of 3 (3 processes); the nearest is 6 or 9; once started"
         assert (refused in group[0].text()) == bool(code)
@@ -368,6 +372,28 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
     assert scales[3] == scales[2] / 2 == scales[0] / 2
 
 
+@pytest.mark.parametrize("logged, named", [
+    ([["a"], []], ["a is logged by rank 0 alone"]),
+    ([["a", "b"], ["a", "c"]], ["b is logged by rank 0 alone", "c is logged by rank 1 alone"]),
+])
+def test_metrics_that_only_some_ranks_log_are_named(corpus, tmp_path, logged, named):
+    def hook(rank):
+        plain = train.check_finite
+
+        def check_finite(run, **how):
+            for name in logged[rank] if run.step == 3 else ():
+                run.monitor.log(name, 1.0)
+            plain(run, **how)
+
+        train.check_finite = check_finite
+
+    group = processes(tmp_path, 2, [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r"], hook)
+    for process in group:
+        assert process.code() == 1, process.text()
+        assert all(text in process.text() for text in named), process.text()
+    assert newest(tmp_path / "r")["step"] == 4  # the step is done, and saved
+
+
 def test_rollback_goes_to_the_newest_parts(corpus, tmp_path):
     flags = [*TINY, *EXACT, "--data", corpus, "--log_interval", 1, "--eval_interval", 0,
              "--save_interval", 2, "--max_nonfinite", 1, "--on_nonfinite", "rollback"]
@@ -403,6 +429,39 @@ def test_compiled_blocks(run, tmp_path, monkeypatch):
     graphs = (tmp_path / "graphs.txt").read_text().splitlines()
     assert 2 <= len(graphs) <= 2 * 2 * 2  # of each rank, training and evaluating
     assert_equal_runs(tmp_path / "plain", tmp_path / "compiled", rel=1e-5)
+
+
+@pytest.mark.parametrize("name, options, divides", [
+    *((name, {}, True) for name in ("AdamW", "NAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")),
+    ("AdamW", dict(fused=True, lr=1e-6), True), ("SGD", dict(momentum=0.9, nesterov=True), True),
+    ("Adafactor", {}, False), ("Adafactor", dict(lr=0.0), False), ("Muon", {}, False),
+])
+def test_an_optimizer_is_divided_if_it_treats_each_row_alone(name, options, divides):
+    random, shards = torch.Generator().manual_seed(0), parallel.Shards("zero3")
+    weights = [torch.randn(8, 3, generator=random), torch.zeros(8, 6), torch.ones(8, 6)]
+    weights += [] if name == "Muon" else [torch.ones(5), torch.ones(1)]
+    before = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizers = [getattr(torch.optim, name)(before, **options)]
+    assert shards.checked(optimizers) == optimizers  # one rank has all rows
+    shards.size = 2
+    if divides:
+        assert shards.checked(optimizers) == optimizers
+    else:
+        with pytest.raises(ConfigError, match=f"--parallel zero3: {name} needs whole weights"):
+            shards.checked(optimizers)
+    assert all(map(torch.equal, before, weights)) and all(p.grad is None for p in before)
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_at_the_start(corpus, tmp_path):
+    def hook(rank):
+        train.make_optimizers = lambda model, cfg, device, parameters, shards: [
+            torch.optim.Adafactor(parameters.values(), lr=cfg.learning_rate)]
+
+    flags = [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r", "--parallel", "zero3"]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [2, 2]
+    assert "Adafactor" in "".join(process.text() for process in group)
+    assert not (tmp_path / "r").exists()
 
 
 def test_sizes_that_do_not_divide_are_refused(run):

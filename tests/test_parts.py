@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Process, column, processes
+from conftest import TINY, column, processes
 
-from steady import checkpoint, parts, sealed
-from steady.checkpoint import compare, find_damage, latest_valid, list_checkpoints, read_state
+from steady.checkpoints import checkpoint, parts, sealed
+from steady.checkpoints.checkpoint import (
+    compare,
+    find_damage,
+    latest_valid,
+    list_checkpoints,
+    read_state,
+)
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
          "--no_tensorboard", "--parallel", "zero3"]
@@ -94,6 +100,23 @@ def test_parts_of_different_saves_are_no_checkpoint(copy):
         assert find_damage(folder / "step_00000004"), text
 
 
+def test_names_of_the_same_parts(copy):
+    """For which one reading is enough."""
+    one, two, other = (copy / "checkpoints" / name
+                       for name in ("step_00000006", "new", "step_00000004"))
+    assert not parts.same_parts(one, other)
+    parts.link_folder(one, two)
+    assert parts.same_parts(one, two)
+    part = next(path for path in files_of(two) if path.suffix == ".pt")
+    content = part.read_bytes()
+    part.unlink()
+    assert not parts.same_parts(one, two)
+    part.write_bytes(content)
+    assert not parts.same_parts(one, two)
+    (two / parts.MANIFEST).write_text("damaged")
+    assert not parts.same_parts(one, two)
+
+
 def test_a_part_holds_only_the_rows_of_its_rank(finished):
     folder = finished / "checkpoints" / "step_00000006"
     states = parts.load_parts(folder, "cpu")
@@ -152,10 +175,13 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, t
     before = files_of(folder)
     with pytest.raises(parts.Missing, match="rank 1 has not written its part"):
         parts.PartWriter(0, 2, notes, "b").write(folder, state)
-    with pytest.raises(ValueError):
-        parts.PartWriter(1, 2, notes, "c").write(folder, state, wrong="not finite")
-    with pytest.raises(parts.Missing, match="rank 1: not finite"):
-        parts.PartWriter(0, 2, notes, "c").write(folder, state)
+    for key, wrong in (("c", parts.WeightsNotFinite("bad")), ("f", OSError("not finite"))):
+        with pytest.raises(type(wrong)):
+            parts.PartWriter(1, 2, notes, key).write(folder, state, wrong)
+        with pytest.raises(parts.Missing, match=f"rank 1: {wrong}") as error:
+            parts.PartWriter(0, 2, notes, key).write(folder, state)
+        told_apart = isinstance(error.value, parts.WeightsNotFinite)
+        assert told_apart == isinstance(wrong, parts.WeightsNotFinite)  # by type, not by text
     assert files_of(folder) == before
     assert parts.find_damage_of_parts(folder) is None
     parts.remove_strays(folder)
@@ -189,14 +215,14 @@ def test_a_checkpoint_that_lacks_only_its_manifest_is_completed(corpus, copy, tm
 def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
     def hook(rank):
-        plain = checkpoint.PartWriter.write
+        plain = parts.PartWriter.write
 
         def write(self, folder, state, wrong=None):
             if rank == 1 and folder.name in ("step_00000001", "step_00000004"):
-                wrong = "no space left"
+                wrong = OSError("no space left")
             return plain(self, folder, state, wrong)
 
-        checkpoint.PartWriter.write = write
+        parts.PartWriter.write = write
 
     flags = [*FLAGS, "--data", corpus, "--save_interval", 1, "--keep_checkpoints", 9,
              "--eval_interval", 0, "--out_dir", "r"]
@@ -255,32 +281,33 @@ def test_what_is_not_ours_stays(run, copy):
         assert (folder / name).read_text() == "mine"
 
 
+def test_a_link_in_the_place_of_a_folder_is_never_written_through(corpus, copy, tmp_path):
+    """Each of them leads to a checkpoint of another run, of which one is still to be completed."""
+    theirs, mine = copy / "checkpoints", tmp_path / "b/checkpoints"
+    shutil.copytree(theirs / "step_00000006", theirs / "step_00000007")
+    (theirs / "step_00000007" / parts.MANIFEST).unlink()
+    mine.mkdir(parents=True)
+    links = dict(best="best", step_00000002="step_00000004", step_00000001="step_00000007",
+                 step_00000006="step_00000003", empty="empty")
+    (theirs / "empty").mkdir()
+    for name, target in links.items():
+        (mine / name).symlink_to(theirs / target)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    flags = [*FLAGS, "--data", corpus, "--out_dir", "b", "--keep_checkpoints", 1]
+    for way in (["--overwrite"], ["--auto_resume", "--max_steps", 8]):
+        for process in processes(tmp_path, 2, [*flags, *way]):
+            assert process.code() == 0, process.text()
+        assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert find_damage(mine / "step_00000008") is None and find_damage(mine / "best") is None
+    assert not (mine / "best").is_symlink() and (mine / "step_00000001").is_symlink()
+
+
 def test_resume_is_verified_in_parts(corpus, tmp_path):
     flags = [*TINY, "--data", corpus, "--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
     for process in processes(tmp_path, 2, flags):
         assert process.code() == 0, process.text()
     assert "verify_resume: identical" in (tmp_path / "log0.txt").read_text()
 
-
-def test_an_older_format_is_read(corpus, tmp_path):
-    """Format 3 kept the momenta of all matrices of one shape in a stack."""
-    for name in ("new", "old"):
-        flags = [*FLAGS, "--data", corpus, "--out_dir", name]
-        assert Process(tmp_path, flags).code() == 0
-    path = tmp_path / "old/checkpoints/step_00000006.pt"
-    state = read_state(path)
-    state["format"] = 3
-    muon = state["optimizers"][0]
-    for group in muon["param_groups"]:
-        stack = torch.stack([muon["state"].pop(i)["momentum"] for i in group["params"]])
-        muon["state"][group["params"][0]] = {"momentum": stack}
-    checkpoint.write_checkpoint(path, state)
-    for name in ("new", "old"):
-        process = Process(tmp_path, ["--auto_resume", "--out_dir", name, "--max_steps", 8])
-        assert process.code() == 0, process.text()
-    one, two = (read_state(tmp_path / name / "checkpoints/step_00000008.pt")
-                for name in ("new", "old"))
-    assert compare(one["model"], two["model"])[1] == []
 
 
 def test_a_file_takes_the_place_of_the_parts_of_its_step(copy):

@@ -19,8 +19,8 @@ import pytest
 from conftest import ROOT, environment
 
 import data
-from steady.cli import ConfigError
-from steady.tokens import TokenWriter, find_files
+from steady.options import ConfigError
+from steady.tokens.files import TokenWriter, find_files
 from tools import prepare
 from tools import read as read_module
 from tools.encode import Encoder
@@ -351,10 +351,10 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
 def test_text_that_is_not_utf8(tmp_path, made, tokenizer):
     (tmp_path / "a.txt").write_bytes(b"the cat\n\xffsat\n")
     flags = [tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0]
-    assert "not UTF-8 at byte 8" in made(*flags, "--tokenizer", tokenizer, expect=2)
-    made(*flags, "--tokenizer", tokenizer, "--skip_bad")
-    made(*flags)  # to the tokenizer of bytes all are alike
-    assert read(tmp_path / "o")[0][0] == [*b"the cat\n\xffsat\n", 256]
+    for more in (["--tokenizer", tokenizer], []):
+        assert f"{tmp_path / 'a.txt'}: not UTF-8 at byte 8" in made(*flags, *more, expect=2)
+        assert "left out         1 lines" in made(*flags, *more, "--skip_bad")
+    assert read(tmp_path / "o")[0][0] == [*"the cat\n\ufffdsat\n".encode(), 256]
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path, made, tokenizer):
@@ -386,6 +386,39 @@ def test_an_id_never_wraps(tmp_path):
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "-h"]])
+def test_help(made, capsys, arguments):
+    with pytest.raises(SystemExit, match="0"):
+        made(*arguments)
+    assert "data.py show RUN_DIR STEP" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_nowhere_is_looked_for_once(tmp_path, made, monkeypatch):
+    from huggingface_hub import errors
+
+    def offline(name, allow_patterns):
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        raise errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    told = made(source, "--out", tmp_path / "o", "--tokenizer", "a/b", expect=2)
+    assert told == "data.py: error: no folder or hub model called a/b (the hub is offline)\n"
+
+
+def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenizer, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    shutil.copytree(tokenizer, tmp_path / "b")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path / "b")
+    names = []
+    for name, offline in ((tmp_path / "b", False), ("a/b", False), (tmp_path / "b", True)):
+        monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode",
+                            lambda offline=offline: offline)
+        made(source, "--out", tmp_path / "o", "--tokenizer", name)
+        names.append(json.loads((tmp_path / "o/train.bin.json").read_text())["tokenizer"])
+    assert len({*names}) == 1 and names[0].startswith("b@")
+
+
 def test_mistakes_are_told_in_one_line(tmp_path, made):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     for arguments, words in (
@@ -402,6 +435,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, made):
         ([source, "--out", "o", "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
         ([source, "--out", "o", "--workers", 0], "--workers 0: expected at least 1"),
         (["show", tmp_path], "expected: data.py show DIR N"),
+        (["show", tmp_path, 1], "no train.bin"),
+        ([source, "--out", tmp_path / "o", "--tokenizer", "./none"], "no folder or hub model"),
     ):
         told = made(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told

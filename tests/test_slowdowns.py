@@ -1,6 +1,6 @@
 """A slow-down is found and its cause is named: each is provoked in a small run of the real program.
 
-Once on a clock that the test drives, and, marked slow, once more really.
+Once on a clock that the test drives, and, marked timed, once more really.
 """
 
 import gc
@@ -19,11 +19,14 @@ from test_monitor import Clock, make, spend, step
 import data
 import monitor
 import train
-from steady import checkpoint, limits, machine, slowdowns, telemetry
-from steady.device import usable_cores
-from steady.report import ADVICE, describe_end, report, verdict
-from steady.slowdowns import Cusum, SlowdownDetector
-from steady.telemetry import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
+from steady.checkpoints import checkpoint
+from steady.models.device import usable_cores
+from steady.watch import machine, slowdowns
+from steady.watch import sinks as telemetry
+from steady.watch import trends as limits
+from steady.watch.report import ADVICE, describe_end, report, verdict
+from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
+from steady.watch.slowdowns import Cusum, SlowdownDetector
 from tools.report import main, regression_percent
 
 
@@ -71,7 +74,7 @@ def driven(monkeypatch):
     return Driven(monkeypatch)
 
 
-@pytest.fixture(params=["driven", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.fixture(params=["driven", pytest.param("real", marks=pytest.mark.timed)])
 def clock(request, monkeypatch):
     return Driven(monkeypatch) if request.param == "driven" else Real()
 
@@ -247,7 +250,7 @@ def test_recompilation(provoke, monkeypatch, driven):
     assert "recompilation" in the_event(provoke(driven)[0], driven)["causes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_real_recompilation(provoke, monkeypatch):
     """The number of the step is given to what is compiled, and a graph is made for each."""
     plain, clock = train.Transformer.forward, Real()
@@ -278,7 +281,7 @@ def test_cpu_contention(provoke, monkeypatch, driven):
     assert "CPU contention" in the_event(provoke(driven)[0], driven)["causes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_real_cpu_contention(provoke, monkeypatch):
     crowd, clock = [], Real()
 
@@ -314,7 +317,7 @@ def test_a_loader_whose_memory_grows(provoke, monkeypatch, driven):
     assert "a loader whose memory grows" in the_event(events, driven)["causes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_a_real_loader_whose_memory_grows(provoke, monkeypatch):
     kept, clock = [], Real()
 
@@ -333,7 +336,7 @@ def test_a_real_loader_whose_memory_grows(provoke, monkeypatch):
     assert "a loader whose memory grows" in the_event(events, clock)["causes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
 def test_a_real_slow_rank_is_named(provoke, monkeypatch, way):
     clock = Real()
@@ -371,7 +374,7 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
     more = torch.zeros(len(OWN_PHASES))
     more[OWN_PHASES.index("forward")] = 30
 
-    def gather(values):
+    def gather(values, names):
         other = values.clone()
         other[-len(OWN_PHASES):] += more * driven.late
         return torch.stack((values, other))
@@ -520,10 +523,20 @@ def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
     events = events_of(rows)
     (event,) = (e for e in events if e["phases"] == [("data", 10.0)])
     assert event["unseen"] and "whether the slow-down since step 2001 lasts" in describe_end(event)
-    figures = dict(slowdowns=events, hangs=[], runs_out=[], figures={}, wall_s=1.0,
-                   seconds=dict.fromkeys(ADVICE, 0.0))
+    figures = dict(training=[], unjudged="", slowdowns=events, hangs=[], runs_out=[], figures={},
+                   wall_s=1.0, seconds=dict.fromkeys(ADVICE, 0.0))
     line = next(line for line in verdict(figures) if "data +10" in line)
     assert "whether it lasts is unknown" in line and "ended" not in line
+
+
+def test_logging_is_no_advice_in_the_first_minute():
+    def said(wall_s):
+        return verdict(dict(training=[], unjudged="", slowdowns=[], hangs=[], runs_out=[],
+                            figures={}, wall_s=wall_s,
+                            seconds=dict.fromkeys(ADVICE, 0.0) | {"logging": 0.1 * wall_s}))
+
+    assert said(59.0) == ["steady: no slow-down found"]
+    assert said(60.0)[1].startswith("logging takes 10% of the time")
 
 
 def test_an_evaluation_counts_where_its_row_has_no_times_of_steps():
@@ -576,7 +589,7 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monke
     assert main(["a", "c", "b"]) == 0 and main(["a", "b", "c", "--fail_on_regression", "900"]) == 3
     assert main([str(tmp_path)]) == 2
     out, err = capsys.readouterr()
-    assert "not a run directory" in err and "nan" not in out
+    assert "no such run" in err and "nan" not in out
 
 
 def test_a_run_is_not_slower_for_its_last_log(tmp_path):

@@ -9,9 +9,9 @@ import torch
 from conftest import column, rows
 
 import train
-from steady import spikes
-from steady.checkpoint import checkpoint_at, compare, read_state
-from steady.sealed import write_checkpoint
+from steady.checkpoints.checkpoint import checkpoint_at, compare, read_state
+from steady.checkpoints.sealed import write_checkpoint
+from steady.guard import spikes
 
 FLAGS = ["--skip_spikes", 6, "--max_steps", 30, "--save_interval", 0, "--eval_interval", 0,
          "--max_nonfinite", 1, "--on_nonfinite", "abort", "--log_interval", 5, "--no_tensorboard"]

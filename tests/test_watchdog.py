@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,11 +15,14 @@ from conftest import TINY, Process, processes, rows
 
 import data
 import train
-from steady import checkpoint, faults, hangs, telemetry, watchdog
-from steady.parallel import names
-from steady.replicas import Replicas, ReplicasDiffer, checksums
-from steady.report import report
-from steady.watchdog import PATIENT, Watchdog
+from steady.checkpoints import checkpoint
+from steady.guard import faults
+from steady.ranks import hangs, watchdog
+from steady.ranks.ranks import names
+from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
+from steady.ranks.watchdog import PATIENT, Watchdog
+from steady.watch import sinks as telemetry
+from steady.watch.report import report
 
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0"]
@@ -34,6 +38,10 @@ def watch(seconds=10, step=50, **run) -> Watchdog:
     watchdog.run = SimpleNamespace(monitor=monitor, step=step, first_step=1, out_dir=None, **run)
     watchdog.measure(0.0)
     return watchdog
+
+
+def stack_of(*modules: str) -> list:
+    return [(module, f"/x/{module}.py", 1, "f") for module in modules]
 
 
 def begin(watchdog: Watchdog, phase: str):
@@ -74,8 +82,28 @@ def test_start_up_may_take_longer():
 
 def test_a_checkpoint_that_is_waited_for_may_take_longer():
     watchdog = watch(10)
-    watchdog.stack = lambda: [("threading.py", 1, "join"), ("/x/steady/checkpoint.py", 2, "wait")]
+    watchdog.stack = lambda: stack_of("threading", "steady.checkpoints.checkpoint")
     assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
+
+
+def test_a_recompilation_may_take_as_long_as_a_start():
+    """But not the compiled code."""
+    stacks = {}
+
+    def backend(module, inputs):
+        def run(*args):
+            stacks["runs"] = Watchdog.stack(watchdog)
+            return module(*args)
+
+        stacks["compiles"] = Watchdog.stack(watchdog)
+        return run
+
+    watchdog = watch(10)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    for what, seconds in (("compiles", 10 * PATIENT), ("runs", 10)):
+        watchdog = watch(10)
+        watchdog.stack = lambda what=what: stacks[what]
+        assert seconds_until_judged(watchdog) == seconds + 1
 
 
 def test_a_phase_that_took_long_recently_may_do_so_again():
@@ -98,11 +126,15 @@ def test_progress_counts_and_a_debugger_does_not():
         begin(watchdog, "forward")
         watchdog.measure(5.0)
         assert not watchdog.judge()
-    for debugger in ("/lib/python3.12/bdb.py", "/site-packages/debugpy/_vendored/pydevd/x.py"):
-        watchdog.stack = lambda file=debugger: [("threading.py", 1, "wait"), (file, 5, "dispatch")]
+    for debugger in ("bdb", "debugpy._vendored.x", "_pydevd_bundle.pydevd"):
+        watchdog.stack = lambda module=debugger: stack_of("threading", module)
         assert seconds_until_judged(watchdog) is None
     # started under one, which stands far out on the stack, but not stopped in it
-    watchdog.stack = lambda: [("mine.py", 1, "f")] * 20 + [("/x/debugpy/server.py", 5, "run")]
+    watchdog.stack = lambda: stack_of(*["mine"] * 20, "debugpy.server")
+    assert seconds_until_judged(watchdog) == 11
+    # a clone, or an environment, in a folder of that name
+    watchdog = watch(10)
+    watchdog.stack = lambda: [("model", "/x/debugpy/pydevd/model.py", 5, "forward")]
     assert seconds_until_judged(watchdog) == 11
 
 
@@ -405,6 +437,7 @@ def test_one_process_alone_whose_data_does_not_come(corpus, tmp_path):
             return plain(self, start, stop)
 
         data.Mixture.batch = batch
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # or it would only be warned
 
     flags = [*TINY, "--data", corpus, *FLAGS, "--save_interval", "30"]
     process = Process(tmp_path, [*flags, "--hang_seconds", "3"], hook)
@@ -417,6 +450,26 @@ def test_one_process_alone_whose_data_does_not_come(corpus, tmp_path):
     assert again.code() == 0, again.text()
     assert hang_of(tmp_path)["step"] == 30  # where it went on: the reason is kept
     assert any("in data of step 50" in line for line in report(tmp_path / "run")["verdict"])
+
+
+def test_a_process_alone_is_warned_once_and_goes_on(corpus, tmp_path):
+    """It asks its user something, who is away."""
+    reader, writer = os.pipe()
+
+    def hook():
+        os.dup2(reader, 0)
+        sys.stdin = open(0, closefd=False)
+        at_step(60, input)
+
+    flags = [*TINY, "--data", corpus, *FLAGS, "--max_steps", "70", "--hang_seconds", "1"]
+    process = Process(tmp_path, flags, hook)
+    process.wait_for("no progress")
+    time.sleep(1)
+    os.write(writer, b"yes\n")
+    assert process.code() == 0, process.text()
+    assert process.text().count("warning: no progress: ") == 1
+    assert hang_of(tmp_path)["step"] == 59
+    assert (tmp_path / "run/stacks/rank_0.txt").exists()
 
 
 def test_the_last_upload_may_take_longer(corpus, tmp_path):
@@ -554,7 +607,8 @@ def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
                                     "1"], hook)
     assert [process.code() for process in group] == [1, 1]
     assert "no progress: rank 0 (host" in group[0].text()
-    assert "steady/checkpoint.py" in group[0].text() and "rank 1 (" not in group[0].text()
+    assert "steady/checkpoints/checkpoint.py" in group[0].text()
+    assert "rank 1 (" not in group[0].text()
 
 
 @pytest.mark.slow

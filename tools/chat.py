@@ -5,9 +5,9 @@ import re
 from functools import partial
 from itertools import groupby
 
-from steady.cli import ConfigError
+from steady.options import ConfigError
 
-Part = tuple[str | bytes, bool]  # text, and whether the loss counts it
+Part = tuple[str, bool]  # text, and whether the loss counts it
 
 PLACE = "\0the reply\0"  # stands where a template puts the content of a message
 ROLES = dict(
@@ -27,7 +27,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     Raises ValueError where none of them can be done.
     """
     if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(f"{keys[0]} need a --tokenizer that has a chat template")
+        raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template")
     messages, given = read_messages(record, keys)
     tools = read_tools(record.get("tools"))
     try:
@@ -38,10 +38,10 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
 
 
 def write_documents(tokenizer, messages: list[dict], given: int, tools: list | None):
-    """As chat_documents; replies among the first `given` messages belong to the prompt."""
-    roles = [message["role"] for message in messages]
-    replies = [i for i, role in enumerate(roles)
-               if role == "assistant" and i >= max(1, given)]  # a greeting answers nobody
+    """As chat_documents; replies among the first `given` messages, or of weight 0, are prompt."""
+    theirs = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    counted = [i for i in theirs if i >= given and messages[i].get("weight", 1)]
+    replies = [i for i in counted if i > 0]  # a greeting answers nobody
     whole = apply(tokenizer, messages, tools)
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     if any(call.get("function", call)["name"] not in whole for call in calls):
@@ -52,7 +52,7 @@ def write_documents(tokenizer, messages: list[dict], given: int, tools: list | N
         if (message["role"] not in ("system", "assistant")
                 and said not in whole and as_json not in whole):
             raise ValueError(f"the chat template leaves out what {message['role']} says")
-    if "assistant" not in roles[:given]:
+    if counted == theirs:
         documents = marked(tokenizer, messages, tools, whole)
         if documents:
             return documents, "marks"
@@ -117,7 +117,10 @@ def read_messages(record: dict, keys: tuple) -> tuple[list[dict], int]:
 
 
 def read_message(message: dict) -> dict:
-    """With role and content, and with the arguments of tool calls as objects."""
+    """With role and content, and with the arguments of tool calls as objects.
+
+    weight 0, as in OpenAI's format, is of a reply that the loss leaves out.
+    """
     message = without_none(message)
     if "from" in message:
         role, content = message.pop("from"), message.pop("value")
@@ -133,7 +136,9 @@ def read_message(message: dict) -> dict:
         message.setdefault("content", "")
         message["tool_calls"] = with_arguments(
             message["tool_calls"], lambda x: json.loads(x) if isinstance(x, str) else x)
-    role, content = message["role"], message["content"]
+    role, content, weight = message["role"], message["content"], message.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"{role}: weight {weight!r}: expected 0 or 1")
     if isinstance(content, list):  # of parts, which many templates would drop
         kinds = {part["type"] for part in content} - {"text"}
         if kinds:

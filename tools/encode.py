@@ -1,5 +1,6 @@
 """Turns records and texts into token ids: what `python data.py` does to each piece of its input."""
 
+import io
 import itertools
 import json
 import operator
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.cli import ConfigError
-from steady.tokens import BYTES_END_OF_TEXT, load_tokenizer, share_of
+from steady.options import ConfigError
+from steady.tokens.files import BYTES_END_OF_TEXT, load_tokenizer, share_of
+from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
 
@@ -37,13 +39,13 @@ class Encoder:
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter, float]:
-        """(split → what TokenWriter.add takes, counts, chunk.read). Raises ConfigError."""
+    def __call__(self, chunk: Chunk) -> tuple[dict[str, list], Counter, float]:
+        """(split → calls of TokenWriter.add, counts, chunk.read). Raises ConfigError."""
         documents, counts = self.documents(chunk)
         encoded = {}
         for split in {split for split, *_ in documents}:
             mine = [document for of, *document in documents if of == split]
-            encoded[split] = self.encode(mine, chunk.begins, chunk.ends)
+            encoded[split] = [self.encode(*part) for part in cut(mine, chunk)]
         return encoded, counts, chunk.read
 
     def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part], bool]], Counter]:
@@ -52,17 +54,16 @@ class Encoder:
         Raises ConfigError with the number of such a line, unless --skip_bad.
         """
         if chunk.kind == "text":
-            text, counts = chunk.data, Counter()
-            if self.tokenizer:  # to "bytes" any bytes will do
-                try:
-                    text = chunk.data.decode()
-                except UnicodeDecodeError as e:
-                    if not self.options.skip_bad:
-                        raise ConfigError(f"{chunk.file}: not UTF-8 at byte "
-                                          f"{chunk.first + e.start:,}; --skip_bad puts � in its "
-                                          "place") from None
-                    text = chunk.data.decode(errors="replace")
-                    counts["left out", "not UTF-8"] += 1
+            counts = Counter()
+            try:
+                text = chunk.data.decode()
+            except UnicodeDecodeError as e:
+                if not self.options.skip_bad:
+                    raise ConfigError(f"{chunk.file}: not UTF-8 at byte "
+                                      f"{chunk.first + e.start:,}, nor UTF-16 with a mark (BOM); "
+                                      "--skip_bad puts � in its place") from None
+                text = chunk.data.decode(errors="replace")
+                counts["left out", "not UTF-8"] += 1
             return [(chunk.split, [(text, True)], False)], counts
         found = []
         counts = Counter({("ignored", name): len(chunk.data) for name in chunk.ignored})
@@ -71,13 +72,15 @@ class Encoder:
                 continue
             try:
                 record = json.loads(item) if chunk.kind == "lines" else item
+                if isinstance(record, ValueError):
+                    raise record
                 documents, how, used = self.read(record)
                 key = "\0".join(text for parts in documents for text, _ in parts).encode()
-            except ConfigError:
-                raise
+            except ConfigError as e:
+                raise ConfigError(f"{chunk.file}: {e}") from None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.options.skip_bad:
-                    why = reason(e) if isinstance(e, KeyError) else e
+                    why = reason(e) if isinstance(e, (KeyError, UnicodeError)) else e
                     raise ConfigError(f"{chunk.file}:{number}: {why}; --skip_bad leaves such "
                                       "lines out") from None
                 counts["left out", reason(e)] += 1
@@ -101,6 +104,9 @@ class Encoder:
             raise ValueError("expected an object with keys")
         keys, used = find_keys(record, self.options.text_field)
         how, texts = None, [record[key] for key in keys]
+        for key in keys:
+            if record[key] is None:
+                raise ValueError(f"`{key}` is null")
         if keys == (self.options.text_field,):
             documents = [[(*texts, True)]]
         elif keys[0] == "prompt" and not any(isinstance(text, list) for text in texts):
@@ -118,7 +124,7 @@ class Encoder:
         A prompt and its response are tokenized apart, a chat in one piece, as templates do.
         """
         texts = [[text for text, _ in parts] for parts, _ in documents]
-        raw = [t if isinstance(t, bytes) else t.encode() for t in itertools.chain(*texts)]
+        raw = [text.encode() for text in itertools.chain(*texts)]
         fast = self.tokenizer and self.tokenizer.is_fast
         joined = [fast and (self.adds_space or is_chat) for _, is_chat in documents]
         if self.tokenizer is None:
@@ -157,6 +163,23 @@ class Encoder:
             ends, starts = np.cumsum([len(part) for part in text]), np.array(encoding.offsets)[:, 0]
             part, ids = ends.searchsorted(starts, "right"), np.array(encoding.ids)
             yield from (ids[part == k] for k in range(1, len(text)))
+
+
+def cut(documents: list[tuple[list[Part], bool]], chunk: Chunk) -> Iterator[tuple]:
+    """Arguments of Encoder.encode: long texts in pieces, as those of text files, or encoding them
+    would take a hundred times their size.
+    """
+    def long(document) -> bool:
+        [(text, _), *more], is_chat = document
+        return not (more or is_chat or chunk.kind == "text") and len(text) > read.CHUNK_BYTES
+
+    for is_long, group in itertools.groupby(documents, long):
+        if not is_long:
+            yield [*group], chunk.begins, chunk.ends
+            continue
+        for [(text, counted)], _ in group:
+            for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, ""):
+                yield [([(piece.data.decode(), counted)], False)], piece.begins, piece.ends
 
 
 def reason(error: Exception) -> str:

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from config import Config
 from model import Transformer, flops_per_token
-from steady import layers
-from steady.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
-from steady.huggingface import adapt
-from steady.memory import micro_batch_size
-from steady.packing import trial_documents
-from steady.parallel import Shards, check_shard_size, local_part
-from steady.telemetry import duration
+from steady.guard.memory import micro_batch_size
+from steady.models import layers
+from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
+from steady.models.huggingface import adapt
+from steady.ranks.parallel import Shards, local_part
+from steady.ranks.ranks import check_shard_size
+from steady.tokens.packing import trial_documents
+from steady.watch.sinks import duration
 
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
@@ -130,7 +131,7 @@ def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumu
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
     optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-    no_mask = takes_varlen(cfg, dtype) or cfg.attention == "flex"  # the same tensors in both
+    no_mask = takes_varlen(cfg, dtype)
     documents = trial_documents(tokens, no_mask) if cfg.packing else None
     exchanged = []
     for micro_batches in (1, min(2, accumulation)):

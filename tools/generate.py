@@ -13,14 +13,14 @@ import torch
 
 from config import Config
 from model import Transformer, generate, rope_table
-from steady import foreign, huggingface, lora
-from steady.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
-from steady.checkpoint import read_state as read_checkpoint
-from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
-from steady.device import DTYPES, pick_device
-from steady.parallel import Shards
-from steady.retry import disk_error
-from steady.tokens import byte_tokenizer, end_of_text_ids, load_tokenizer
+from steady.checkpoints.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
+from steady.checkpoints.checkpoint import read_state as read_checkpoint
+from steady.checkpoints.retry import disk_error
+from steady.models import foreign, huggingface, lora
+from steady.models.device import DTYPES, pick_device
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
+from steady.ranks.parallel import Shards
+from steady.tokens.files import byte_tokenizer, end_of_text_ids, load_tokenizer
 from tools.chat import apply, end_of_turn
 from tools.talk import Screen, talk, text_after
 
@@ -50,16 +50,17 @@ class SamplingOptions:
 @dataclass
 class GenerateOptions(SamplingOptions):
     prompt: list[str] = option(
-        ["\n"], "text to continue; several prompts share a batch (default: a line end)")
+        ["\n"], "text to continue; several prompts share a batch (default: a line end)",
+        may_be_empty=True)
     prompt_file: str | None = option(None, "take each line of this file as a prompt")
-    n: int = option(1, "answers to each prompt", at_least=1)
+    n: int = option(1, "answers to each prompt", at_least=1, at_most=10**6)
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
 
 
 @dataclass
 class ChatOptions(SamplingOptions):
     max_new_tokens: int = option(1000, "tokens of an answer, at most", at_least=1)
-    system: str = option("", "system prompt")
+    system: str = option("", "system prompt", may_be_empty=True)
 
 
 @dataclass
@@ -185,7 +186,8 @@ def write_text(writer: Writer, options: GenerateOptions):
             with open(options.prompt_file, encoding="utf-8-sig") as file:
                 prompts = [line.removesuffix("\n") for line in file]
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
+            why = getattr(e, "strerror", None) or e
+            raise ConfigError(f"--prompt_file {options.prompt_file}: {why}") from None
     if options.chat and not tokenizer.chat_template:
         raise ConfigError(f"--chat: the tokenizer of {writer.source} has no chat template")
     if options.chat:

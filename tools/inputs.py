@@ -1,23 +1,23 @@
 """The input files of `python data.py`: which there are, and which are skipped."""
 
 import glob
+import json
 import os
 from collections import Counter
 from pathlib import Path
 
-from steady.cli import ConfigError
-from steady.tokens import require_regular
+from steady.options import ConfigError
+from steady.tokens.files import require_regular
+from tools.read import COMPRESSED, KINDS, holds_records, kind_of, suffixes
 
-KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".parquet": "rows"}
-COMPRESSED = (".gz", ".zst")
 LISTED = 8  # of a kind, in a summary
 
 
 class Skipped:
-    """What folders hold that is not read."""
+    """What folders hold that is not read; with --skip_bad also why files could not be read."""
 
     def __init__(self):
-        self.kinds, self.hidden = Counter(), set()
+        self.kinds, self.hidden, self.unreadable = Counter(), set(), {}
 
     def __str__(self) -> str:
         said = []
@@ -26,11 +26,14 @@ class Skipped:
             said.append(f"{self.kinds.total():,} files: {listed}")
         if self.hidden:
             said.append(f"hidden folders: {shorten(sorted(self.hidden))}")
+        if self.unreadable:
+            reasons = shorten([*self.unreadable.values()], "; ")
+            said.append(f"{len(self.unreadable):,} files that cannot be read: {reasons}")
         return "; ".join(said)
 
 
-def shorten(names: list[str]) -> str:
-    return ", ".join(names[:LISTED] + ["…"] * (len(names) > LISTED))
+def shorten(names: list[str], comma: str = ", ") -> str:
+    return comma.join(names[:LISTED] + ["…"] * (len(names) > LISTED))
 
 
 def find_inputs(inputs: list[str], out: Path) -> tuple[list[Path], Skipped]:
@@ -64,24 +67,36 @@ def files_in(folder: Path, out: Path, skipped: Skipped) -> list[Path]:
             continue
         skipped.hidden |= {name for name in subdirectories if name.startswith(".")}
         subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-        for path in (here / name for name in names):
+        for path in (here / name for name in saved_by_datasets(here) or names):
             if not path.is_file():
                 skipped.kinds["not regular"] += 1
-            elif kind_of(path):
+            elif kind_of(path) and (kind_of(path) != "json" or holds_records(path)):
                 found.append(path)
             else:
                 skipped.kinds["".join(suffixes(path)) or "without a suffix"] += 1
     return found
 
 
-def suffixes(path: Path) -> list[str]:
-    """The last one in lower case, or the last two of a packed file."""
-    last = path.suffix.lower()
-    return [Path(path.stem).suffix.lower(), last] if last in COMPRESSED else [last]
+def saved_by_datasets(folder: Path) -> list[str]:
+    """The names of the files that datasets.save_to_disk wrote; none in another folder.
 
-
-def kind_of(path: Path) -> str | None:
-    """As in read.Chunk; None for a file that cannot be read."""
-    kind, *packed = suffixes(path)
-    found = KINDS.get(kind)
-    return None if packed and found == "rows" else found
+    Others beside them are caches. Raises ConfigError for several splits, of which some will be
+    for tests, and where a file is missing.
+    """
+    try:
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        splits = [*map(str, splits)]
+    except (OSError, ValueError, LookupError, TypeError):
+        splits = []
+    if len(splits) > 1:
+        raise ConfigError(f"{folder}: has the splits {', '.join(splits)}; expected one of them, "
+                          f"as {folder / splits[0]}")
+    try:
+        files = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        names = [str(file["filename"]) for file in files]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    for name in names:
+        if not (folder / name).exists():
+            raise ConfigError(f"{folder}: {name} is not there; its state.json lists it")
+    return names

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import threading
 import time
 from array import array
@@ -24,9 +25,10 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from steady.goodput import KINDS, seconds_so_far
-from steady.report import describe_event, report, worth_saying
-from steady.telemetry import MOST_RANKS, PHASES
+from steady.checkpoints.sealed import atomic_write
+from steady.watch.goodput import KINDS, seconds_so_far
+from steady.watch.report import describe_event, report, worth_saying
+from steady.watch.sinks import MOST_RANKS, PHASES
 
 PARTS = Path(__file__).parent / "page"
 PORT = 8265  # where --watch serves, or the next free one
@@ -34,13 +36,14 @@ POINTS, CELLS = 2000, 300  # most points of a line and columns of a heat map, of
 MOST_ROWS = 1 << 15  # of a table in memory, and as many that are not grouped yet
 NUMBERS = 60_000  # most of them in a table: of many columns it has fewer rows
 MOST_EVENTS, MOST_SAMPLES, MOST_TEXT = 1000, 40, 500
-LINES = ("train/loss", "train/learning_rate", "train/grad_norm", "perf/step_ms",
-         *(f"perf/{name}_ms" for name in PHASES), "perf/tokens_per_second", "perf/mfu",
-         "memory/host_rss_gb", "memory/workers_rss_gb", "memory/allocated_gb",
-         "memory/reserved_gb", "memory/peak_gb")
-SPREAD = ("train/loss", "train/grad_norm")  # shown with the least and the greatest of each point
-EXTREMES = {f"{name} low": np.fmin for name in SPREAD} | {f"{name} high": np.fmax
-                                                          for name in SPREAD}
+LINES = ("step", "train/tokens", "goodput/wall_s", "train/loss", "train/learning_rate",
+         "train/grad_norm", "perf/step_ms", *(f"perf/{name}_ms" for name in PHASES),
+         "perf/tokens_per_second", "perf/mfu", "memory/host_rss_gb", "memory/workers_rss_gb",
+         "memory/allocated_gb", "memory/reserved_gb", "memory/peak_gb")
+SPREAD = {"train/loss", "train/grad_norm"}  # shown with the least and the greatest of each point
+EXTREMES = dict.fromkeys(("step", "train/tokens", "goodput/wall_s"), np.fmax)  # not the means
+EXTREMES |= {f"{name} low": np.fmin for name in SPREAD}
+EXTREMES |= {f"{name} high": np.fmax for name in SPREAD}
 HEAT = {"layers": "health/update_ratio/", "ranks": "rank "}  # heat map → prefix of its columns
 
 
@@ -50,17 +53,30 @@ HEAT = {"layers": "health/update_ratio/", "ranks": "rank "}  # heat map → pref
 class Table:
     """Columns of numbers by name, NaN where a row has none. Of many rows, groups become one row."""
 
-    def __init__(self):
-        self.columns, self.rows = {"step": array("d")}, 0
+    def __init__(self, drawn):
+        self.drawn = drawn  # (name) → whether a column is kept
+        self.columns, self.rows, self.new = {"step": array("d")}, 0, []  # new: not in columns yet
         self.group, self.grouped = 1, 0  # rows that become one; how many rows are such groups
 
     def add(self, row: dict):
-        for name in [name for name in row if name not in self.columns]:
+        self.new.append(row)
+        if len(self.new) == 64:
+            self.flush()
+
+    def flush(self):
+        """New rows into columns, many at once: a tenth of the time of one after another."""
+        names = [name for name in dict.fromkeys(itertools.chain(*self.new)) if self.drawn(name)]
+        found = {name: numbers([row.get(name) for row in self.new]) for name in names}
+        for name in SPREAD & found.keys():
+            found |= {f"{name} low": found[name], f"{name} high": found[name]}
+        for name in found.keys() - self.columns.keys():
             self.columns[name] = array("d", [math.nan]) * self.rows
+        nothing = np.full(len(self.new), math.nan)
         for name, column in self.columns.items():
-            column.append(number(row.get(name)))
-        self.rows += 1
-        if self.rows == 2 * MOST_ROWS:
+            column.frombytes(found.get(name, nothing).tobytes())
+        self.rows += len(self.new)
+        self.new = []
+        if self.rows >= 2 * MOST_ROWS:
             self.shrink()
 
     def shrink(self):
@@ -72,34 +88,47 @@ class Table:
                         for name, values in by_group(self.columns, starts).items()}
         self.rows = self.grouped = len(starts)
 
-    def thin(self, names: list[str], most: int) -> dict:
-        """{name: means of at most `most` groups of rows}, {name + " low" and " high"}: extremes."""
-        if self.grouped:
-            self.shrink()
-        most = max(1, min(most, NUMBERS // (1 + len(names))))
-        starts = np.unique(np.linspace(0, self.rows, most, endpoint=False).astype(int))
+    def thin(self, most: int, prefixes=("",)) -> dict:
+        """{name: means of at most `most` groups of rows}, {name + " low" and " high"}: extremes.
+
+        Of the columns whose names begin with one of these prefixes, and of the steps.
+        """
+        self.flush()
         if not self.rows:
             return {}
-        shown = ["step", *names]
-        if self.grouped or len(starts) < self.rows:
-            shown += [name for name in EXTREMES if name.rpartition(" ")[0] in names]
-        out = by_group({name: self.columns[name] for name in shown}, starts)
+        if self.grouped:
+            self.shrink()
+        names = [name for name in self.columns if name == "step" or name.startswith(prefixes)]
+        most = max(1, min(most, NUMBERS // len(names)))
+        starts = np.unique(np.linspace(0, self.rows, most, endpoint=False).astype(int))
+        if not self.grouped and len(starts) == self.rows:
+            names = [name for name in names if not name.endswith((" low", " high"))]
+        out = by_group({name: self.columns[name] for name in names}, starts)
         return {name: [short(x) for x in values.tolist()] for name, values in out.items()
                 if name == "step" or np.isfinite(values).any()}
 
 
 def by_group(columns: dict[str, array], starts: np.ndarray) -> dict[str, np.ndarray]:
     """Means of the rows from each start to the next; of steps the newest, of extremes those."""
-    out, extremes = {}, EXTREMES | {"step": np.maximum}
+    out = {}
     for name, column in columns.items():
         values = np.array(column)
-        if name in extremes:
-            out[name] = extremes[name].reduceat(values, starts)
+        if name in EXTREMES:
+            out[name] = EXTREMES[name].reduceat(values, starts)
             continue
         known = np.add.reduceat(np.isfinite(values), starts)
         with np.errstate(invalid="ignore"):
             out[name] = np.add.reduceat(np.nan_to_num(values), starts) / known
     return out
+
+
+def numbers(values: list) -> np.ndarray:
+    """NaN where it is none, or too large to draw."""
+    try:
+        out = np.array(values, dtype=float)  # None is NaN
+    except (TypeError, ValueError, OverflowError):  # text, a list, an integer of 400 digits
+        out = np.array([number(value) for value in values])
+    return np.where(np.abs(out) < 1e300, out, math.nan)
 
 
 def number(value) -> float:
@@ -118,19 +147,16 @@ class Charts:
     """What the page shows of a run besides its report, from its rows, one after another."""
 
     def __init__(self):
-        self.logs, self.evaluations = Table(), Table()
+        self.logs = Table(lambda name: name in LINES or name.startswith(
+            ("train/loss/", *HEAT.values())))
+        self.evaluations = Table(lambda name: name == "step" or name.startswith("val/loss"))
         self.processes, self.samples, self.told_at = [], [], []
-        self.slowest = array("d"), array("d"), array("d")  # ranks, ratios, phases
 
     def add(self, row: dict):
         if "perf/step_ms" in row:
             self.logs.add(log_columns(row))
-        if "perf/slowest_rank" in row and "perf/startup_s" not in row:
-            for values, end in zip(self.slowest, ("", "_ratio", "_phase"), strict=True):
-                values.append(number(row.get(f"perf/slowest_rank{end}")))
         if "val/loss" in row:
-            losses = {k: v for k, v in row.items() if k.startswith("val/loss")}
-            self.evaluations.add({"step": row["step"], **losses})
+            self.evaluations.add(row)
         if "sample" in row:
             self.samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if "hang" in row or "runs_out" in row:
@@ -141,23 +167,20 @@ class Charts:
         """All of it, of one of so many runs; told: its report."""
         config, notes = read_config(Path(told["run"]) / "config.yaml")
         logs, evaluations, processes = self.logs, self.evaluations, self.processes
-        shown = [name for name in logs.columns if name in LINES or name.startswith("train/loss/")]
-        heat = {title: logs.thin([name for name in logs.columns if name.startswith(prefix)],
-                                 CELLS // runs) for title, prefix in HEAT.items()}
+        heat = {title: logs.thin(CELLS // runs, (prefix,)) for title, prefix in HEAT.items()}
         every = max(1, math.ceil(len(self.samples) / MOST_SAMPLES))
         return dict(
             name=told["run"],
             step=told["step"],
             max_steps=config.get("max_steps", ""),
-            verdict=[cut(line) for line in told["verdict"][:MOST_SAMPLES]],
+            verdict=[cut(line) for line in told["verdict"][:MOST_EVENTS]],
             figures=told["figures"],
             processes=[{k: round(v, 3) for k, v in p.items() if k != "so far"} for p in processes],
             events=events_of(told, processes, self.told_at),
-            logs=logs.thin(shown, POINTS // runs),
-            evaluations=evaluations.thin(list(evaluations.columns)[1:], POINTS // runs),
+            logs=logs.thin(POINTS // runs, LINES),
+            evaluations=evaluations.thin(POINTS // runs),
             heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
                   for title, table in heat.items() if len(table) > 2},
-            slow_rank=slow_rank(*map(np.array, self.slowest)),
             samples=self.samples[::-1][::every][::-1],
             config=config,
             notes=notes,
@@ -165,14 +188,11 @@ class Charts:
 
 
 def log_columns(row: dict) -> dict:
-    """The columns of a row that are drawn; no times of the first step, which starts a process."""
-    prefixes = ("train/loss/", HEAT["layers"])
-    out = {k: v for k, v in row.items() if k in LINES or k.startswith(prefixes)}
-    out |= {f"rank {i}": ms for i, ms in enumerate(row.get("ranks_ms", [])[:MOST_RANKS])}
+    """A row with a column for each rank; no times of the first step, which starts a process."""
     if "perf/startup_s" in row:
-        out = {k: v for k, v in out.items() if not k.startswith(("perf/", "rank "))}
-    out |= {f"{name} {end}": out[name] for name in SPREAD if name in out for end in ("low", "high")}
-    return out | {"step": row["step"]}
+        return {k: v for k, v in row.items() if not k.startswith("perf/")}
+    ranks = row.get("ranks_ms", ())[:MOST_RANKS]
+    return row | {f"rank {i}": ms for i, ms in enumerate(ranks)} if ranks else row
 
 
 def add_seconds(processes: list[dict], row: dict):
@@ -199,16 +219,14 @@ def add_seconds(processes: list[dict], row: dict):
 
 
 def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[dict]:
-    """[{kind, step, until, label, text}] of slow-downs, anomalies, restarts, in order of steps.
+    """[{kind, step, until, text}] of what happened, in order of steps.
 
     told_at: rows about a rank that hung, or a resource that runs out.
     """
-    out = []
-    for event in filter(worth_saying, told["slowdowns"]):
-        name, ms = (event["phases"] or [(event["kind"], None)])[0]
-        by = f"{event['percent']:+.0f}%" if ms is None else f"{ms:+.3g} ms"
-        out.append(dict(kind="slow-down", step=event["since"], until=event.get("ended"),
-                        label=f"{name} {by}", text=describe_event(event)))
+    out = [dict(kind="slow-down", step=event["since"], until=event.get("ended"),
+                text=describe_event(event)) for event in told["slowdowns"] if worth_saying(event)]
+    out += [dict(kind=found["kind"], step=found["since"], text=found["text"])
+            for found in told["training"]]
     for row in told["anomalies"]:
         text = f"{row['anomaly']} on rank {row.get('rank', 0)}"
         value, median = (number(row.get(name)) for name in ("value", "median"))
@@ -216,37 +234,21 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
             text += f": {value:.4g}, the median is {median:.4g}"
         if row.get("first_bad_layer"):
             text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
-        out.append(dict(kind="anomaly", step=row["step"], label=row["anomaly"], text=text))
+        out.append(dict(kind="anomaly", step=row["step"], text=text))
     for before, process in itertools.pairwise(processes):
         text = (f"restart or rollback: {before['lost']:.3g} s of repeated steps lost, "
                 f"{process['startup']:.3g} s to start up")
-        out.append(dict(kind="restart", step=process["step"] - 1, label="restart", text=text))
+        out.append(dict(kind="restart", step=process["step"] - 1, text=text))
     for row in told_at:
         kind = "no progress" if "hang" in row else "runs out"
-        text = row.get("hang") or row["runs_out"]
-        out.append(dict(kind=kind, step=row["step"], label=kind, text=text))
-    out = [event | {"label": cut(event["label"]), "text": cut(event["text"])} for event in out]
+        out.append(dict(kind=kind, step=row["step"], text=row.get("hang") or row["runs_out"]))
+    out = [event | {"text": cut(event["text"])} for event in out]
     left_out = len(out) - MOST_EVENTS
     out = sorted(out, key=lambda e: (e["kind"] == "anomaly", e["step"]))[:MOST_EVENTS]
     if left_out > 0:
         text = f"and {left_out} more anomalies, which the page leaves out"
-        out.append(dict(kind="anomaly", step=told["step"], label="", text=text))
+        out.append(dict(kind="anomaly", step=told["step"], text=text))
     return sorted(out, key=lambda e: e["step"])
-
-
-def slow_rank(ranks: np.ndarray, ratios: np.ndarray, phases: np.ndarray) -> str:
-    """Which rank was the slowest most often, how often, by how much and in which phase."""
-    own = [name for name in PHASES if name != "waiting"]
-    known = np.isfinite(ratios) & (ranks >= 0) & (ranks < 1 << 20) & (phases >= 0)
-    known &= phases < len(own)
-    if not known.any():
-        return ""
-    ranks, ratios, phases = ranks[known].astype(int), ratios[known], phases[known].astype(int)
-    rank = int(np.bincount(ranks).argmax())
-    mine = ranks == rank
-    phase = own[int(np.bincount(phases[mine]).argmax())]
-    return (f"rank {rank} has the most work of its own in {mine.mean():.0%} of the logs, "
-            f"{np.median(ratios[mine]):.2f} times the others' (median), mostly in {phase}")
 
 
 def read_config(path: Path) -> tuple[dict, dict]:
@@ -304,11 +306,12 @@ def page(data: dict) -> str:
 
 
 def write_page(reports: list[dict], charts: list[Charts], file: Path) -> str:
-    """What was written, as a line. Raises OSError, also if the file is there and is no page."""
-    if file.is_file() and not is_page(file):
+    """What was written, as a line. Raises OSError, also if something that is no page is there."""
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
         raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
     text = page(page_data(reports, charts))
-    file.write_text(text, "utf-8")
+    with atomic_write(file) as draft:
+        draft.write_text(text, "utf-8")
     return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
 
 

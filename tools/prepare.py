@@ -1,4 +1,4 @@
-"""python data.py INPUT… --out DIR: text, JSONL and Parquet to token files.
+"""python data.py INPUT… --out DIR: text, JSON, CSV, Parquet and Arrow to token files.
 
 DIR is then a folder that --data takes:
 
@@ -16,8 +16,10 @@ the chunks in flight.
 import contextlib
 import hashlib
 import itertools
+import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,12 +28,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from steady.cli import ConfigError, check_bounds, make_parser, option, read_flags, run_command
-from steady.device import usable_cores
-from steady.tokens import (
+from steady.checkpoints.run_dir import acquire_lock
+from steady.models.device import usable_cores
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
+from steady.tokens.files import (
     TokenWriter,
     byte_level_bpe,
     copy_tokenizer,
@@ -40,17 +45,20 @@ from steady.tokens import (
     tokenizer_files,
 )
 from tools.encode import Encoder
-from tools.inputs import find_inputs, shorten
-from tools.read import Chunk, read_chunks
+from tools.inputs import Skipped, find_inputs, shorten
+from tools.read import Chunk, read_chunks, read_file
 from tools.show import show
 
 MAX_COUNTS = 1000  # names of ignored keys and reasons that are counted
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
+# what words are counted in at a time, which takes a hundred times its size; ends before a space
+COUNTED = re.compile(r".{1,16384}(?!\S)|.{1,16384}", re.DOTALL)
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
        data.py show DIR N           print the first N samples; what the loss counts is marked
        data.py show RUN_DIR STEP    print the samples that a run had in one step"""
-ABOUT = "Turn text, JSONL (.gz, .zst too) and Parquet files, folders or patterns into token files."
+ABOUT = ("Turn text, JSON, CSV (.gz, .zst too), Parquet and Arrow files, folders or patterns into "
+         "token files.")
 
 
 @dataclass
@@ -60,14 +68,14 @@ class Options:
         "bytes", "bytes, or what transformers.AutoTokenizer takes: a local folder or a hub name")
     train_tokenizer: int | None = option(
         None, "train a byte-level BPE tokenizer of this many ids on the input (on 1 GB of it, "
-        "spread evenly, where there is more)", metavar="VOCAB_SIZE", above=256)
+        "spread evenly, where there is more)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
     val_fraction: float = option(
         0.01, "share for validation: of documents, and of a text file of 100 kB or more its end",
         at_least=0, below=1)
     text_field: str = option("text", "key or column of a document's text")
     workers: int | None = option(
-        None, "processes that tokenize (default: one a core)", at_least=1)
-    skip_bad: bool = option(False, "leave out lines that cannot be read, and count them")
+        None, "processes that tokenize (default: one a core)", at_least=1, at_most=1000)
+    skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare_or_show(argv: list[str]):
-    if argv[:1] == ["show"]:
+    if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
         if len(argv) != 3 or not argv[2].isdecimal():
             raise ConfigError("expected: data.py show DIR N, a number of samples, or data.py show "
                               "RUN_DIR STEP, the number of an update")
@@ -102,38 +110,68 @@ def prepare(inputs: list[str], options: Options) -> str:
     files, skipped = find_inputs(inputs, out)
     if options.train_tokenizer or options.tokenizer != "bytes":
         tokenizer_files(out / "tokenizer")  # refuses one that is not ours
-    draft = out / ".preparing"
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    draft, lock = claim(out)
     try:
-        draft.mkdir(parents=True)
-    except OSError as e:
-        raise ConfigError(f"--out {out}: cannot be made: {e.strerror}") from None
-    try:
-        summary = write_dataset(files, options, draft)
+        summary = write_dataset(files, options, draft, skipped)
         publish(draft, out)
     except OSError as e:
         raise ConfigError(f"{e.filename or out}: {e.strerror or e}") from e
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        lock.close()
     if told := str(skipped):
         summary += f"\nskipped          {told}"
     return f"{summary}\nseconds          {time.time() - began:.1f}\nin               {out}"
 
 
-def write_dataset(files: list[Path], options: Options, draft: Path) -> str:
+def claim(out: Path):
+    """(folder for drafts, its lock, which ends with this process). Raises ConfigError."""
+    draft = out / ".preparing"
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        if draft.is_symlink():
+            raise ConfigError(f"{draft}: is a link; delete it")
+        lock = acquire_lock(draft, f"--out {out}")
+        if not (draft / "lock").exists() or not os.path.samestat(
+                os.fstat(lock.fileno()), os.stat(draft / "lock")):
+            raise ConfigError(f"--out {out}: another process has just written there; try again")
+        for path in draft.iterdir():  # of a process that was killed
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+    except OSError as e:
+        raise ConfigError(f"--out {out}: cannot be made: {e.strerror}") from None
+    return draft, lock
+
+
+def check(files: list[Path], encoder: Encoder):
+    """Raise ConfigError now for a file that would stop the work later, as one with other columns.
+
+    By its first document, or the first piece of a text. --skip_bad leaves it out when it is read.
+    """
+    for path in [] if encoder.options.skip_bad else files:
+        for chunk in itertools.islice(read_file(path, encoder.options), 1):
+            data = chunk.data if chunk.kind == "text" else chunk.data[:1]
+            encoder.documents(chunk._replace(data=data))
+
+
+def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Skipped) -> str:
     """Write all files into `draft`; returns a summary."""
-    folder, name = find_tokenizer(files, options, draft / "tokenizer")
+    folder, name = find_tokenizer(files, options, draft / "tokenizer", skipped)
     encoder = Encoder(folder, options)
+    check(files, encoder)
     writers = {
         split: TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                            end_of_text=encoder.end) for split in ("train", "val")
     }
     counts = Counter()  # of records: what was done with them
-    with progress(files, "tokens") as bar:
-        chunks = read_chunks(files, options.text_field, options.val_fraction)
-        for encoded, counted, read in encode_all(chunks, encoder):
-            for split, documents in encoded.items():
-                writers[split].add(*documents)
+    chunks = read_chunks(files, options, skipped.unreadable)
+    with progress(files, "tokens") as bar, closing(encode_all(chunks, encoder)) as results:
+        for encoded, counted, read in results:
+            for split, pieces in encoded.items():
+                for piece in pieces:
+                    writers[split].add(*piece)
             for what, n in counted.items():
                 if what in counts or len(counts) < MAX_COUNTS:
                     counts[what] += n
@@ -195,7 +233,7 @@ def publish(draft: Path, out: Path):
         delete_tokenizer(out / "tokenizer")
     if (draft / "tokenizer").exists():
         copy_tokenizer(draft / "tokenizer", out / "tokenizer")
-    files = [path for path in draft.iterdir() if path.is_file()]
+    files = draft.glob("*.bin*")
     for new in sorted(files, key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
         new.rename(out / new.name)
 
@@ -227,8 +265,11 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise ConfigError("a process that tokenizes was killed, perhaps for its memory: fewer "
+                              "--workers take less") from None
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # not wait=False, which the interpreter's end races
             raise
 
 
@@ -252,44 +293,55 @@ def encode_in_worker(chunk: Chunk) -> tuple:
 # --- the tokenizer ---------------------------------------------------------------------------
 
 
-def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[Path | None, str]:
+def find_tokenizer(files: list[Path], options: Options, folder: Path,
+                   skipped: Skipped) -> tuple[Path | None, str]:
     """Train or copy the tokenizer into `folder`: (folder, or None for "bytes"; its name).
 
     The name ends in a hash, so that two datasets can be checked for the same tokenizer.
     """
     if options.train_tokenizer:
-        train_tokenizer(files, options, folder)
+        train_tokenizer(files, options, folder, skipped)
         name = f"bpe-{options.train_tokenizer}"
     elif options.tokenizer == "bytes":
         return None, "bytes"
     else:
-        load_tokenizer(options.tokenizer).save_pretrained(folder)
+        source = Path(options.tokenizer)
+        if not source.exists():  # transformers itself would try the hub for a minute, aloud
+            from steady.models.huggingface import fetch_files
+
+            source = fetch_files(options.tokenizer, weights=False)
+        load_tokenizer(str(source)).save_pretrained(folder)
+        about = folder / "tokenizer_config.json"
+        settings = json.loads(about.read_text("utf-8"))
+        for name in ("is_local", "local_files_only"):  # where it was loaded from is no part of it
+            settings.pop(name, None)
+        about.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         name = Path(options.tokenizer).name
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*token*.json")))
     return folder, f"{name}@{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def train_tokenizer(files: list[Path], options: Options, folder: Path):
+def train_tokenizer(files: list[Path], options: Options, folder: Path, skipped: Skipped):
     """A byte-level BPE of options.train_tokenizer ids, saved so that AutoTokenizer loads it."""
     from tokenizers import models, pre_tokenizers, trainers
 
+    reader = Encoder(None, options)
+    check(files, reader)
     tokenizer = byte_level_bpe(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
     every = max(1, -(-sum(file.stat().st_size for file in files) // TRAINING_BYTES))
-    reader = Encoder(None, options)
 
     def texts():
         with progress(files, "reading to train the tokenizer") as bar:
-            chunks = read_chunks(files, options.text_field, options.val_fraction)
+            chunks = read_chunks(files, options, skipped.unreadable)
             for chunk in itertools.islice(chunks, 0, None, every):
-                if chunk.kind == "text":
-                    yield [chunk.data.decode(errors="replace")]
-                else:
-                    yield [text for _, parts, _ in reader.documents(chunk)[0]
-                           for text, _ in parts]
+                found = [text for _, parts, _ in reader.documents(chunk)[0] for text, _ in parts]
+                pieces = [piece for text in found for piece in COUNTED.findall(text)]
+                for i in range(0, len(pieces), 64):  # it collects 256 of these lists
+                    yield pieces[i : i + 64]
                 bar.update(every * chunk.read)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)

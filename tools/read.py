@@ -1,16 +1,27 @@
 """Reads the input files of `python data.py` in pieces."""
 
+import codecs
+import csv
 import gzip
 import importlib
 import io
+import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from steady.cli import ConfigError
-from steady.tokens import share_of
-from tools.inputs import kind_of
+from steady.options import ConfigError
+from steady.tokens.files import share_of
 
+KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".csv": "csv",
+         ".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".zst")  # after any but the last two
+MARKS = {  # at the beginning of a file; that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}
 RECORDS = {  # keys, or columns, that hold a document; those that are read with them
     ("prompt", "response"): ("tools", "system"),
     ("prompt", "completion"): ("tools", "system"),
@@ -20,15 +31,15 @@ RECORDS = {  # keys, or columns, that hold a document; those that are read with 
 }
 CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
 CUT_BYTES = 100_000  # a text file of this size, or the only one, is cut in two
-LONGEST_LINE = 1 << 24  # bytes; a text without line ends is cut there
+LONGEST_LINE = 1 << 20  # bytes; a longer one is cut before a space
 
 
 class Chunk(NamedTuple):
     """A piece of one input file, to be tokenized."""
 
     file: str
-    kind: str  # "text": a piece of one document; "lines": JSON objects; "rows": dicts
-    data: bytes | list
+    kind: str  # "text": a piece of one document; "lines": JSON objects; "rows": decoded ones
+    data: bytes | list  # among rows, a ValueError says what is wrong with one
     first: int  # number of the first line or row, from 1 on; byte offset of a text
     split: str | None = None  # of a text; lines and rows are divided later, one by one
     begins: bool = True  # whether the text begins with this piece
@@ -42,18 +53,34 @@ def find_keys(names, text_field: str) -> tuple[tuple, tuple]:
     for keys, more in ({(text_field,): ()} | RECORDS).items():
         if set(keys) <= set(names):
             return keys, keys + tuple(name for name in more if name in names)
+    if {"chosen", "rejected"} <= set(names):
+        raise ValueError("preference data (chosen and rejected, as for DPO) is not supported")
     known = ", ".join(" and ".join(keys) for keys in RECORDS)
-    raise ValueError(f"has {', '.join(map(str, names)) or 'no key'}; expected {text_field} "
-                     f"(see --text_field), or {known}")
+    found = ", ".join(map(str, names)) or "no key"
+    found = found if len(found) < 200 else f"{found:.200} …"  # of a CSV without names a document
+    raise ValueError(f"has {found}; expected {text_field} (see --text_field), or {known}")
+
+
+def suffixes(path: Path) -> list[str]:
+    """The last one in lower case, or the last two of a packed file."""
+    last = path.suffix.lower()
+    return [Path(path.stem).suffix.lower(), last] if last in COMPRESSED else [last]
+
+
+def kind_of(path: Path) -> str | None:
+    """One of KINDS; None for a file that cannot be read."""
+    kind, *packed = suffixes(path)
+    found = KINDS.get(kind)
+    return None if packed and found in ("parquet", "arrow") else found
 
 
 def optional(module: str, path: Path):
     """Import what this file needs. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as e:
         package = module.split(".")[0]
-        raise ConfigError(f"{path}: needs {package}: pip install {package}") from None
+        raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
 
 
 def decompressed(path: Path, raw):
@@ -69,34 +96,94 @@ def decompressed(path: Path, raw):
     return raw
 
 
-def read_chunks(files: list[Path], text_field: str, val_fraction: float) -> Iterator[Chunk]:
-    """All files in pieces of about CHUNK_BYTES. Raises ConfigError."""
+def as_text(file, newline: str = "\n") -> io.TextIOWrapper:
+    """`file` decoded by its mark, without which it is UTF-8.
+
+    Bytes that are not become surrogates, which cannot be encoded: so the row can be named.
+    """
+    return io.TextIOWrapper(file, encoding_of(file), "surrogateescape", newline)
+
+
+def encoding_of(file) -> str:
+    first = file.peek(4)
+    return next((name for mark, name in MARKS.items() if first.startswith(mark)), "utf-8-sig")
+
+
+def columns_of(path: Path, names: list[str], text_field: str) -> tuple[list[str], tuple]:
+    """Columns that hold a document; the others. Raises ConfigError."""
+    try:
+        _, columns = find_keys(names, text_field)
+    except ValueError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    return [*columns], tuple(name for name in names if name not in columns)
+
+
+def read_chunks(files: list[Path], options, unreadable: dict[Path, str]) -> Iterator[Chunk]:
+    """All files in pieces of about CHUNK_BYTES. Raises ConfigError for one that cannot be read.
+
+    options: prepare.Options. With skip_bad the rest of such a file is left out, and the reason is
+    put into `unreadable`.
+    """
     for path in files:
-        if kind_of(path) == "rows":
-            yield from read_parquet(path, text_field)
-        else:
-            large = len(files) == 1 or path.stat().st_size >= CUT_BYTES
-            yield from read_file(path, large, val_fraction)
-
-
-def read_file(path: Path, large: bool, val_fraction: float) -> Iterator[Chunk]:
-    """A text or JSONL file; the end of a large text is for validation."""
-    with open(path, "rb") as raw, decompressed(path, raw) as file:
-        if kind_of(path) == "lines":
-            chunks = read_lines(path, file)
-        else:
-            may_cut = large and file is raw and val_fraction > 0
-            chunks = read_text(path, file, may_cut, val_fraction)
-        before = 0
+        chunk = None
         try:
-            for chunk in chunks:
-                yield chunk._replace(read=raw.tell() - before)
-                before = raw.tell()
-        except Exception as e:  # each codec has errors of its own
-            if file is raw:
+            for chunk in read_file(path, options, large=len(files) == 1):
+                yield chunk
+        except ConfigError as e:
+            if not options.skip_bad or isinstance(e.__cause__, ImportError):
                 raise
-            reason = str(e) or type(e).__name__
-            raise ConfigError(f"{path}: cannot be unpacked: {reason}") from None
+            unreadable[path] = str(e)
+            if chunk and not chunk.ends:  # the document ends here
+                yield chunk._replace(data=b"", begins=False, ends=True, read=0.0)
+
+
+def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
+    """The pieces of one file. large: cut a text in two, whatever its size."""
+    kind, start = kind_of(path), 0
+    with open_input(path) as raw, decompressed(path, raw) as file:
+        try:
+            if kind == "parquet":
+                chunks = read_parquet(path, options.text_field)
+            elif kind == "arrow":
+                chunks = read_arrow(path, raw, options.text_field)
+            elif kind == "csv":
+                chunks = read_csv(path, as_text(file, newline=""), options.text_field)
+            elif kind == "json":
+                chunks = read_json(path, as_text(file))
+            else:
+                text, first = file, file.peek(1024)[:1024]
+                if encoding_of(file) != "utf-8-sig":
+                    text = as_text(file)
+                elif kind == "text" and first.count(0) > len(first) // 8:
+                    raise ConfigError(f"{path}: holds null bytes; expected UTF-8, or UTF-16 with a "
+                                      "mark (BOM)")
+                elif file.peek(3).startswith(codecs.BOM_UTF8):
+                    start = len(file.read(3))
+                if kind == "lines":
+                    chunks = read_lines(path, text)
+                else:
+                    large = large or path.stat().st_size >= CUT_BYTES
+                    chunks = read_text(path, text, start, large and text is raw, options)
+            before = 0
+            for chunk in chunks:
+                yield chunk._replace(read=chunk.read or raw.tell() - before)
+                before = raw.tell()
+        except ConfigError:
+            raise
+        except Exception as e:  # each codec, and pyarrow, has errors of its own
+            foreign = file is not raw or kind in ("parquet", "arrow")
+            if not foreign and not isinstance(e, (OSError, UnicodeError)):
+                raise
+            reason = " ".join(str(e).split()) or type(e).__name__
+            how = "read" if file is raw else "unpacked"
+            raise ConfigError(f"{path}: cannot be {how}: {reason}") from None
+
+
+def open_input(path: Path):
+    try:
+        return open(path, "rb")
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from None
 
 
 def read_lines(path: Path, file) -> Iterator[Chunk]:
@@ -106,40 +193,43 @@ def read_lines(path: Path, file) -> Iterator[Chunk]:
         first += len(lines)
 
 
-def read_text(path: Path, file, may_cut: bool, val_fraction: float) -> Iterator[Chunk]:
+def read_text(path: Path, file, start: int, may_cut: bool, options) -> Iterator[Chunk]:
     """Pieces of one document, or of two where the end of the file is for validation."""
-    cut = line_after(file, path.stat().st_size * (1 - val_fraction)) if may_cut else None
+    cut, share = None, options.val_fraction
+    if may_cut and share > 0:
+        cut = line_after(file, start, path.stat().st_size * (1 - share))
     if cut is not None:
-        yield from pieces(path, file, 0, cut, "train")
+        yield from pieces(path, file, start, cut, "train")
         yield from pieces(path, file, cut, None, "val")
     else:
-        val = not may_cut and share_of(path.name.encode()) < val_fraction
-        yield from pieces(path, file, 0, None, "val" if val else "train")
+        val = not may_cut and share_of(path.name.encode()) < share
+        yield from pieces(path, file, start, None, "val" if val else "train")
 
 
-def line_after(file, place: float) -> int | None:
-    """The first byte from `place` on that begins a line and is not a space."""
+def line_after(file, start: int, place: float) -> int | None:
+    """The first byte from `place` on that begins a line and is not a space. Then seeks `start`."""
     file.seek(int(place))
     file.readline()
     while (first := file.read(1)).isspace():
         if first != b"\n":
             file.readline()
     at = file.tell() - 1
-    file.seek(0)
+    file.seek(start)
     return at if first else None
 
 
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
     """The document from byte `start`, where `file` is, to `stop`.
 
-    It is cut after line ends with no space on either side. No tokenizer in use makes one token of
-    the text before and after such a place, so the pieces give the tokens of the document.
+    It is cut after line ends with no space on either side, in very long lines before such spaces.
+    No tokenizer in use makes one token of the text before and after such a place, so the pieces
+    give the tokens of the document.
     """
     at, block, more = start, b"", True
     while more:
         left = CHUNK_BYTES if stop is None else stop - at - len(block)
         more = file.read(min(CHUNK_BYTES, left))
-        block += more
+        block += more.encode() if isinstance(more, str) else more
         end = piece_end(block) if more else len(block)
         if end:
             yield Chunk(str(path), "text", block[:end], at, split, at == start, not more)
@@ -148,36 +238,117 @@ def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterat
 
 def piece_end(block: bytes) -> int:
     """After the last line end with no space on either side; 0 where there is none yet."""
-    at = len(block) - 1
-    while (at := block.rfind(b"\n", 1, at)) > 0:
-        if not (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
-            return at + 1
-    if len(block) < LONGEST_LINE:
-        return 0
+    for end in (b"\n", b" "):
+        at = len(block) - 1
+        while (at := block.rfind(end, 1, at)) > 0:
+            if not (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
+                return at + (end == b"\n")
+        if len(block) < LONGEST_LINE:
+            return 0
     at = len(block) - 1
     while block[at] & 0xC0 == 0x80 and at > len(block) - 4:  # inside a character of UTF-8
         at -= 1
     return at
 
 
-def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
-    pq, errors = optional("pyarrow.parquet", path), optional("pyarrow", path).ArrowException
+def read_json(path: Path, file) -> Iterator[Chunk]:
+    """The objects of an array, or one after another, decoded one at a time."""
+    decode, space = json.JSONDecoder().raw_decode, re.compile(r"\s*").match
+    text, array, first, more = "", None, 1, True
+    while more:
+        more = file.read(max(CHUNK_BYTES, len(text)))  # doubled where no object has ended
+        text, at, items = text + more, 0, []
+        if array is None:
+            at = space(text).end()
+            array = text.startswith("[", at)
+            at += array
+        while (at := space(text, at).end()) < len(text):
+            if array and text[at] == "]":
+                array, at = False, at + 1
+                continue
+            try:
+                item, end = decode(text, at)
+            except (ValueError, RecursionError):
+                break
+            end = space(text, end).end()
+            if array and not text.startswith((",", "]"), end):
+                break
+            items.append(item)
+            at = end + (array and text[end] == ",")
+        if items:
+            yield Chunk(str(path), "rows", items, first)
+            first += len(items)
+        text = text[at:]
+    if text or array:
+        raise ConfigError(f"{path}: not JSON from object {first:,} on; expected an array of "
+                          "objects, or objects one after another")
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a .json file holds an array or an object a line, rather than settings."""
     try:
-        # pages as they are needed, not whole row groups
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-        names = file.schema_arrow.names
-        try:
-            _, columns = find_keys(names, text_field)
-        except ValueError as e:
-            raise ConfigError(f"{path}: {e}") from None
-        ignored = tuple(name for name in names if name not in columns)
-        about, first = file.metadata, 1
-        n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-        batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-        for batch in file.iter_batches(batch_size, columns=[*columns], use_threads=False):
-            data = batch.to_pylist()
-            read = path.stat().st_size * len(data) / about.num_rows
-            yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)
+        with open_input(path) as raw, decompressed(path, raw) as file:
+            text = as_text(file)
+            first, second = text.readline(LONGEST_LINE), text.readline(LONGEST_LINE)
+    except Exception:  # to be named by whoever reads it
+        return True
+    return first.lstrip()[:1] == "[" or first[:1] == second[:1] == "{"
+
+
+def read_csv(path: Path, file, text_field: str) -> Iterator[Chunk]:
+    """Rows under a line of names; number 1 is that line, as in a spreadsheet."""
+    csv.field_size_limit(2**31 - 1)  # instead of 131,072 characters
+    lines, first, items, size = csv.reader(file, strict=True), 2, [], 0
+    try:
+        names = next(lines, None)
+        if names is None:  # empty
+            return
+        columns, ignored = columns_of(path, names, text_field)
+        places = [(name, names.index(name)) for name in columns]
+        for fields in itertools.chain(lines, [[]]):
+            if len(fields) == len(names):
+                items.append({name: fields[i] for name, i in places})
+            elif fields:
+                items.append(ValueError(f"{len(fields)} fields; expected {len(names)}, as in the "
+                                        "first line"))
+            size += sum(map(len, fields))
+            if not fields or size >= CHUNK_BYTES:  # an empty line, or the end
+                if items:
+                    yield Chunk(str(path), "rows", items, first, ignored=ignored)
+                first, items, size = first + len(items) + (not fields), [], 0
+    except csv.Error as e:
+        raise ConfigError(f"{path}:{lines.line_num}: not CSV: {e}") from None
+
+
+def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
+    # pages as they are needed, not whole row groups
+    pq = optional("pyarrow.parquet", path)
+    file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    columns, ignored = columns_of(path, file.schema_arrow.names, text_field)
+    about, first = file.metadata, 1
+    n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+    batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
+    for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
+        data = batch.to_pylist()
+        read = path.stat().st_size * len(data) / about.num_rows
+        yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)
+        first += len(data)
+
+
+def read_arrow(path: Path, file, text_field: str) -> Iterator[Chunk]:
+    """A stream, as datasets.save_to_disk writes it, or a file of Arrow's."""
+    ipc = optional("pyarrow.ipc", path)
+    if file.peek(6).startswith(b"ARROW1"):
+        reader = ipc.open_file(file)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = reader = ipc.open_stream(file)
+    columns, ignored = columns_of(path, reader.schema.names, text_field)
+    first = 1
+    for batch in batches:
+        batch = batch.select(columns)
+        rows = max(1, CHUNK_BYTES * batch.num_rows // max(1, batch.nbytes))
+        for start in range(0, batch.num_rows, rows):
+            data = batch.slice(start, rows).to_pylist()
+            yield Chunk(str(path), "rows", data, first, ignored=ignored)
             first += len(data)
-    except (errors, OSError) as e:
-        raise ConfigError(f"{path}: cannot be read as Parquet: {e}") from None

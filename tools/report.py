@@ -8,13 +8,15 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from steady.cli import ConfigError, Parser, run_command
-from steady.report import report, report_text, worth_saying
+from steady.options import ConfigError, Parser, number, read_flags, run_command
+from steady.watch.report import report, report_text, worth_saying
+from tools.inputs import shorten
 from tools.page import Charts, watch, write_page
 
 
@@ -24,6 +26,8 @@ def side_by_side(reports: list[dict]) -> str:
     names = dict.fromkeys(name for r in reports for name in r["figures"])
     rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
+    kinds = [r["training"][0]["kind"] if r["training"] else "ok" for r in reports]
+    lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
         cells = []
         for value in values:
@@ -48,31 +52,41 @@ def regression_percent(reports: list[dict]) -> float:
     return max(lasting, default=0.0)
 
 
+def runs_here() -> str:
+    """The run directories in this folder and in those in it, the newest first."""
+    files = [*Path().glob("*/metrics.jsonl"), *Path().glob("*/*/metrics.jsonl")]
+    files.sort(key=os.path.getmtime, reverse=True)
+    return f"runs here: {shorten([str(file.parent) for file in files]) or 'none'}"
+
+
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
     return run_command("monitor.py", print_reports, argv)
 
 
 def print_reports(argv: list[str]) -> int:
-    parser = Parser("monitor.py", description="Say where the time of a run went, whether it "
-                    "slowed down, since when and why.")
+    parser = Parser("monitor.py", allow_abbrev=False, exit_on_error=False, description="Say where "
+                    "the time of a run went, whether it slowed down, since when and why.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument("--fail_on_regression", "--fail-on-regression", type=float,
+    parser.add_argument("--fail_on_regression", type=number,
                         metavar="PERCENT", help="exit with 3 if a run is slower than the first by "
                         "more than this, or a single run has slowed down by more")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
     parser.add_argument("--watch", action="store_true",
                         help="serve that page on 127.0.0.1, renewed while the runs go on")
-    args = parser.parse_args(argv)
+    args = read_flags(parser, argv)
     run_dirs = [Path(path) for path in args.run_dir]
+    for path in run_dirs:
+        if not (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{path}: no such run; {runs_here()}")
     charts = [Charts() for _ in run_dirs]
     try:
         reports = [report(path, args.html and each.add)
                    for path, each in zip(run_dirs, charts, strict=True)]
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"not a run directory with a metrics.jsonl: {e}") from e
+    except OSError as e:
+        raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
         print(json.dumps(reports, indent=1))
     else:
@@ -81,7 +95,7 @@ def print_reports(argv: list[str]) -> int:
             print(text.encode(errors="backslashreplace").decode())  # names may be no UTF-8
         if len(reports) > 1:
             print(side_by_side(reports))
-    if args.html:
+    if args.html is not None:
         try:
             print(write_page(reports, charts, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:

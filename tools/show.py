@@ -12,8 +12,8 @@ from pathlib import Path
 
 from config import IGNORE, parse
 from data import load_mixture
-from steady.cli import ConfigError
-from steady.tokens import TokenFile, decode, find_files, read_sidecars
+from steady.options import ConfigError
+from steady.tokens.files import TokenFile, decode, find_files, read_sidecars
 
 GREEN = "\033[32m", "\033[0m"  # on a terminal
 BRACKETS = "⟦", "⟧"  # in a file, or with NO_COLOR
@@ -21,7 +21,7 @@ BRACKETS = "⟦", "⟧"  # in a file, or with NO_COLOR
 
 def show(path: str, n: int):
     """Print the samples of update n of a run directory, or else the first n of token files."""
-    if n < 1:
+    if not 1 <= n <= 10**12:
         raise ConfigError(f"{n}: expected 1 or more, a number of samples or of an update")
     if Path(path, "config.yaml").exists():
         show_step(path, n)
@@ -31,7 +31,10 @@ def show(path: str, n: int):
 
 def show_first(path: str, n: int):
     """Print the first n documents of a folder or file of tokens."""
-    for name in find_files(path, "train", "show"):
+    files = find_files(path, "train", "show")
+    if not files:
+        raise ConfigError(f"show {path}: not a run, and no train.bin or *_train*.bin in there")
+    for name in files:
         file = TokenFile(name, seq_len=1)
         _, tokenizer, folder, _ = read_sidecars([file], None)
         tokenizer = "bytes" if tokenizer == "bytes" else folder

@@ -7,7 +7,7 @@ import contextlib
 import io
 import sys
 
-from steady.cli import ConfigError
+from steady.options import ConfigError
 
 HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D ends the talk"
 

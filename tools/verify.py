@@ -7,7 +7,7 @@ from pathlib import Path
 
 import train
 from config import Config
-from steady.checkpoint import (
+from steady.checkpoints.checkpoint import (
     best_checkpoint,
     checkpoint_at,
     compare,
@@ -16,8 +16,8 @@ from steady.checkpoint import (
     list_checkpoints,
     read_state,
 )
-from steady.cli import ConfigError
-from steady.parallel import rank_and_world
+from steady.options import ConfigError
+from steady.ranks.ranks import rank_and_world
 
 
 def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
@@ -28,7 +28,11 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
     best = filter(None, [best_checkpoint(folder)])
     paths = [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt*"))]
-    for path in [folder] if is_checkpoint(folder) else paths:
+    paths = [folder] if is_checkpoint(folder) else paths
+    if not paths:
+        raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
+                          "directory, as runs/001")
+    for path in paths:
         wrong, step, loss = find_damage(path), "", ""
         if not wrong:
             state = read_state(path, "meta")
@@ -49,12 +53,15 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
+    if cfg.epochs:
+        raise ConfigError("--epochs: not with --verify_resume K, which trains 2 K steps")
     k, rank = cfg.verify_resume, rank_and_world()[0]
     # the parent's id: under torchrun the same on all ranks of a machine
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
-             "--no_tensorboard"]
+             "--patience=0", "--no_tensorboard"]
+    flags += [f"--backup_to={folder / 'backup'}"] if cfg.backup_to else []  # not the run's own
     straight, resumed = folder / "straight", folder / "resumed"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

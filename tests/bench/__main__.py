@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from steady.device import device_name, pick_device, pick_dtype
-from steady.rundir import provenance
+from steady.checkpoints.run_dir import provenance
+from steady.models.device import device_name, pick_device, pick_dtype
 from tests.bench.common import Figure, picture, table
 
 NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "parallel",

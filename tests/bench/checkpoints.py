@@ -15,13 +15,8 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoint import (
-    Writer,
-    checkpoint_path,
-    find_corruption,
-    save_checkpoint,
-    write_checkpoint,
-)
+from steady.checkpoints.checkpoint import Writer, checkpoint_path, find_corruption, write_checkpoint
+from steady.checkpoints.state import save_checkpoint
 from tests.bench.common import Figure, compare, make_run, seconds, train_steps
 
 

@@ -23,7 +23,7 @@ import torch
 import config
 import train
 from data import loader
-from steady import faults
+from steady.guard import faults
 from tools import commands
 
 CPU = torch.device("cpu")
@@ -230,6 +230,9 @@ class Countdown:
     def requested(self, monitor) -> bool:
         self.left -= 1
         return self.left < 0
+
+    def minimum(self, number: int) -> int:
+        return number
 
 
 def random_tokens(path: Path, n: int, vocab_size: int):

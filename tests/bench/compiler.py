@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 import train
 from model import flops_per_token
-from steady.muon import Muon
+from steady.ranks.muon import Muon
 from tests.bench.common import Countdown, Figure, Off, make_run
 from tests.bench.gpu import SIZES, TINY
 from tests.fakecuda.build import build, cuda_python, variables

@@ -17,8 +17,13 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoint import checkpoint_step, compare, find_corruption, list_checkpoints
-from steady.tokens import write_tokens
+from steady.checkpoints.checkpoint import (
+    checkpoint_step,
+    compare,
+    find_corruption,
+    list_checkpoints,
+)
+from steady.tokens.files import write_tokens
 from tests.bench.common import Figure
 from tests.conftest import TINY, processes, rows
 

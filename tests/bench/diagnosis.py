@@ -35,10 +35,10 @@ import torch
 
 import model
 import train
-from steady import limits
-from steady.report import report, worth_saying
-from steady.telemetry import Sinks
-from steady.tokens import write_tokens
+from steady.tokens.files import write_tokens
+from steady.watch import trends as limits
+from steady.watch.report import report, worth_saying
+from steady.watch.sinks import Sinks
 from tests.bench.common import Figure, seconds
 from tests.conftest import TINY, Process
 
@@ -207,7 +207,7 @@ PLANTS = {
     "other: json grows": (P, "other", "grows", growing(*TIDY, {"loss": 1 / 7}, json.dumps)),
     "logging: sink blocks": (P, "logging", "sink that blocks", work(Sinks, "write", NAP, LOG)),
     "any: thread that computes": (
-        P, "", "another thread", lambda: THREAD(target=busy_thread).start()),
+        P, "", "", lambda: THREAD(target=busy_thread).start()),
     "2 busy processes": (M, "", NEIGHBOUR, ["spin"] * 2),
     "4 busy processes": (M, "", NEIGHBOUR, ["spin"] * 4),
     "memory bandwidth": (M, "", NEIGHBOUR, ["copy"]),

@@ -20,7 +20,7 @@ import torch
 import data
 from config import Config
 from monitor import add_by_dataset
-from steady.tokens import TokenWriter
+from steady.tokens.files import TokenWriter
 from tests.bench.common import (
     Figure,
     compare,

@@ -35,9 +35,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import data
 import train
 from monitor import Monitor
-from steady import faults
-from steady.checkpoint import Writer, compare, list_checkpoints, read_state
-from steady.tokens import write_tokens
+from steady.checkpoints.checkpoint import Writer, compare, list_checkpoints, read_state
+from steady.guard import faults
+from steady.tokens.files import write_tokens
 from tests import hosts
 from tests.bench.common import Figure
 from tests.conftest import TINY, column, free_port

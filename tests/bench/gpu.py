@@ -29,9 +29,10 @@ import torch
 
 import train
 from model import flops_per_token
-from steady import faults, float8
-from steady.device import device_name, multiplies_bf16, peak_flops, pick_device
-from steady.rundir import provenance
+from steady.checkpoints.run_dir import provenance
+from steady.guard import faults
+from steady.models import float8
+from steady.models.device import device_name, multiplies_bf16, peak_flops, pick_device
 from tests.bench.common import (
     Figure,
     compare,
@@ -209,7 +210,7 @@ def attention(device: torch.device, tiny: bool):
         batch = largest_run(flags, 16).cfg.batch_size
         kinds = {f"{name} attention": (["--attention", name],)
                  for name in ("flash", "efficient", "cudnn", "math")}
-        packed |= {name: (["--attention", name],) for name in ("efficient", "flex")}
+        packed["efficient"] = (["--attention", "efficient"],)
     yield from choices(f"gpt2-124m, batch of {batch}", flags, batch, steps, {
         "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
         **kinds})

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.proc import count, rss_bytes
+from steady.watch.proc import count, rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, silence
 from tests.bench.monitor_cost import FLAGS, empty_steps, with_monitor
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 import config
 import train
-from steady import checkpoint, faults
+from steady.checkpoints import checkpoint, state
+from steady.guard import faults
 from tests.bench.common import Figure, compare, in_turns, random_tokens, seconds
 from tools import commands, estimate
 
@@ -60,7 +61,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
                        LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=str(ports[0]))
     torch.set_num_threads(1)
-    found, train.sample, plain = {}, lambda run: "", checkpoint.save_checkpoint
+    found, train.sample, plain = {}, lambda run: "", state.save_checkpoint
     if what == "peak":  # loads the libraries
         with contextlib.redirect_stdout(io.StringIO()):
             tiny = ["--d_model", "64", "--d_ff", "64", "--n_layer", "1", "--vocab_size", "2000"]

@@ -14,8 +14,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from steady.device import usable_cores
-from steady.tokens import load_tokenizer
+from steady.models.device import usable_cores
+from steady.tokens.files import load_tokenizer
 from tests.bench.common import Figure, compare, in_turns, seconds
 from tools.prepare import Options, prepare
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoint import checkpoint_path, write_checkpoint
+from steady.checkpoints.checkpoint import checkpoint_path, write_checkpoint
 from tests.bench.common import Figure, compare, in_turns
 from tests.bench.startup import TRAIN, seconds_until
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import config
 import train
-from steady import parallel
+from steady.ranks import parallel
 from tests.bench.common import Figure, apart, compare, in_turns, logged_step_ms, random_tokens
 from tools.estimate import estimate
 

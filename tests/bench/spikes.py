@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 
 import train
-from steady import faults
-from steady.spikes import NEEDED, Spikes
+from steady.guard import faults
+from steady.guard.spikes import NEEDED, Spikes
 from tests.bench.common import Figure, compare, in_turns, logged_step_ms
 from tests.bench.small import some_text, write_characters
 from tools import commands

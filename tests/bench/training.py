@@ -17,7 +17,7 @@ import torch
 
 import config
 from model import Transformer, flops_per_token, generate
-from steady import device as devices
+from steady.models import device as devices
 from tests.bench.common import (
     CPU,
     Figure,
@@ -127,7 +127,7 @@ def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
 
     Without the padding token in the prompt, for which transformers would take a slower path.
     """
-    from steady.huggingface import config_from_hf, load_weights
+    from steady.models.huggingface import config_from_hf, load_weights
 
     torch.manual_seed(0)
     theirs = qwen2_model(resolved(our_flags(1, 1024))[0]).eval()

@@ -18,18 +18,22 @@ SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--nu
 BATCH = "from host data.py <genexpr>"  # page-locked, so nothing waits for it
 PAGEABLE_BATCH = "from pageable host data.py <genexpr>"
 LOG = {
-    "from pageable host steady/parallel.py on_device": 1,  # times of this rank
+    "from pageable host steady/ranks/ranks.py on_device": 1,  # times of this rank
     "to pageable host monitor.py gather_values": 1,
-    "synchronize steady/parallel.py on_device": 1,
+    "synchronize steady/ranks/ranks.py on_device": 1,
     "synchronize monitor.py gather_values": 1,
-    "synchronize steady/clock.py phase": 1,  # what is queued belongs to the steps
+    "synchronize steady/watch/clock.py phase": 1,  # what is queued belongs to the steps
 }
-PHASE = "synchronize steady/clock.py phase"
+PHASE = "synchronize steady/watch/clock.py phase"
 EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize train.py evaluate": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
 SAVE = {PHASE: 1}  # and copies to page-locked memory, for which a thread waits
-COPIED = "to host steady/checkpoint.py copy_to_host"
+COPIED = "to host steady/checkpoints/checkpoint.py copy_to_host"
+# torch 2.15's _foreach_norm copies where the partial sums of each tensor begin from page-locked
+# memory, in the stream of its kernels: nothing waits for it.
+OFFSETS = ("from host steady/ranks/parallel.py norms",
+           "from host steady/checkpoints/checkpoint.py save")
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def without_lines(counts: dict) -> dict:
 
 
 def exchanged(counts: dict) -> dict:
-    return {name: n for name, n in counts.items() if name not in COUNTERS}
+    return {name: n for name, n in counts.items() if name not in (*COUNTERS, *OFFSETS)}
 
 
 def total(*parts: dict) -> dict:
@@ -201,19 +205,6 @@ def test_packing(go, flags, attention):
     passes = 2 if "full" in flags else 1
     expected = (LAYERS * passes, LAYERS) if "varlen" in attention else (0, 0)
     assert {flash_kernels(steps[step]) for step in range(1, 12)} == {expected}
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--precision", "fp32", "--n_kv_head", "2"],
-    ["--activation_checkpointing", "full", "--micro_batch_size", "auto"],
-    ["--seq_len", "4096", "--batch_size", "4"],
-], ids=" ".join)
-def test_flex_attention(go, flags):
-    """Compiled by itself, in the first step, also where nothing else is; no matrix of T x T."""
-    printed, steps = go("--packing", "--attention", "flex", *flags, memory=5 * 10**8)
-    assert "flex attention" in printed
-    check({step: steps[step] for step in range(2, 13)}, logs=[4, 8], tensors=3)
-    assert {step for step, counts in steps.items() if counts.get("graphs")} <= {0, 1}
 
 
 def test_evaluation_and_health_of_packed_rows(go):
@@ -377,7 +368,6 @@ def compile_quickly():
 @pytest.mark.parametrize("flags", [
     ["--micro_batch_size", "2", "--monitor", "full"],
     ["--packing"],
-    ["--packing", "--attention", "flex", "--activation_checkpointing", "full"],
     ["--data_mode", "documents"],
 ], ids=" ".join)
 def test_compiled(go, flags):

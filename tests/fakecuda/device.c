@@ -232,10 +232,6 @@ MAKES_HANDLE(cublasLtCreate)
 MAKES_HANDLE(cublasLtMatmulDescCreate)
 MAKES_HANDLE(cublasLtMatmulPreferenceCreate)
 MAKES_HANDLE(cublasLtMatrixLayoutCreate)
-MAKES_HANDLE(ncclCommInitRank)
-MAKES_HANDLE(ncclCommInitRankConfig)
-MAKES_HANDLE(ncclCommInitRankScalable)
-int ncclCommSplit(void *comm, int color, int key, void **out) { *out = handle(); return 0; }
 int ncclCommRegister(void *comm, void *p, size_t n, void **out) { *out = handle(); return 0; }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *ms) { *ms = 1; return cudaSuccess; }
@@ -259,6 +255,25 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *op, void *a, void *b, void *c,
   *found = 1;
   return 0;
 }
+struct comm { int ranks, rank; };
+static int make_comm(struct comm **out, int ranks, int rank) {
+  *out = malloc(sizeof **out);
+  **out = (struct comm){ranks, rank};
+  return 0;
+}
+typedef struct { char bytes[128]; } id; /* ncclUniqueId */
+int ncclCommInitRank(struct comm **out, int n, id i, int rank) { return make_comm(out, n, rank); }
+int ncclCommInitRankConfig(struct comm **out, int n, id i, int rank, void *config) {
+  return make_comm(out, n, rank);
+}
+int ncclCommInitRankScalable(struct comm **out, int n, int rank, int ids, void *i, void *config) {
+  return make_comm(out, n, rank);
+}
+int ncclCommSplit(struct comm *comm, int color, int key, struct comm **out) { /* of all ranks */
+  return make_comm(out, comm->ranks, comm->rank);
+}
+int ncclCommCount(struct comm *comm, int *out) { *out = comm->ranks; return 0; }
+int ncclCommUserRank(struct comm *comm, int *out) { *out = comm->rank; return 0; }
 int ncclGetVersion(int *out) { *out = 22700; return 0; }
 int ncclCommGetAsyncError(void *comm, int *out) { *out = 0; return 0; }
 const char *cudaGetErrorString(cudaError_t e) {

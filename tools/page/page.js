@@ -7,11 +7,15 @@ const COLOURS = {  // neighbours in a stack differ in lightness, for black and w
   other: "#c3c8cf", logging: "#a8861a", evaluation: "#532f85", checkpoint: "#f0926a",
   startup: "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
+const BETWEEN = ["logging", "evaluation", "checkpoint"];  // of steps: shown when asked for
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];  // of runs, for black and white
+const AXES = {step: ["step", 1], tokens: ["train/tokens", 1], hours: ["goodput/wall_s", 3600]};  // column, unit
 const HEIGHT = innerWidth < 600 ? 190 : 235;
 let page = JSON.parse(document.getElementById("data").textContent);
-let zoom = null;  // [first, last step] or null for all
-let sampleShown = null;  // position of the slider, as a share
+let axis = "step";  // what is on the x axis of all charts
+let zoom = null;  // [first, last x] or null for all
+let smooth = true;
+const logarithmic = {};  // title of a chart → whether its y axis is, once that was chosen
 const plots = [];
 
 // --- small things ---
@@ -32,8 +36,8 @@ function format(x) {
   if (x == null) return "–";
   const size = Math.abs(x);
   for (const [unit, least] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e4]])
-    if (size >= least) return +(x / (unit == "k" ? 1e3 : least)).toPrecision(4) + unit;
-  return size && size < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(4));
+    if (size >= least && size < 1e15) return +(x / (unit == "k" ? 1e3 : least)).toPrecision(4) + unit;
+  return size && size < 1e-3 || size >= 1e15 ? x.toExponential(2) : String(+x.toPrecision(4));
 }
 
 function duration(s) {
@@ -47,28 +51,78 @@ const ink = colour => {  // black or white, whichever can be read on it
   return 0.3 * r + 0.6 * g + 0.1 * b > 140 ? "#000" : "#fff";
 };
 
+function shorten(paths) {  // to the part in which they differ
+  if (paths.length < 2) return paths;
+  const parts = paths.map(path => path.split("/"));
+  const least = Math.min(...parts.map(p => p.length)), same = i => parts.every(p => p.at(i) == parts[0].at(i));
+  let first = 0, last = 0;
+  while (first < least - 1 && same(first)) first++;
+  while (last < least - 1 - first && same(-1 - last)) last++;
+  return parts.map(p => p.slice(first, p.length - last).join("/"));
+}
+
+// --- the x axis ---
+
+function placer(run) {  // step → where it lies on the x axis: between the logs around it
+  if (axis == "step") return step => step;
+  const [column, unit] = AXES[axis], values = run.logs[column];
+  const known = [[0, 0], ...run.logs.step.map((s, j) => [s, values[j] / unit]).filter((p, j) => values[j] != null)];
+  return step => {
+    const next = known.findIndex(([s]) => s >= step);
+    if (next < 1) return known.at(next)[1];
+    const [[s0, x0], [s1, x1]] = known.slice(next - 1, next + 1);
+    return x0 + (x1 - x0) * (step - s0) / (s1 - s0);
+  };
+}
+
+const lastX = () => Math.max(...page.runs.map(run => run.x(run.step))) || 1;
+
+function setZoom(range) {
+  const high = lastX();
+  if (range) range = [Math.max(0, range[0]), Math.min(high, range[1])];
+  if (range && (range[1] - range[0] < Math.min(1, high / 1e3) || range[0] <= 0 && range[1] >= high)) range = null;
+  zoom = range;
+  const [min, max] = zoom || [0, high];
+  for (const u of plots) u.setScale("x", {min, max});
+  byId("zoom").hidden = !zoom;
+}
+
+function drawTools() {
+  const tools = byId("tools");
+  tools.replaceChildren();
+  const button = (text, pressed, onclick) => add(tools, "button", text, {onclick, ariaPressed: pressed});
+  const known = Object.keys(AXES).filter(a => page.runs.every(r => a == "step" || r.logs[AXES[a][0]]));
+  if (known.length > 1) for (const name of known)
+    button(name, axis == name, () => { axis = name; zoom = null; drawCharts(); });
+  button("smooth", smooth, () => { smooth = !smooth; drawCharts(); });
+}
+
 // --- head: verdict and goodput ---
 
 function drawHead() {
   const head = byId("head");
   head.replaceChildren();
-  add(head, "h1", page.runs.map(r => r.name).join(" and "));
+  add(head, "h1", page.runs.map(r => r.short).join(" and "));
   page.runs.forEach((run, i) => {
     const f = run.figures, block = add(head, "div");
-    const line = add(block, "p", "", {className: "verdict"});
     if (page.runs.length > 1) {
-      add(line, "span", "", {className: "key"}).style.borderColor = runColour(i);
-      line.lastChild.style.borderTopStyle = i ? "dashed" : "solid";
-      add(line, "b", run.name + " ");
+      const title = add(block, "b", run.short);
+      const key = add(title, "span", "", {className: "key"});
+      key.style.borderColor = runColour(i);
+      key.style.borderTopStyle = i ? "dashed" : "solid";
     }
-    const bad = run.events.filter(e => ["slow-down", "no progress", "runs out"].includes(e.kind));
+    const alarms = run.events.filter(e => !["anomaly", "restart"].includes(e.kind));
+    const slow = alarms.filter(e => e.kind == "slow-down").length;
+    let said = 0;
     run.verdict.forEach((text, k) => {
-      const className = bad.some(e => text.includes(e.text.slice(0, 400))) ? "bad" : "";
-      add(k ? block : line, k ? "p" : "span", text, {className});
+      const event = alarms.find(e => text.includes(e.text.slice(0, 400)));
+      if (event?.kind != "slow-down" || ++said <= 5)
+        add(block, "p", text, {className: `${k ? "" : "verdict"} ${event ? "bad" : ""}`});
     });
+    if (slow > 5) add(block, "a", `${slow - 5} more slow-downs`, {href: "#events", className: "bad"});
     const facts = [`step ${run.step}${run.max_steps && " of " + run.max_steps}`];
     for (const [key, text] of [["train/loss", x => `loss ${x}`], ["val/loss", x => `validation ${x}`],
-      ["step_ms_median", x => `${x} ms a step`], ["perf/tokens_per_second", x => `${x} tokens/s`],
+      ["step_ms_median", x => `${x} ms/step`], ["perf/tokens_per_second", x => `${x} tokens/s`],
       ["perf/mfu", x => `MFU ${x}`]])
       if (f[key] != null) facts.push(text(format(f[key])));
     add(block, "p", facts.join(" · "), {className: "soft"});
@@ -92,93 +146,124 @@ function drawGoodput(block, run) {
       part.style.flex = `${s / total} 0 0px`;
       if (kind != "lost") part.style.backgroundColor = COLOURS[kind];
       part.style.color = ink(COLOURS[kind]);
-      part.style.fontStyle = "normal";
     }
   const parts = Object.entries(sums).filter(([, s]) => s >= 0.001 * total)
     .map(([kind, s]) => `${kind} ${(100 * s / total).toFixed(1)} %`);
   const text = `${duration(total)}: ${parts.join(", ")}`;
   bar.setAttribute("aria-label", text);
   add(block, "p", text, {className: "soft"});
-  run.events.filter(e => e.kind == "restart").slice(0, 5)
-    .forEach(e => add(block, "p", `after step ${e.step}: ${e.text}`, {className: "soft"}));
 }
 
 // --- charts ---
 
-const lastStep = () => Math.max(1, ...page.runs.map(r => r.step));
-
-function setZoom(range) {
-  const [low, high] = [0, lastStep()];
-  if (range) range = [Math.max(low, range[0]), Math.min(high, range[1])];
-  if (range && (range[1] - range[0] < 1 || range[0] <= low && range[1] >= high)) range = null;
-  zoom = range;
-  const [min, max] = zoom || [low, high];
-  for (const u of plots) if (u.scales.x.min != min || u.scales.x.max != max) u.setScale("x", {min, max});
-  byId("zoom").hidden = !zoom;
-}
-
 function eventsAt(u, run, at) {  // what happened there, within 6 pixels
   const margin = 6 * (u.scales.x.max - u.scales.x.min) / u.over.clientWidth;
   return run.events.filter(e => e.kind == "slow-down"
-    ? e.step <= at + margin && at <= (e.until ?? lastStep()) : Math.abs(e.step - at) <= margin);
+    ? run.x(e.step) <= at + margin && at <= run.x(e.until ?? run.step) : Math.abs(run.x(e.step) - at) <= margin);
 }
 
-// lines: [{label, x, y, low?, high?, run, stroke, dash?, scale?, points?}]
-function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colours, describe, heat} = {}) {
+function highest(sorted) {  // without a few values far above the rest, as of the first steps
+  const most = sorted.at(-1), usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
+  return usual > 0 && most > 5 * usual ? 1.5 * usual : most;
+}
+
+function rangeOf(u, log, fromZero, stacked) {  // of what is seen of the y axis
+  const [first, last] = zoom || [0, lastX()];
+  const columns = stacked ? [u.data.at(-1)] : u.data.filter((_, k) => k && u.series[k].show && u.series[k].scale == "y");
+  const seen = columns.flatMap(y => y.filter((v, j) => v != null && (v > 0 || !log) && u.data[0][j] >= first && u.data[0][j] <= last))
+    .sort((a, b) => a - b);
+  if (!seen.length) return [log ? 0.1 : 0, 1];
+  const low = seen[0], high = log ? seen.at(-1) : highest(seen), margin = 0.05 * (high - low) || 0.1 * Math.abs(high) || 1;
+  u.cut = high < seen.at(-1) ? `▲ up to ${format(seen.at(-1))}` : "";
+  if (log) return [low, Math.max(high, 2 * low)].map((x, k) => {  // to a digit, for the axis
+    const unit = 10 ** Math.floor(Math.log10(x));
+    return (k ? Math.ceil : Math.floor)(x / unit) * unit;
+  });
+  return fromZero ? [0, 1.1 * high || 1] : [low - margin, high + margin];
+}
+
+function helps(lines) {  // whether a logarithmic axis does: the highest is ten times the lowest
+  const values = lines.filter(l => !l.scale).flatMap(l => l.y).filter(x => x != null).sort((a, b) => a - b);
+  return values[0] > 0 && highest(values) > 10 * values[0];
+}
+
+function smoothed(y) {  // means over 2 % of the points to both sides, fewer at the start, where a loss is steep
+  const most = Math.ceil(y.length / 50);
+  return y.map((x, i) => {
+    const near = y.slice(Math.max(0, i - Math.min(most, i)), i + Math.min(most, i) + 1).filter(v => v != null);
+    return x == null ? null : near.reduce((a, b) => a + b) / near.length;
+  });
+}
+
+// lines: [{label, x, y, low?, high?, stroke, dash?, scale?, points?, smooth?, gaps?, show?}]
+function chart(title, lines, {runs = page.runs, draw, log, fromZero, stacked, value, bands, colours, describe, heat, onShow} = {}) {
   const figure = add(byId("charts"), "figure", "", {tabIndex: 0});
   figure.setAttribute("role", "group");
   figure.setAttribute("aria-label", title);
-  add(figure, "h2", title);
-  const tables = lines.map(l => [l.x, l.y, ...(l.low ? [l.low, l.high] : [])]);
-  const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  const series = [{label: "step", value: (u, x) => x ?? "–"}], spread = [];
-  for (const l of lines) {
-    const paint = {label: l.label, stroke: l.stroke, width: l.width ?? 1.5, dash: l.dash || [], fill: l.fill,
-      scale: l.scale || "y", spanGaps: true, points: {show: l.y.length < 2 || l.points && l.y.length < 60, size: 6},
-      value: value || ((u, x) => format(x))};
-    series.push(paint);
-    if (l.low) {
-      const quiet = {...paint, width: 0, class: "quiet", points: {show: false}, fill: undefined};
-      series.push({...quiet, label: l.label + " low"}, {...quiet, label: l.label + " high"});
-      spread.push({series: [series.length - 1, series.length - 2], fill: l.stroke + "30"});
-    }
-  }
-  const axis = {stroke: () => css("--soft"), grid: {stroke: css("--line"), width: 1},
-    ticks: {stroke: css("--line"), width: 1}, font: "12px system-ui, sans-serif"};
-  const valuesOf = (u, splits) => splits.map(x => x == null ? "" : format(x));
-  const axes = [{...axis, values: valuesOf},
-    {...axis, size: heat ? 96 : 56, values: valuesOf, ...(heat && {grid: {show: false}, ...heat})}];
-  if (lines.some(l => l.scale == "right"))
-    axes.push({...axis, scale: "right", side: 1, size: 56, values: valuesOf, grid: {show: false}});
-  const note = add(figure, "figcaption", "");
+  const heading = add(figure, "h2", title), note = add(figure, "figcaption");
   note.setAttribute("aria-live", "polite");
+  if (log && (log = lines.every(l => l.scale || l.y.every(x => x == null || x > 0)))) {
+    log = logarithmic[title] ?? helps(lines);
+    add(heading, "button", "log", {ariaPressed: log, onclick: () => { logarithmic[title] = !log; drawCharts(); }});
+  }
+  const tables = [], series = [{label: axis, value: (u, x) => x == null ? "–" : axis == "step" ? x : format(x)}];
+  const spread = [], parts = {};  // a line's index → those of its raw values and extremes
+  for (const l of lines) {
+    const main = series.length, much = smooth && l.smooth && l.y.length > 50;
+    const paint = {label: l.label, stroke: l.stroke, width: l.width ?? 1.5, dash: l.dash || [], fill: l.fill,
+      scale: l.scale || "y", spanGaps: !l.gaps, show: l.show ?? true,
+      points: {show: l.y.length < 2 || l.points && l.y.length < 60, size: 6},
+      value: value || ((u, x, k, j) => format(j == null ? x : u.data[much ? main + 1 : main][j]))};
+    const quiet = {...paint, class: "quiet", points: {show: false}, fill: undefined};
+    series.push(paint);
+    if (much) series.push({...quiet, stroke: l.stroke + "66", width: 1});
+    if (l.low) {
+      spread.push({series: [series.length + 1, series.length], fill: l.stroke + "30"});
+      series.push({...quiet, width: 0}, {...quiet, width: 0});
+    }
+    parts[main] = series.slice(main + 1).map((_, k) => main + 1 + k);
+    tables.push([l.x, much ? smoothed(l.y) : l.y, ...(much ? [l.y] : []), ...(l.low ? [l.low, l.high] : [])]);
+  }
+  const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  const valuesOf = (u, splits) => splits.map(x => x == null ? "" : format(x));
+  const ofAxis = {stroke: () => css("--soft"), grid: {stroke: css("--line"), width: 1}, values: valuesOf,
+    ticks: {stroke: css("--line"), width: 1}, font: "12px system-ui, sans-serif"};
+  const sides = {...ofAxis, size: (u, texts) => 22 + 7 * Math.max(2, ...(texts || []).map(text => text.length))};
+  const axes = [ofAxis, {...sides, ...(heat && {grid: {show: false}, ...heat})}];
+  if (lines.some(l => l.scale == "right")) axes.push({...sides, scale: "right", side: 1, grid: {show: false}});
   const hover = u => {
     const at = u.data[0][u.cursor.idx];
     const here = u.over.matches(":hover") || figure.contains(document.activeElement);
     const said = at == null || !here ? [] : runs.flatMap(run => eventsAt(u, run, at).map(e =>
-      `${runs.length > 1 ? run.name + ": " : ""}${e.kind} at step ${e.step}: ${e.text}`));
+      `${page.runs.length > 1 ? run.short + ": " : ""}${e.kind} at step ${e.step}: ${e.text}`));
     if (describe && at != null && here) said.unshift(describe(u, at));
     note.textContent = said.join("\n");
   };
   const options = {
     width: figure.clientWidth - 18, height: HEIGHT, series, axes, bands: bands || spread,
-    scales: {x: {time: false, range: (u, min, max) => [min, max]}, y: {range: rangeY}},
+    scales: {x: {time: false, range: (u, min, max) => [min, max]},
+      y: {distr: log ? 3 : 1, range: heat ? () => heat.range : u => rangeOf(u, log, fromZero, stacked)},
+      right: {range: (u, min, max) => [0, 1.1 * max || 1]}},
     cursor: {y: !!heat, sync: {key: "steps", scales: ["x", null],
       filters: {sub: type => type == "mousemove" || type == "mouseleave"}},
     drag: {x: true, y: false}, bind: {dblclick: () => () => { setZoom(null); return null; }}},
     hooks: {setCursor: [hover],
       setScale: [(u, key) => {
         const {min, max} = u.scales.x;
-        if (key == "x" && plots.includes(u) && (min != (zoom?.[0] ?? 0) || max != (zoom?.[1] ?? lastStep())))
+        if (key == "x" && plots.includes(u) && (min != (zoom?.[0] ?? 0) || max != (zoom?.[1] ?? lastX())))
           queueMicrotask(() => setZoom([min, max]));
       }],
-      draw: [...(draw ? [draw] : []), u => drawEvents(u, runs, draw && !heat)]},
+      setSeries: [(u, k, {show}) => {
+        if (show == null || !parts[k]) return;
+        for (const part of parts[k]) u.setSeries(part, {show});
+        onShow?.(u);
+      }],
+      draw: [...(draw ? [draw] : []), u => drawEvents(u, runs)]},
   };
   const dashed = (u, k) => series[k].dash?.length ? "dashed" : "solid";
   options.legend = {show: !heat, markers: {dash: dashed}};
   if (colours) options.legend.markers = {width: 0, fill: (u, k) => colours[k - 1] || "transparent"};
   const u = new uPlot(options, data, figure);
-  figure.append(note);
   plots.push(u);
   figure.addEventListener("keydown", e => onKey(e, u));
   for (const entry of figure.querySelectorAll(".u-series:not(:first-child) th")) {
@@ -186,8 +271,16 @@ function chart(title, lines, {runs = page.runs, draw, rangeY, value, bands, colo
     entry.onkeydown = e => { if (e.key == "Enter") entry.click(); };
   }
   for (const type of ["down", "move", "up"]) touch(u.over, type);
-  new ResizeObserver(() => u.setSize({width: figure.clientWidth - 18, height: HEIGHT})).observe(figure);
-  return u;
+  return figure;
+}
+
+function layout() {  // charts beside one another are as high as each other's legends need
+  const card = u => u.root.parentNode, bottom = node => node.getBoundingClientRect().bottom;
+  for (const u of plots) u.setSize({width: card(u).clientWidth - 18, height: HEIGHT});
+  queueMicrotask(() => {  // now they are of that size
+    const spare = plots.map(u => bottom(card(u)) - bottom(card(u).lastElementChild) - 9);
+    plots.forEach((u, k) => u.setSize({width: u.width, height: HEIGHT + Math.max(0, Math.floor(spare[k]))}));
+  });
 }
 
 function touch(over, type) {  // a finger does what the mouse does; up and down it scrolls the page
@@ -203,7 +296,7 @@ function touch(over, type) {  // a finger does what the mouse does; up and down 
 
 function onKey(e, u) {
   const step = e.shiftKey ? 10 : 1, n = u.data[0].length;
-  const [min, max] = zoom || [0, lastStep()];
+  const [min, max] = zoom || [0, lastX()];
   const at = u.data[0][u.cursor.idx] ?? (min + max) / 2;
   const show = i => u.setCursor({left: u.valToPos(u.data[0][Math.max(0, Math.min(n - 1, i))], "x"),
     top: u.cursor.top >= 0 ? u.cursor.top : u.over.clientHeight / 2});
@@ -222,7 +315,7 @@ function onKey(e, u) {
   act();
 }
 
-function drawEvents(u, runs, named) {
+function drawEvents(u, runs) {
   const {ctx} = u, {left, top, width, height} = u.bbox, ratio = devicePixelRatio;
   ctx.save();
   ctx.beginPath();
@@ -230,37 +323,23 @@ function drawEvents(u, runs, named) {
   ctx.clip();
   ctx.font = `${12 * ratio}px system-ui, sans-serif`;
   ctx.textAlign = "left";
-  ctx.textBaseline = "alphabetic";
+  ctx.fillStyle = css("--soft");
+  ctx.fillText(u.cut || "", left + 6 * ratio, top + 14 * ratio);
   runs.forEach(run => {
-    let row = 0;
+    const own = page.runs.length > 1 && runColour(page.runs.indexOf(run));
     for (const e of run.events) {
-      const x = u.valToPos(e.step, "x", true);
-      const colour = e.kind == "restart" ? css("--soft") : css("--alarm");
-      ctx.strokeStyle = ctx.fillStyle = colour;
-      ctx.lineWidth = ratio;
+      const x = u.valToPos(run.x(e.step), "x", true);
+      const colour = own || css(e.kind == "restart" ? "--soft" : "--alarm");
+      ctx.fillStyle = colour;
       if (e.kind == "slow-down") {
-        const end = Math.min(left + width, e.until == null ? Infinity : u.valToPos(e.until, "x", true));
+        const end = Math.min(left + width, u.valToPos(run.x(e.until ?? run.step), "x", true));
         ctx.globalAlpha = 0.12;
         ctx.fillRect(x, top, end - x, height);
         ctx.globalAlpha = 1;
         ctx.fillRect(x, top, 2 * ratio, height);
         ctx.fillRect(x, top, end - x, 3 * ratio);
-        if (named) {
-          const text = `since step ${e.step}: ${e.label}`, w = ctx.measureText(text).width;
-          const from = Math.max(left, Math.min(x + 4 * ratio, left + width - w - 8 * ratio));
-          const y = top + (6 + 18 * row++) * ratio;
-          ctx.fillStyle = css("--back");
-          ctx.fillRect(from, y, w + 8 * ratio, 17 * ratio);
-          ctx.fillStyle = colour;
-          ctx.fillText(text, from + 4 * ratio, y + 13 * ratio);
-        }
-      } else {  // a dashed line with a triangle above
-        ctx.setLineDash([3 * ratio, 3 * ratio]);
-        ctx.beginPath();
-        ctx.moveTo(x, top);
-        ctx.lineTo(x, top + height);
-        ctx.stroke();
-        ctx.setLineDash([]);
+      } else {  // a triangle, and a line of dots where it is no mere anomaly
+        for (let y = top; e.kind != "anomaly" && y < top + height; y += 6 * ratio) ctx.fillRect(x, y, ratio, 3 * ratio);
         ctx.beginPath();
         ctx.moveTo(x - 5 * ratio, top);
         ctx.lineTo(x + 5 * ratio, top);
@@ -277,7 +356,7 @@ function drawEvents(u, runs, named) {
 function line(i, table, name, label, more = {}) {
   const run = page.runs[i], t = run[table];
   if (!t[name]) return [];
-  return [{label: page.runs.length > 1 ? `${label} ${run.name}` : label, x: t.step, y: t[name],
+  return [{label: page.runs.length > 1 ? `${label} ${run.short}` : label, x: t.x, y: t[name],
     low: t[name + " low"], high: t[name + " high"], stroke: runColour(i), dash: DASHES[i % 4], ...more}];
 }
 
@@ -291,67 +370,43 @@ function lineChart(title, lines, more) {
 const second = i => ({dash: [2, 3], stroke: runColour(page.runs.length > 1 ? i : 1)});
 
 function drawLoss() {
-  lineChart("Loss (nats)", perRun(i => [...line(i, "logs", "train/loss", "train"),
-    ...line(i, "evaluations", "val/loss", "validation", {points: true, ...second(i)})]));
+  const own = {smooth: true, gaps: true};  // a gap: not finite
+  lineChart("Loss (nats)", perRun(i => [...line(i, "logs", "train/loss", "train", own),
+    ...line(i, "evaluations", "val/loss", "validation", {points: true, gaps: true, ...second(i)})]), {log: true});
   const names = new Set(page.runs.flatMap(r => [...Object.keys(r.logs), ...Object.keys(r.evaluations)])
     .filter(n => /^(train|val)\/loss\//.test(n)));
   const datasets = [...new Set([...names].map(n => n.replace(/^(train|val)\/loss\//, "")))];
   lineChart("Loss by dataset (nats)", datasets.flatMap((name, k) => perRun(i => {
     const stroke = runColour(k);
     const dash = DASHES[(page.runs.length > 1 ? i : k) % 4];
-    return [...line(i, "logs", "train/loss/" + name, name, {stroke, dash}),
+    return [...line(i, "logs", "train/loss/" + name, name, {stroke, dash, ...own}),
       ...line(i, "evaluations", "val/loss/" + name, name + " validation", {stroke, dash, points: true, width: 1})];
-  })));
+  })), {log: true});
 }
 
 function drawPhases(run, i) {
   const logs = run.logs, names = page.phases.filter(p => logs[`perf/${p}_ms`]?.some(x => x > 0));
-  const of = page.runs.length > 1 ? ", " + run.name : "";
+  const of = page.runs.length > 1 ? `, ${run.short}` : "";
   if (!names.length)
     return lineChart(`Step time (ms)${of}`, line(i, "logs", "perf/step_ms", "step"), {runs: [run]});
   const raw = names.map(p => logs[`perf/${p}_ms`]);
-  let shown = names.map(() => true);
+  let shown = names.map(p => !BETWEEN.includes(p));
   const stack = () => {
     let sums = logs.step.map(() => 0);
     return raw.map((column, k) => (sums = sums.map((s, j) => column[j] == null ? null : s + shown[k] * column[j])));
   };
-  const lines = stack().map((y, k) => ({label: names[k], x: logs.step, y, width: 1,
-    stroke: css("--back"), fill: k ? undefined : COLOURS[names[0]]}));
-  const bands = names.slice(1).map((name, k) => ({series: [k + 2, k + 1], fill: COLOURS[name]}));
-  const order = logs.step;  // the steps of this run alone: no join, so indices agree
-  const top = () => {  // a rare evaluation or checkpoint may be cut off, or it would flatten the rest
-    const sums = stack().at(-1).filter(x => x != null).sort((a, b) => a - b);
-    return 1.15 * Math.min(sums.at(-1), 1.5 * sums[Math.floor(0.9 * sums.length)]) || 1;
-  };
-  const labels = u => {
-    const {ctx} = u, {left, width} = u.bbox, ratio = devicePixelRatio;
-    ctx.save();
-    ctx.font = `${12 * ratio}px system-ui, sans-serif`;
-    ctx.textAlign = "right";
-    ctx.textBaseline = "alphabetic";
-    const sums = stack(), j = Math.min(order.length - 1, u.valToIdx(u.scales.x.max));
-    names.forEach((name, k) => {
-      if (!shown[k] || sums[k][j] == null) return;
-      const high = u.valToPos(sums[k][j], "y", true), low = u.valToPos(k ? sums[k - 1][j] : 0, "y", true);
-      if (low - high < 13 * ratio || low - 13 * ratio < u.bbox.top) return;
-      const at = [name, left + width - 6 * ratio, (high + low) / 2 + 4 * ratio];
-      ctx.lineWidth = 4 * ratio;
-      ctx.lineJoin = "round";
-      ctx.strokeStyle = COLOURS[name];  // readable where the band is narrower than the word
-      ctx.fillStyle = ink(COLOURS[name]);
-      ctx.strokeText(...at);
-      ctx.fillText(...at);
-    });
-    ctx.restore();
-  };
-  const u = chart(`Step time by phase (ms)${of}`, lines, {runs: [run], bands, colours: names.map(name => COLOURS[name]), draw: labels, rangeY: () => [0, top()],
-    value: (u, x, k, j) => format(j == null ? null : raw[k - 1][j])});
-  u.hooks.setSeries = [(u, k, options) => {
-    if (k == null || options.show == null) return;
-    shown = u.series.slice(1).map(s => s.show);
-    u.setData([logs.step, ...stack()], false);
-    setZoom(zoom);
-  }];
+  const visible = () => names.map((_, k) => k + 1).filter(k => shown[k - 1]);
+  const bandsOf = ks => ks.slice(1).map((k, j) => ({series: [k, ks[j]], dir: -1, fill: () => COLOURS[names[k - 1]]}));
+  const lines = stack().map((y, k) => ({label: names[k], x: logs.x, y, width: 1, show: shown[k],
+    stroke: css("--back"), fill: () => visible()[0] == k + 1 ? COLOURS[names[k]] : null}));
+  chart(`Step time by phase (ms)${of}`, lines, {runs: [run], bands: bandsOf(visible()), stacked: true, fromZero: true,
+    colours: names.map(name => COLOURS[name]), value: (u, x, k, j) => format(j == null ? null : raw[k - 1][j]),
+    onShow: u => {
+      shown = u.series.slice(1).map(s => s.show);
+      u.bands.splice(0, Infinity, ...bandsOf(visible()));
+      u.setData([logs.x, ...stack()], false);
+      setZoom(zoom);
+    }});
 }
 
 const STOPS = [[13, 8, 60], [82, 18, 124], [163, 44, 122], [229, 92, 81], [252, 163, 62], [250, 240, 150]];
@@ -364,7 +419,7 @@ function heatColour(share) {
 function drawHeat(run, key, title, logarithmic) {
   const table = run.heat[key];
   if (!table) return;
-  const names = Object.keys(table).filter(n => n != "step" && !/ (low|high)$/.test(n));
+  const names = Object.keys(table).filter(n => n != "step" && n != "x");
   const byNumber = n => +(n.match(/\d+/)?.[0] ?? (n.includes("embed") ? -1 : Infinity));
   names.sort((a, b) => byNumber(a) - byNumber(b) || 0);  // from the bottom up
   const scale = x => logarithmic ? Math.log10(x) : x;
@@ -373,7 +428,7 @@ function drawHeat(run, key, title, logarithmic) {
   const sorted = known.map(scale).sort((a, b) => a - b);
   const low = sorted[Math.floor(0.05 * sorted.length)], high = sorted[Math.ceil(0.95 * sorted.length) - 1];
   const share = x => high > low ? (scale(x) - low) / (high - low) : 0.5;
-  const steps = table.step, n = names.length;
+  const steps = table.x, n = names.length;
   const paint = u => {
     const {ctx} = u, y = k => u.valToPos(k, "y", true);
     ctx.save();
@@ -389,45 +444,52 @@ function drawHeat(run, key, title, logarithmic) {
     ctx.restore();
   };
   const every = Math.ceil(n / 12), prefix = key == "ranks" ? "rank " : "";
-  const unit = logarithmic ? "" : " ms";
-  const [dark, light] = (logarithmic ? [10 ** low, 10 ** high] : [low, high]).map(format);
-  chart(`${title}${page.runs.length > 1 ? ", " + run.name : ""}: dark ${dark}${unit}, light ${light}${unit}`,
-    [{label: "", x: steps, y: steps.map(() => null), stroke: "#000"}], {
-      runs: [run], draw: paint, rangeY: () => [0, n],
-      heat: {splits: () => names.map((_, k) => k + 0.5).filter((_, k) => k % every == 0),
-        values: (u, at) => at.map(k => prefix + names[Math.floor(k)].slice(0, 14)), ticks: {show: false}},
-      describe: (u, at) => {
-        const j = steps.findIndex(s => s >= at), k = Math.floor(u.posToVal(u.cursor.top, "y"));
-        return names[k] == null || j < 0 ? "" :
-          `step ${steps[j]} · ${prefix}${names[k]}: ${format(table[names[k]][j])}${unit}`;
-      }});
-  if (key == "ranks" && run.slow_rank) add(byId("charts").lastChild, "p", run.slow_rank);
+  const unit = logarithmic ? "" : " ms", of = page.runs.length > 1 ? ", " + run.short : "";
+  const figure = chart(title + of, [{label: "", x: steps, y: steps.map(() => null), stroke: "#000"}], {
+    runs: [run], draw: paint,
+    heat: {range: [0, n], splits: () => names.map((_, k) => k + 0.5).filter((_, k) => k % every == 0),
+      values: (u, at) => at.map(k => prefix + names[Math.floor(k)].slice(0, 14)), ticks: {show: false}},
+    describe: (u, at) => {
+      const j = steps.findIndex(s => s >= at), k = Math.floor(u.posToVal(u.cursor.top, "y"));
+      return names[k] == null || j < 0 ? "" :
+        `step ${table.step[j]} · ${prefix}${names[k]}: ${format(table[names[k]][j])}${unit}`;
+    }});
+  const [least, most] = (logarithmic ? [10 ** low, 10 ** high] : [low, high]).map(x => format(x) + unit);
+  const bar = add(figure, "p", least + " ", {className: "scale"});
+  add(bar, "i").style.background = `linear-gradient(90deg, ${STOPS.map(c => `rgb(${c})`)})`;
+  bar.append(" " + most);
 }
 
 function drawCharts() {
   plots.splice(0).forEach(u => u.destroy());
   byId("charts").replaceChildren();
+  for (const run of page.runs) {
+    run.x = placer(run);
+    for (const t of [run.logs, run.evaluations, ...Object.values(run.heat)]) t.x = (t.step || []).map(run.x);
+  }
+  drawTools();
   drawLoss();
   page.runs.forEach(drawPhases);
   const mfu = page.runs.some(r => r.logs["perf/mfu"]) ? " and MFU" : "";
   lineChart(`Throughput (tokens/s)${mfu}`, perRun(i => [
     ...line(i, "logs", "perf/tokens_per_second", "tokens/s"),
     ...line(i, "logs", "perf/mfu", "MFU", {scale: "right", ...second(i)})]),
-  {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
+  {fromZero: true});
   const memory = {host_rss: "host", workers_rss: "workers", allocated: "device, allocated",
     reserved: "device, reserved", peak: "device, peak"};
   lineChart("Memory (GB)", perRun(i => Object.entries(memory).flatMap(([key, label], k) => {
     const column = page.runs[i].logs[`memory/${key}_gb`];
     return column?.some(x => x > 0) ? line(i, "logs", `memory/${key}_gb`, label, {dash: DASHES[k % 4],
       stroke: page.runs.length > 1 ? runColour(i) : runColour(k), width: k > 3 ? 2.5 : 1.5}) : [];
-  })), {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
+  })), {fromZero: true});
   lineChart("Gradient norm, learning rate", perRun(i => [
-    ...line(i, "logs", "train/grad_norm", "gradient norm"),
+    ...line(i, "logs", "train/grad_norm", "gradient norm", {smooth: true}),
     ...line(i, "logs", "train/learning_rate", "learning rate", {scale: "right", ...second(i)})]),
-  {rangeY: (u, low, high) => [0, 1.1 * high || 1]});
+  {fromZero: true, log: true});
   page.runs.forEach(run => drawHeat(run, "layers", "Update ratio by layer", true));
   page.runs.forEach(run => drawHeat(run, "ranks", "Own work of each rank (ms a step)", false));
   setZoom(zoom);
+  layout();
 }
 
 function drawEventList() {
@@ -438,10 +500,10 @@ function drawEventList() {
   const ul = add(place, "ul");
   for (const [run, e] of list) {
     const item = add(ul, "li");
-    const name = page.runs.length > 1 ? run.name + ": " : "";
+    const name = page.runs.length > 1 ? run.short + ": " : "";
     add(item, "button", `${name}step ${e.step}, ${e.kind}`).onclick = () => {
-      const span = Math.max(20, 0.1 * lastStep());
-      setZoom([e.step - span, (e.until ?? e.step) + span]);
+      const span = 0.1 * lastX();
+      setZoom([run.x(e.step) - span, run.x(e.until ?? e.step) + span]);
       byId("charts").scrollIntoView();
     };
     add(item, "span", " " + e.text);
@@ -449,28 +511,15 @@ function drawEventList() {
 }
 
 function drawSamples() {
-  const place = byId("samples"), steps = [...new Set(page.runs.flatMap(r => r.samples.map(s => s.step)))];
+  const place = byId("samples");
+  const all = page.runs.flatMap(run => run.samples.map(sample => ({run, ...sample}))).sort((a, b) => b.step - a.step);
   place.replaceChildren();
-  if (!steps.length) return;
-  steps.sort((a, b) => a - b);
-  add(place, "h2", "Samples of what it writes");
-  const slider = add(place, "input", "", {type: "range", min: 0, max: steps.length - 1, step: 1});
-  slider.setAttribute("aria-label", "step of the sample");
-  const out = add(place, "div");
-  const show = () => {
-    const step = steps[slider.value];
-    slider.setAttribute("aria-valuetext", `step ${step}`);
-    out.replaceChildren();
-    for (const run of page.runs) {
-      const sample = run.samples.filter(s => s.step <= step).at(-1);
-      if (!sample) continue;
-      add(out, "p", `step ${sample.step}${page.runs.length > 1 ? ", " + run.name : ""}`, {className: "soft"});
-      add(out, "pre", sample.text);
-    }
-  };
-  slider.value = sampleShown == null ? steps.length - 1 : Math.min(sampleShown, steps.length - 1);
-  slider.oninput = () => { sampleShown = +slider.value; show(); };
-  show();
+  if (all.length) add(place, "h2", "Samples of what it writes");
+  all.forEach(({run, step, text}, i) => {
+    const details = add(place, "details", "", {open: i < page.runs.length});
+    add(details, "summary", `step ${step}${page.runs.length > 1 ? ", " + run.short : ""}`);
+    add(details, "pre", text);
+  });
 }
 
 function table(place, names, key) {
@@ -502,7 +551,8 @@ function drawConfig() {
 }
 
 function draw() {
-  document.title = page.runs.map(r => r.name).join(", ");
+  shorten(page.runs.map(r => r.name)).forEach((name, i) => { page.runs[i].short = name; });
+  document.title = page.runs.map(r => r.short).join(", ");
   drawHead();
   drawCharts();
   drawEventList();
@@ -512,22 +562,23 @@ function draw() {
 
 // --- a run that goes on ---
 
+let newest = "";
+
 async function renew() {
   try {
-    const answer = await fetch("data");
-    if (answer.ok) {
-      const newer = await answer.json();
-      if (JSON.stringify(newer.runs) != JSON.stringify(page.runs)) {
-        const at = scrollY;
-        page = newer;
-        draw();
-        scrollTo(0, at);
-      }
+    const answer = await fetch("data"), text = await answer.text();
+    if (answer.ok && text != newest) {
+      const at = scrollY;
+      page = JSON.parse(newest = text);
+      draw();
+      scrollTo(0, at);
     }
   } catch { /* the server is gone: the page stays as it is */ }
   setTimeout(renew, 1000 * page.again_s);
 }
 
+let width = 0;
+new ResizeObserver(() => { if (width != (width = byId("charts").clientWidth)) layout(); }).observe(byId("charts"));
 byId("zoom").onclick = () => setZoom(null);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

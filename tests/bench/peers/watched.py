@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import train
 from model import FeedForward
-from steady import faults
-from steady.report import report
-from steady.tokens import write_tokens
+from steady.guard import faults
+from steady.tokens.files import write_tokens
+from steady.watch.report import report
 from tests.bench.diagnosis import BATCH, FLAGS, after
 from tools import commands
 

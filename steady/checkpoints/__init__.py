@@ -1,0 +1,1 @@
+"""Checkpoints are valid or absent: writing, verifying, finding, backups; run directories."""

@@ -1,0 +1,220 @@
+"""Copies of a run at a URL that fsspec knows: uploading beside training, downloading."""
+
+import contextlib
+import os
+import re
+import threading
+from pathlib import Path
+
+from steady.checkpoints.checkpoint import (
+    CHECKPOINT,
+    changed_at,
+    checkpoint_step,
+    delete_checkpoint,
+    find_damage,
+    run_dir_of,
+    set_aside,
+)
+from steady.checkpoints.parts import MANIFEST, PART, link_folder, part_paths
+from steady.checkpoints.retry import retry
+from steady.checkpoints.sealed import link_or_copy
+from steady.options import ConfigError
+
+# Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
+LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
+
+
+class Backup:
+    """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
+
+    Every `interval` steps; while one upload is under way, no other begins. Keeps the newest `keep`
+    checkpoints there. Raises ConfigError for a URL that cannot be written.
+    """
+
+    def __init__(self, url: str, interval: int, keep: int):
+        self.fs, self.root = open_url(url)
+        try:
+            self.fs.makedirs(f"{self.root}/checkpoints", exist_ok=True)
+        except Exception as e:
+            raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
+        self.url, self.interval, self.keep = url, interval, keep
+        self.thread = None
+        self.begun = 0  # the step of the newest upload
+        self.newest = None  # (step, path) of the newest checkpoint
+        self.uploaded = None  # path of the newest checkpoint that is there
+
+    def offer(self, step: int, path: Path, last: bool = False):
+        """Upload a checkpoint if one is due; the last one always."""
+        self.newest = step, path
+        busy = self.thread and self.thread.is_alive()
+        if not busy and (last or step // self.interval > self.begun // self.interval):
+            self.begun = step
+            self.thread = threading.Thread(target=self.upload, args=(path,), daemon=True)
+            self.thread.start()
+
+    def close(self):
+        """Wait, then upload the last checkpoint and the logs as they are now."""
+        if self.thread:
+            self.thread.join()
+        if self.newest:
+            self.offer(*self.newest, last=True)
+            self.thread.join()
+
+    def upload(self, path: Path):
+        run_dir = run_dir_of(path)
+        logs = [run_dir / "metrics.jsonl"]
+        for folder, names in (("tensorboard", "events.*"), ("tokenizer", "*.*"), ("hf", "*.json")):
+            logs += (run_dir / folder).glob(names)
+        remote = f"{self.root}/checkpoints"
+        try:
+            if (path, changed_at(path)) != self.uploaded:  # may be written again
+                self.upload_checkpoint(path, f"{remote}/{path.name}")
+            for log in filter(Path.exists, logs):
+                name = log.relative_to(run_dir).as_posix()
+                self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
+                retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
+            found = remote_checkpoints(self.fs, remote)
+            past = [p for p in found if step_of(p) <= checkpoint_step(path)]
+            for later in found[len(past) :]:  # of before this run went back, as in its directory
+                first = remote_files(self.fs, later)[0]  # the file, or the manifest
+                self.fs.mv(first, f"{first}.set-aside")
+            for old in past[: -self.keep]:
+                for file in remote_files(self.fs, old):
+                    self.fs.rm_file(file)
+                with contextlib.suppress(Exception):  # where folders exist by themselves
+                    self.fs.rmdir(old)
+        except Exception as e:
+            print(f"warning: no backup to {self.url}, training goes on: {e}", flush=True)
+
+    def upload_checkpoint(self, path: Path, remote: str):
+        held, config = path.with_name(f"{path.name}.backup-{os.getpid()}"), "config.yaml"
+        changed, run_dir = changed_at(path), run_dir_of(path)
+        try:
+            (link_folder if path.is_dir() else link_or_copy)(path, held)  # or rotation deletes it
+            refuse_other_run(self.url, run_dir, run_id(run_dir / config))
+            self.upload_file(run_dir / config, f"{self.root}/{config}")  # says whose the rest is
+            if held.is_dir():
+                self.fs.makedirs(remote, exist_ok=True)
+                for part in [*part_paths(held), held / MANIFEST]:
+                    self.upload_file(part, f"{remote}/{part.name}")
+            else:
+                self.upload_file(held, remote)
+        finally:
+            delete_checkpoint(held)
+        self.uploaded = path, changed
+
+    def upload_file(self, path: Path, remote: str):
+        """Under its name once all of it is there."""
+        retry(lambda: self.fs.put_file(str(path), f"{remote}.part"), Exception)
+        self.fs.mv(f"{remote}.part", remote)
+
+
+def open_url(url: str) -> tuple:
+    """(fsspec's file system, the path in it). Raises ConfigError."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except Exception as e:  # each file system raises its own
+        raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
+
+
+def run_id(config: Path | str) -> str:
+    """Which run a config.yaml, or its text, is of; "" where an older version wrote it."""
+    text = config.read_text("utf-8", "replace") if isinstance(config, Path) else config
+    found = re.search("^# run: (.+)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
+    """Raise ConfigError if the backup at `url` is of another run than run_dir, or in it.
+
+    mine: its `run_id`; None for a new run, whose backup cannot be there yet.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    fs, root = open_url(url)
+    place, own = Path(root).resolve(), (run_dir or Path("runs")).resolve()
+    within = place == own or place in own.parents or own in place.parents
+    if within and isinstance(fs, LocalFileSystem):
+        raise ConfigError(f"--backup_to {url}: is not apart from the run in {own}; expected a "
+                          "place on another disk or machine")
+    try:
+        theirs = "" if remote_checkpoints(fs, f"{root}/checkpoints") else None
+        with contextlib.suppress(FileNotFoundError):
+            theirs = run_id(fs.cat_file(f"{root}/config.yaml").decode("utf-8", "replace"))
+    except Exception as e:
+        raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
+    if theirs is not None and (mine is None or theirs not in ("", mine)):
+        raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this new one'}. "
+                          f"Continue that one with --resume {url}, or choose another URL")
+
+
+def step_of(remote: str) -> int:
+    return checkpoint_step(Path(remote))
+
+
+def remote_checkpoints(fs, folder: str) -> list[str]:
+    """Paths of the checkpoints in a folder of an fsspec file system, oldest first."""
+    found = fs.ls(folder, detail=False) if fs.exists(folder) else []
+    found = [p.rstrip("/") for p in found]
+    found = [p for p in found if CHECKPOINT.fullmatch(p.rpartition("/")[2])
+             and (p.endswith(".pt") or fs.exists(f"{p}/{MANIFEST}"))]
+    return sorted(found, key=step_of)
+
+
+def remote_files(fs, checkpoint: str) -> list[str]:
+    """The files of a remote checkpoint: itself, or the manifest and the parts."""
+    if checkpoint.endswith(".pt"):
+        return [checkpoint]
+    names = [p for p in fs.ls(checkpoint, detail=False)
+             if PART.fullmatch(p.rpartition("/")[2]) or p.endswith(f"/{MANIFEST}")]
+    return sorted(names, key=lambda p: not p.endswith(MANIFEST))
+
+
+def download(url: str, to: Path, only: str | None = None) -> Path:
+    """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
+
+    url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
+    but this file, and return `to`. Raises ConfigError.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(url)
+        if CHECKPOINT.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
+            wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
+        else:
+            wanted = remote_checkpoints(fs, f"{root}/checkpoints")[::-1]
+        logs = [p for p in fs.find(root) if LOGS.fullmatch(p[len(root) :].lstrip("/"))]
+    except Exception as e:
+        raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
+
+    def get(path: str, local: Path) -> Path:
+        local.parent.mkdir(parents=True, exist_ok=True)
+        retry(lambda: fs.get_file(path, str(local)), Exception)
+        return local
+
+    if only:
+        for log in (p for p in logs if p[len(root) :].lstrip("/") == only):
+            get(log, to / only)
+        return to
+    for path in wanted:
+        local = to / "checkpoints" / path.rpartition("/")[2]
+        draft = local.with_name(f"{local.name}.tmp-{os.getpid()}")
+        try:
+            for file in remote_files(fs, path):
+                get(file, draft if file == path else draft / file.rpartition("/")[2])
+        except FileNotFoundError as e:
+            raise ConfigError(f"--resume {url}: {e}") from None
+        wrong = find_damage(draft) if draft.exists() else "it has no files"
+        if not wrong:
+            for log in logs:
+                get(log, to / log[len(root) :].lstrip("/"))
+            if local.exists():
+                set_aside(local)
+            draft.rename(local)
+            return local
+        print(f"warning: {path}: {wrong}", flush=True)
+        delete_checkpoint(draft)
+    raise ConfigError(f"--resume {url}: holds no valid checkpoint")

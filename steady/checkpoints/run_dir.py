@@ -1,0 +1,430 @@
+"""Run directories: which one a command means, who may write to it, what belongs in it.
+
+    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, hf/, lock
+"""
+
+import contextlib
+import dataclasses
+import os
+import platform
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from steady.checkpoints.backup import download, refuse_other_run, run_id
+from steady.checkpoints.checkpoint import (
+    CHECKPOINT,
+    atomic_write,
+    best_checkpoint,
+    checkpoint_at,
+    checkpoint_path,
+    checkpoint_step,
+    finish_parts,
+    is_checkpoint,
+    latest_valid,
+    link_checkpoint,
+    list_checkpoints,
+    remove_drafts,
+    require_valid,
+    run_dir_of,
+    set_aside,
+)
+from steady.checkpoints.parts import MANIFEST, PART, is_folder
+from steady.models.device import DTYPE_NAMES, attention_backend, device_name
+from steady.models.huggingface import KEPT, keep_config
+from steady.options import ConfigError, write_yaml
+from steady.ranks.ranks import restart_count
+from steady.tokens.files import copy_tokenizer, delete_tokenizer
+from steady.watch.clouds import is_our_link
+from steady.watch.machine import crowded
+from steady.watch.sinks import si
+
+CHECKPOINT_FILES = re.compile(
+    r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
+
+# --- which run -------------------------------------------------------------------------------
+
+
+def numbered_folders() -> list[Path]:
+    """The folders runs/001, runs/002, …, in the order of their numbers."""
+    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]{1,9}", path.name))
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def newest_run() -> Path | None:
+    """The newest numbered folder that holds a run; warns of newer ones that hold none."""
+    for path in reversed(numbered_folders()):
+        if holds_a_run(path):
+            return path
+        print(f"warning: {path} holds no run: passed over", file=sys.stderr, flush=True)
+    return None
+
+
+def find_run(cfg) -> Path | None:
+    """The run directory; None if a new one is to be made. Changes nothing.
+
+    Raises ConfigError if a new run would overwrite an existing one, if the place is not writable,
+    or if --resume is not a file.
+    """
+    out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
+    if cfg.resume and "://" not in cfg.resume:
+        path = Path(cfg.resume)
+        if path.is_dir() and CHECKPOINT.fullmatch(path.name) and not is_checkpoint(path):
+            raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
+                              "expected another checkpoint")
+        if path.is_dir() and not is_checkpoint(path):
+            raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
+                              f"continue a run: --auto-resume --out_dir {path}")
+        if not path.exists():
+            raise ConfigError(f"--resume {path}: no such file")
+        own = run_dir_of(path)
+        out_dir = out_dir or own
+        same_run = own is not None and out_dir.resolve() == own.resolve()
+    elif cfg.auto_resume and not out_dir:
+        out_dir = newest_run()
+    if out_dir and out_dir.exists() and not out_dir.is_dir():
+        raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
+    place = out_dir or Path("runs")
+    while not place.exists():
+        place = place.parent
+    if cfg.eval_only:
+        return out_dir  # only reads
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
+    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
+        raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
+                          "--auto-resume, start from one of its checkpoints with --resume, or "
+                          "delete it with --overwrite")
+    files = "lock", "metrics.jsonl", "config.yaml"
+    for name in (*files, "checkpoints", "tokenizer", "stacks", KEPT) if out_dir else ():
+        path = out_dir / name
+        if path.is_symlink():  # the lock is beside it: another run may write where it leads
+            raise ConfigError(f"{path}: is a link; expected it in the run directory itself, or "
+                              "none. To use another disk, put --out_dir there")
+        if name in files and path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is not a file; move it away, or choose another --out_dir")
+    if cfg.overwrite and out_dir and out_dir.exists():
+        files_of_run(out_dir)  # raises where a link is in the way
+    return out_dir
+
+
+def holds_a_run(out_dir: Path) -> bool:
+    names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/best"
+    return any((out_dir / name).exists() for name in names) or bool(
+        list_checkpoints(out_dir / "checkpoints")
+    )
+
+
+def files_of_run(out_dir: Path) -> list[Path]:
+    """The files of the run in out_dir that --overwrite deletes; links are not followed.
+
+    Of TensorBoard files in a cloud's place it deletes the link only: another run directory, a copy,
+    may have the same.
+
+    Raises ConfigError if its TensorBoard folder is a link that was not made for a cloud.
+    """
+    tensorboard = out_dir / "tensorboard"
+    if tensorboard.is_symlink() and not is_our_link(tensorboard):
+        raise ConfigError(f"--overwrite: {tensorboard} is a link, which is not deleted; remove it "
+                          "yourself, or choose another --out_dir")
+    folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
+    checkpoints = [p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name)]
+    found += (p for p in checkpoints if not p.is_dir())
+    found += (part for p in checkpoints if is_folder(p)
+              for part in p.glob("*") if PART.fullmatch(part.name) or part.name == MANIFEST)
+    found += [] if tensorboard.is_symlink() else tensorboard.glob("events.out.tfevents.*")
+    found += (out_dir / "stacks").glob("rank_*.txt")
+    found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
+    found = [p for p in found if p.is_file() and not p.is_symlink()]
+    return [*found, tensorboard] if tensorboard.is_symlink() else found
+
+
+def continues(cfg, out_dir: Path | None) -> bool:
+    """Whether the run continues from a checkpoint, if there is a valid one."""
+    return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
+
+
+def after_restart(cfg):
+    """After a restart by torchrun: options that continue the run its processes worked on.
+
+    It counts no restart where a host comes or goes: then only --overwrite would do harm.
+    """
+    if not launch() or not (restart_count() or cfg.overwrite):
+        return cfg
+    runs = numbered_folders()
+    if cfg.out_dir or cfg.resume and run_dir_of(Path(cfg.resume)):
+        runs = [Path(cfg.out_dir) if cfg.out_dir else run_dir_of(Path(cfg.resume))]
+    ours = [run for run in runs if is_of_this_launch(run)]
+    if not ours:
+        return cfg
+    change = dict(auto_resume=True, overwrite=False, resume=None, out_dir=str(ours[-1]))
+    return dataclasses.replace(cfg, **change)
+
+
+def is_of_this_launch(run_dir: Path) -> bool:
+    """Whether a process of this launch wrote config.yaml there.
+
+    It is written once what --overwrite deletes is gone: until then the directory is another run's.
+    """
+    try:
+        text = (run_dir / "config.yaml").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return f"\n# launch: {launch()}\n" in text
+
+
+def launch() -> str:
+    """The random name that torchrun gives its folder of logs, the same over restarts; or "".
+
+    Not its process id: in a container, every torchrun may be process 1.
+    """
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # NAME/attempt_0/0/error.json
+    return file.parents[2].name if file.match(f"*/attempt_{restart_count()}/*/*") else ""
+
+
+@contextlib.contextmanager
+def saved_config(cfg, out_dir: Path | None):
+    """Yields the path of the config.yaml of the run that is continued, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        old = out_dir
+        if cfg.resume and "://" in cfg.resume:
+            old = download(cfg.resume, Path(folder), only="config.yaml")
+        elif cfg.resume:
+            old = run_dir_of(Path(cfg.resume)) or out_dir
+        path = old and old / "config.yaml"
+        yield path if path and path.exists() and (cfg.resume or cfg.auto_resume) else None
+
+
+class Start(NamedTuple):
+    """What a run starts from. lock: to be closed at the end, or None."""
+
+    out_dir: Path | None
+    checkpoint: str | None = None
+    lock: object = None
+
+
+def find_start(cfg, out_dir: Path | None) -> Start:
+    """The checkpoint to start from, verified; for rank 0.
+
+    Locks the run directory before changing it: damaged checkpoints are set aside, a backup is
+    downloaded. Raises ConfigError.
+    """
+    if cfg.backup_to and not cfg.eval_only:
+        check_backup(cfg, out_dir)
+    lock = None
+    if cfg.resume and "://" in cfg.resume:
+        if cfg.eval_only:  # downloaded into a folder that is deleted afterwards
+            place, lock = Path(tempfile.mkdtemp()), contextlib.ExitStack()
+            lock.callback(shutil.rmtree, place)
+        else:
+            out_dir, lock = claim(out_dir)
+            place = out_dir
+        return Start(out_dir, str(download(cfg.resume, place)), lock)
+    if cfg.resume:
+        require_valid(Path(cfg.resume))
+        return Start(out_dir, cfg.resume)
+    if cfg.auto_resume and out_dir and out_dir.is_dir():
+        if not cfg.eval_only:
+            out_dir, lock = claim(out_dir)
+            finish_parts(out_dir / "checkpoints")
+        checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
+        if not checkpoint:
+            refuse_leftovers(out_dir / "checkpoints")
+        return Start(out_dir, checkpoint and str(checkpoint), lock)
+    return Start(out_dir)
+
+
+def check_backup(cfg, out_dir: Path | None):
+    """Raise ConfigError if --backup_to holds another run, or is the run directory."""
+    fetched = "://" in (cfg.resume or "")
+    with saved_config(cfg, out_dir) as saved:
+        ours = saved and (fetched or saved.parent.resolve() == out_dir.resolve())
+        ours = ours and (cfg.resume or list_checkpoints(out_dir / "checkpoints"))
+        refuse_other_run(cfg.backup_to, out_dir, run_id(saved) if ours else None)
+
+
+def refuse_leftovers(folder: Path):
+    """Raise ConfigError where a run has no checkpoint to continue from, but once had one."""
+    best = best_checkpoint(folder)
+    if best:
+        raise ConfigError(f"{folder}: holds no checkpoint but {best.name}. Continue from it with "
+                          f"--resume {best}, or start afresh with --overwrite")
+    left = sorted(path.name for path in folder.glob("*")
+                  if CHECKPOINT_FILES.fullmatch(path.name) and not CHECKPOINT.fullmatch(path.name))
+    if left:
+        raise ConfigError(f"{folder}: no checkpoint is left but {', '.join(left)}. Bring one back "
+                          "from a backup, or start afresh with --overwrite")
+
+
+# --- one writer ------------------------------------------------------------------------------
+
+
+def claim(out_dir: Path | None):
+    """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
+    os.umask(os.umask(0o077) | 0o002)  # the files of a run are never world-writable
+    while out_dir is None:
+        newest = next(reversed(numbered_folders()), Path("0"))
+        new = Path("runs") / f"{int(newest.name) + 1:03d}"
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+            new.mkdir(parents=True)
+            out_dir = new
+    try:
+        (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        return out_dir, acquire_lock(out_dir)
+    except OSError as e:  # a full disk, among others
+        raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
+
+
+def claim_unused(cfg, out_dir: Path | None):
+    """As `claim`. Raises ConfigError where another run has begun and ended since `find_run`.
+
+    To build a large model takes minutes, in which this directory was not locked.
+    """
+    own = cfg.resume and run_dir_of(Path(cfg.resume))
+    out_dir, lock = claim(out_dir)
+    same_run = own and own.resolve() == out_dir.resolve()
+    if cfg.overwrite or same_run or not holds_a_run(out_dir):
+        return out_dir, lock
+    lock.close()
+    raise ConfigError(f"--out_dir {out_dir}: another run has written there since this one started. "
+                      "Continue it with --auto-resume, or choose another directory")
+
+
+def acquire_lock(run_dir: Path, given: str = ""):
+    """Become the one process that writes to run_dir, until the returned file is closed.
+
+    A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
+    that ends. It would also end if this process opened and closed the file once more.
+
+    Raises ConfigError where another process holds it. given: the option that names run_dir.
+    """
+    import fcntl
+
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        file = os.fdopen(os.open(run_dir / "lock", flags, 0o666), "a+")
+    except OSError as e:
+        raise ConfigError(f"{run_dir / 'lock'}: cannot be opened: {e.strerror}") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.readline().strip() or "another process"
+        raise ConfigError(f"{given or f'--out_dir {run_dir}'}: {owner} is writing there; stop it, "
+                          "or choose another directory") from None
+    except OSError as e:  # some network file systems have no locks
+        print(f"warning: {run_dir} cannot be locked against a second run: {e}", flush=True)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+# --- its contents ----------------------------------------------------------------------------
+
+
+def prepare(run):
+    """Clear the claimed directory of anything newer than the run's step; write config.yaml."""
+    cfg, out_dir, folder = run.cfg, run.out_dir, run.out_dir / "checkpoints"
+    if cfg.overwrite:
+        for path in files_of_run(out_dir):
+            path.unlink()
+        for path in folder.glob("*"):
+            if is_folder(path) and not any(path.iterdir()):
+                path.rmdir()
+    remove_drafts(folder)
+    for newer in list_checkpoints(folder):
+        if checkpoint_step(newer) > run.step:
+            set_aside(newer)
+    source, mine = run.train_data.tokenizer_folder, out_dir / "tokenizer"
+    if source and Path(source).resolve() != mine.resolve():
+        copy_tokenizer(Path(source), mine)
+    elif cfg.overwrite and not source:
+        delete_tokenizer(mine)
+    if cfg.init_from:
+        keep_config(cfg, out_dir, run.resumed_from)
+    config = out_dir / "config.yaml"
+    mine = run_id(config) if run.resumed_from and config.exists() else ""  # if it goes on
+    with atomic_write(config) as draft:
+        write_yaml(cfg, draft, {"run": mine or secrets.token_hex(8), **provenance()})
+        start = run.resumed_from and run.resumed_from.resolve()  # os.link takes links as they are
+        if start and not checkpoint_at(folder, run.step):  # before the first save, or ever, it ends
+            link_checkpoint(start, checkpoint_path(folder, run.step, start.is_dir()))
+
+
+def provenance() -> dict[str, str]:
+    """Notes for config.yaml: where this run came from."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    return {
+        "command": " ".join(sys.argv),
+        "launch": launch() or "without torchrun",
+        "commit": commit or "unknown",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def early_end(run) -> str:
+    """Why training has ended before max_steps; nothing if it has not."""
+    if run.stop.signal:
+        return (f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
+                "--auto-resume continues from there")
+    if run.step < run.cfg.max_steps:
+        return (f"stopped at step {run.step}: no evaluation since step {run.best_step} had a lower "
+                f"loss (--patience {run.cfg.patience})")
+    return ""
+
+
+def describe(run) -> str:
+    """Device, model, data and step of a run, in a few lines for the screen."""
+    cfg, data = run.cfg, run.train_data
+    parameters = sum(p.numel() for p in run.model.parameters())
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
+    samples = run.position + (cfg.max_steps - run.step) * cfg.batch_size
+    epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
+    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
+    if len(epochs) > 1:
+        total = sum(d.weight for d in data.datasets)
+        each = zip(data.datasets, epochs, strict=True)
+        sources = ", ".join(f"{d.name} {float(d.weight / total):.1%} ({n})" for d, n in each)
+        sources += f": {si(data.n_tokens)} tokens"
+    sources += "".join(d.describe() for d in data.datasets)
+    at_most = "at most " if data.row_lengths_vary else ""
+    foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
+    divided = f", {cfg.parallel} over {run.shards.size}" if run.shards.size > 1 else ""
+    shares = ""
+    if cfg.batch_size % (run.micro_batch * run.world_size):
+        least, rest = divmod(cfg.batch_size, run.world_size)
+        shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
+    lines = [
+        f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
+        f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
+        f"compile {'on' if run.compiled else 'off'}{divided}",
+        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
+        f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
+        f"vocabulary {cfg.vocab_size}{foreign}",
+        f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
+        f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
+        f"{cfg.seq_len}: {run.world_size} x {run.accumulation} micro-batches of {run.micro_batch}"
+        f"{shares}, {cfg.optimizer}",
+        f"run     {run.out_dir}",
+    ]
+    if run.resumed_from:
+        lines.append(f"resume  {run.resumed_from} at step {run.step}")
+    return "\n".join(filter(None, (*lines, crowded())))

@@ -1,0 +1,131 @@
+"""One file, written so that it is valid or not there: a draft, its checksum, the disk, its name.
+
+The checksum of all of it stands in the comment that a zip file may end with, so that `torch.load`
+and `unzip` read the file like any other.
+"""
+
+import contextlib
+import os
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+
+SEAL = struct.Struct("<16sI")  # SEAL_NAME, CRC-32 of everything before the seal
+SEAL_NAME = b"steady checksum:"
+ZIP_END = struct.Struct("<4s16sH")  # signature, fields not used here, length of the comment
+CHUNK_BYTES = 1 << 24
+
+
+class ChecksummedFile:
+    """A file for torch.save to write to, sequentially; keeps a checksum of its bytes."""
+
+    def __init__(self, file):
+        self.file, self.crc, self.last = file, 0, b""
+
+    def write(self, data) -> int:
+        data = memoryview(data).cast("B")
+        if self.last:  # held back, since `seal` changes the last bytes of the file
+            self.write_through(self.last)
+        self.last = bytes(data[-ZIP_END.size :])
+        self.write_through(data[: -ZIP_END.size])
+        return len(data)
+
+    def write_through(self, data):
+        self.crc = zlib.crc32(data, self.crc)
+        self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
+
+    def seal(self):
+        """Append the checksum as the comment of the zip file."""
+        signature, rest, length = ZIP_END.unpack(self.last)
+        assert signature == b"PK\5\6" and length == 0, "torch.save has changed its format"
+        self.write_through(ZIP_END.pack(signature, rest, SEAL.size))
+        self.file.write(SEAL.pack(SEAL_NAME, self.crc))
+        self.file.flush()
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write `state`, verify every byte on the disk, and only then give the file its name."""
+    with atomic_write(path) as draft:
+        with open(draft, "wb") as file:
+            sealed = ChecksummedFile(file)
+            torch.save(state, sealed)
+            sealed.seal()
+            os.fsync(file.fileno())
+            forget_cached(file.fileno())
+        wrong = find_corruption(draft, forget=True)
+        if wrong:
+            raise OSError(f"{draft}: {wrong}: what was read back is not what was written")
+
+
+def find_corruption(path: Path, forget: bool = False) -> str | None:
+    """Read every byte of a checkpoint file; returns what is wrong with it, or None.
+
+    forget: drop it from the page cache, in which it otherwise is for who loads it next.
+    """
+    size = path.stat().st_size
+    if size < SEAL.size + ZIP_END.size:
+        return f"only {size} bytes"
+    with open(path, "rb") as file:
+        crc, left = 0, size - SEAL.size
+        while left:
+            data = file.read(min(CHUNK_BYTES, left))
+            if not data:
+                return "it became shorter while it was being read"
+            crc, left = zlib.crc32(data, crc), left - len(data)
+        seal = file.read()
+        if forget:
+            forget_cached(file.fileno())
+    if seal[: len(SEAL_NAME)] == SEAL_NAME:
+        return None if SEAL.unpack(seal) == (SEAL_NAME, crc) else "its checksum is wrong"
+    return "its checksum is missing: cut short, or not written by this program"
+
+
+def checksum(path: Path) -> int:
+    """The checksum that a file ends with, which `find_corruption` compares with its bytes."""
+    with open(path, "rb") as file:
+        file.seek(-SEAL.size, os.SEEK_END)
+        return SEAL.unpack(file.read())[1]
+
+
+def forget_cached(descriptor: int):
+    """Drop a file from the page cache: verify the disk, and leave memory to the training data."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path):
+    """Yields a draft beside `path` to write to, which replaces it if nothing was raised."""
+    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        yield draft
+        os.replace(draft, path)
+        sync_directory(path.parent)  # the new name itself must be on the disk
+    except OSError as e:
+        if e.errno and not e.filename:  # as an error in writing has none
+            e.filename = str(path)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path):
+    directory = os.open(path, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def link_or_copy(path: Path, draft: Path):
+    try:
+        os.link(path, draft)
+    except OSError:  # no hard links on this file system
+        shutil.copyfile(path, draft)
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,124 @@
+"""What fits into memory: how large a micro-batch may be, how memory is kept tidy, what to do when
+it runs out.
+"""
+
+import gc
+import os
+
+import torch
+
+from steady.options import ConfigError, due
+from steady.tokens.packing import trial_documents
+from steady.watch.sinks import si
+
+MICRO_BATCH_TOKENS = 16384  # at most, unless --micro_batch_size says otherwise
+GC_INTERVAL = 1000  # steps between garbage collections
+
+
+def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) -> int:
+    """Sequences per device and forward pass: a divisor of each rank's share of the batch.
+
+    most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
+    uneven: where there is no divisor, it may leave surplus rows. Otherwise, or for more ranks than
+    sequences, raises ConfigError with the nearest possible batch sizes.
+    """
+    per_rank, rest = divmod(cfg.batch_size, world_size)
+    given = cfg.micro_batch_size not in (None, "auto")
+    limit = int(cfg.micro_batch_size) if given else most or MICRO_BATCH_TOKENS // cfg.seq_len or 1
+    if not given and not rest:
+        return max(m for m in range(1, min(per_rank, limit) + 1) if per_rank % m == 0)
+    unit = world_size * (limit if given else 1)
+    if cfg.batch_size % unit and not (uneven and per_rank):
+        below = cfg.batch_size // unit * unit
+        sizes = f"{below} or {below + unit}" if below else str(unit)
+        micro = f" of --micro_batch_size {cfg.micro_batch_size}" if given else ""
+        raise ConfigError(
+            f"--batch_size {cfg.batch_size}: expected a multiple of {unit} ({world_size} "
+            f"process{'es' * (world_size > 1)}{micro}); the nearest is {sizes}; once "
+            f"started, a run continues on any number of processes up to {cfg.batch_size} "
+            "(--auto_resume)")
+    share = -(-cfg.batch_size // world_size)  # the largest one
+    return -(-share // -(-share // limit))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def refuse_too_large(cfg, ranks: int = 1):
+    """Raise ConfigError if one of `ranks` parts of the weights exceeds this machine's memory."""
+    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
+    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
+    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (2 if cfg.lora_rank else 4) * weights / ranks > memory:
+        raise ConfigError(
+            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
+            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
+            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
+            "smaller sizes")
+
+
+def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
+    """The largest power of two of sequences whose forward and backward pass fit into memory.
+
+    make_model: () → a model to try, which is gone afterwards. On a CPU, where the kernel may kill
+    the process before an allocation fails, up to MICRO_BATCH_TOKENS.
+    """
+    per_rank = -(-cfg.batch_size // world_size)
+    model = make_model()
+    most = per_rank
+    if device.type != "cuda":
+        most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    kept = [torch.empty_like(p) for p in trained for _ in range(2)]  # for the optimizer
+    size = 1
+    try:
+        while True:
+            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            documents = trial_documents(tokens, varlen) if cfg.packing else None
+            with autocast:
+                losses = model(tokens, tokens, documents)
+            losses.sum().backward()
+            if 2 * size > most:
+                break
+            size *= 2
+    except RuntimeError as e:
+        if not out_of_memory(e) or size == 1:
+            raise
+        size //= 2
+    del kept, model
+    gc.collect()  # fully_shard makes circles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size
+
+
+def memory_advice(run, error: BaseException) -> str:
+    """The error message: requested and free memory, and which --micro_batch_size to try."""
+    free = ""
+    if run.device.type == "cuda":
+        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
+        free = f" ({free:.1f} of {total:.1f} GB are free)"
+    per_rank, rest = divmod(run.cfg.batch_size, run.world_size)
+    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if rest or per_rank % m == 0]
+    advice = "try --activation_checkpointing full, or a shorter --seq_len"
+    if smaller:
+        advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
+    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
+
+
+def collect_garbage(run):
+    """At fixed steps, the same on all ranks, and in the first one, where it is part of start-up."""
+    if run.step == run.first_step or due(run.step, GC_INTERVAL):
+        gc.collect()
+
+
+def tidy_memory(run):
+    """Return cached device memory at fixed steps, after the log that tells how much it was."""
+    if run.device.type == "cuda" and due(run.step, run.cfg.cache_clear_interval):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(run.device)
+    if run.step == run.first_step:
+        gc.freeze()  # what is alive now stays: later collections skip it

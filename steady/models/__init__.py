@@ -1,0 +1,1 @@
+"""Same weights, same logits: Hugging Face in and out, adapters, device, layers that are fast."""

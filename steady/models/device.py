@@ -1,0 +1,197 @@
+"""What a run computes on: device, number format, attention backend."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend
+
+from steady.options import ConfigError
+from steady.watch.proc import read
+
+# --- device and number format ----------------------------------------------------------------
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
+# would take an "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; the
+# fp32 column is without TF32, as torch multiplies by default.
+PEAK_TFLOPS = {
+    "NVIDIA B200": (2250, 75),
+    "NVIDIA H200": (989, 67),
+    "NVIDIA H100 80GB HBM3": (989, 67),
+    "NVIDIA H100 PCIe": (756, 51),
+    "NVIDIA H100 NVL": (835, 60),
+    "NVIDIA GH200 480GB": (989, 67),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5),
+    "NVIDIA A100-SXM4-40GB": (312, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312, 19.5),
+    "NVIDIA L40S": (362, 91.6),
+    "NVIDIA L4": (121, 30.3),
+    "NVIDIA A10G": (70, 35),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (71, 35.6),
+    "Tesla V100-SXM2-16GB": (125, 15.7),
+    "Tesla V100-SXM2-32GB": (125, 15.7),
+    "Tesla T4": (65, 8.1),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of the device for matrix products of this dtype; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return peaks and peaks[dtype == torch.float32] * 1e12
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of this process. Raises ConfigError if torch finds none of that kind.
+
+    auto: the accelerator that torch finds, if it is one of those below, or the CPU.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    found = found.type if found and found.type in ("cuda", "mps", "xpu") else "cpu"
+    name = found if name == "auto" else name
+    if name not in ("cpu", found):
+        built = torch.accelerator.current_accelerator()
+        raise ConfigError(f"--device {name}: torch {torch.__version__}, which is built for "
+                          f"{built.type if built else 'cpu alone'}, finds none on this machine")
+    if name == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
+    return torch.device(name, local_rank if name == "cuda" else None)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether the hardware itself multiplies bf16; emulation is 4 times slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        able = torch.cpu.get_capabilities()
+        return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return False
+
+
+def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        precision = "bf16" if multiplies_bf16(device) else "fp32"
+    return DTYPES[precision]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    name = platform.processor() or platform.machine()
+    name = next(iter(re.findall(r"model name\s*: (.*)", read("proc/cpuinfo"))), name)
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
+    """Loader processes for this rank.
+
+    auto is 0 on a CPU: a batch of 64 x 1,024 tokens takes 0.23 ms to read from the page cache and
+    1.8 ms to get from another process, which also takes a core from the model. With CUDA it is
+    up to 2, so that a page that must come from the disk does not delay kernel launches.
+    """
+    if num_workers != "auto":
+        return int(num_workers)
+    return min(2, usable_cores() // local_world_size) if device.type == "cuda" else 0
+
+
+def configure(cfg, device: torch.device):
+    """Set process-wide state: memory allocation, attention backend, anomaly detection."""
+    keep_freed_memory(device)
+    set_attention_backend(cfg.attention)
+    if takes_varlen(cfg, pick_dtype(cfg.precision, device)):
+        # torch 2.15's varlen_attn prefers cuDNN, which takes no empty documents before 9.25, as
+        # `packing.boundaries` pads with: github.com/NVIDIA/cudnn-frontend/pull/944
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
+
+
+def keep_freed_memory(device: torch.device):
+    """On a CPU: use huge pages for large tensors, and do not return freed memory to the kernel.
+
+    Otherwise each step allocates its memory anew, in pages of 4 kB that the kernel clears on first
+    touch: a fifth of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only
+    with glibc, whose own variables for it, MALLOC_…, take precedence.
+    """
+    if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at a large tensor
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: bytes from which a tensor gets its own mapping
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes at the end that are kept
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+def set_attention_backend(name: str):
+    """Allow the named backend of scaled_dot_product_attention, or with auto all of them.
+
+    And math, for what the named one does not take: cuDNN no single token, as samples begin with.
+    """
+    for backend in ("flash", "mem_efficient", "cudnn", "math"):
+        enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
+        enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
+
+
+BACKEND_NAMES = {
+    SDPBackend.MATH.value: "math",
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+    SDPBackend.OVERRIDEABLE.value: "overrideable",  # Intel's own, on xpu
+}
+
+
+VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of T x T
+
+
+def takes_varlen(cfg, dtype: torch.dtype) -> bool:
+    """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
+    heads = cfg.head_dim in range(8, 257, 8)  # that flash attention takes
+    suits = heads and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
+    return cfg.packing and suits and dtype != torch.float32 and torch.version.hip is None
+
+
+def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
+    """What torch's dispatcher chooses for this shape, device and dtype or VARLEN.
+
+    Raises ConfigError if the only one that is allowed cannot run.
+    """
+    T, D = cfg.seq_len, cfg.head_dim
+    q = torch.empty(1, cfg.n_head, T, D, device=device, dtype=dtype, requires_grad=True)
+    kv = torch.empty(1, cfg.n_kv_head, T, D, device=device, dtype=dtype)
+    if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
+            SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
+        return VARLEN
+    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
+    used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
+    with contextlib.suppress(RuntimeError):  # no backend is left to choose from
+        choice = torch._fused_sdp_choice(
+            q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,
+            enable_gqa=cfg.n_kv_head != cfg.n_head,
+        )
+        used = BACKEND_NAMES.get(int(choice))
+    if used is None or cfg.attention not in ("auto", used):
+        packed = " with --packing" if cfg.packing else ""
+        raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "
+                          f"{dtype} heads of width {D}{packed}; expected one that is, or auto")
+    return used

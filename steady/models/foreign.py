@@ -1,0 +1,143 @@
+"""Causal language models of other architectures, trained through transformers' own module."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steady.checkpoints.checkpoint import run_dir_of
+from steady.models.huggingface import KEPT, fetch, merge_adapter, reason, shorten
+from steady.options import ConfigError
+from steady.ranks.parallel import Shards
+
+
+def module_of_config(folder: Path, trust_remote_code: bool) -> nn.Module:
+    """A module of transformers with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32,
+                                              trust_remote_code=trust_remote_code)
+    if (folder / "generation_config.json").exists():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    return module
+
+
+def module_with_weights(cfg) -> nn.Module:
+    """The module of transformers in --init_from. Raises ConfigError if its weights do not fit."""
+    from transformers import AutoModelForCausalLM
+
+    module, found = AutoModelForCausalLM.from_pretrained(
+        fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
+        trust_remote_code=cfg.trust_remote_code, output_loading_info=True,
+    )
+    for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
+        if found[f"{kind}_keys"]:
+            names = shorten(sorted(found[f"{kind}_keys"]))
+            raise ConfigError(f"{cfg.init_from}: {problem} {names}")
+    return module
+
+
+@torch.no_grad()
+def grow(module: nn.Module, n: int):
+    """Give a module of transformers n token ids: new rows are the mean of the old ones."""
+    old = module.get_input_embeddings().num_embeddings
+    if n > old:
+        module.resize_token_embeddings(n, mean_resizing=False)
+        for layer in filter(None, (module.get_input_embeddings(), module.get_output_embeddings())):
+            layer.weight[old:] = layer.weight[:old].mean(0)
+
+
+class Streamer:
+    """Passes each new token of transformers' `generate` on; the first it is given is the prompt."""
+
+    def __init__(self, on_token):
+        self.on_token, self.begun = on_token, False
+
+    def put(self, tokens: Tensor):
+        if self.begun:
+            self.on_token(tokens)
+        self.begun = True
+
+    def end(self):
+        pass
+
+
+class HFModel(nn.Module):
+    """A causal language model of transformers with the interface that train.py needs."""
+
+    def __init__(self, cfg, checkpoint: Path | None = None):
+        """checkpoint: one that will be loaded, so that no weights are needed here."""
+        super().__init__()
+        self.cfg = cfg
+        run_dir = checkpoint and run_dir_of(checkpoint)
+        kept = run_dir and run_dir / KEPT
+        try:
+            if kept and (kept / "config.json").exists():
+                self.module = module_of_config(kept, cfg.trust_remote_code)
+            else:
+                self.module = module_with_weights(cfg)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
+        if cfg.resize_embeddings:
+            grow(self.module, cfg.vocab_size)
+        self.train()  # from_pretrained leaves it in evaluation mode
+        if self.module.config.get_text_config() is not self.module.config:
+            try:  # with images, some need more than tokens
+                self.predict(torch.zeros(1, 2, dtype=torch.long))
+            except Exception as e:  # whatever its code raises
+                raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
+                                  f"trained on text alone: {reason(e)}") from None
+        if cfg.activation_checkpointing == "full":
+            # transformers 5.23 warns of the older name
+            enable = getattr(self.module, "activation_checkpointing_enable", None)
+            (enable or self.module.gradient_checkpointing_enable)()
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = cfg.dropout
+        lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
+        # set past nn.Module, or each weight would have two names
+        self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+        self.__dict__["head"] = self.module.get_output_embeddings()
+        self.__dict__["embedding"] = self.module.get_input_embeddings()
+        if not checkpoint:
+            merge_adapter(self, cfg.init_from, Shards())
+
+    def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens [B, T] → fp32 logits [B, T, V]."""
+        return self.module(tokens, use_cache=False).logits.float()
+
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is -100."""
+        logits = self.predict(tokens).flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).clone()  # fully_shard warns of a view
+
+    def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
+                 top_p: float, stop: int | tuple[int, ...] | None, on_token=None,
+                 padding: Tensor | None = None) -> Tensor:
+        """As `generate` in model.py."""
+        stop = [stop] if isinstance(stop, int) else list(stop or []) or None
+        how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
+        how |= dict(temperature=temperature) if temperature > 0 else {}
+        context, unseen, seen = self.context(), tokens[:, :0], torch.ones_like(tokens)
+        if padding is not None:
+            seen = torch.arange(tokens.shape[1], device=tokens.device) >= padding[:, None]
+            seen = seen.long()
+        if tokens.shape[1] >= context:
+            unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
+            seen = seen[:, -(context // 2) :]
+        was_training = self.training
+        self.eval()
+        tokens = self.module.generate(
+            tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
+            attention_mask=seen, pad_token_id=stop[0] if stop else 0, **how,
+            streamer=on_token and Streamer(on_token))
+        self.train(was_training)
+        return torch.cat((unseen, tokens), dim=1)
+
+    def context(self) -> int:
+        """How many tokens the model sees at once, at most."""
+        found = self.module.config.get_text_config()
+        return getattr(found, "max_position_embeddings", None) or 1 << 60

@@ -1,0 +1,223 @@
+"""LoRA: small trained factors beside frozen weights (arXiv:2106.09685), in the files of `peft`.
+
+A linear layer W x becomes W x + alpha / rank * B A x. Where our Transformer has one matrix for what
+Hugging Face keeps in several, as qkv, each of those parts has an A and a B of its own, so that an
+adapter fits the exported model.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steady.options import ConfigError, nearest
+
+# Our name of a linear layer → its parts from top to bottom: Hugging Face's name, and which rows.
+Parts = dict[str, list[tuple[str, range]]]
+# Hugging Face's name of a layer → its A [rank, in] and B [rows, rank].
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+EVERYTHING = "all-linear"
+
+
+class Adapter(nn.Module):
+    """What is added to the output of a linear layer, of which it is a forward hook.
+
+    A [trained parts x rank, in] and B [their rows, rank] hold those of the parts one below the
+    other. parts: (number of rows, whether it is trained) of each.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, parts: list[tuple[int, bool]]):
+        super().__init__()
+        self.rank, self.scale, self.parts = rank, scale, parts
+        self.rows = [n for n, trained in parts if trained]
+        how = dict(dtype=torch.float32, device=linear.weight.device)
+        self.A = nn.Parameter(torch.empty(len(self.rows) * rank, linear.in_features, **how))
+        self.B = nn.Parameter(torch.empty(sum(self.rows), rank, **how))
+
+    def forward(self, linear: nn.Linear, inputs: tuple, output: Tensor) -> Tensor:
+        low = F.linear(inputs[0], self.A).split(self.rank, dim=-1)
+        pairs = zip(low, self.B.split(self.rows), strict=True)
+        added = [F.linear(*next(pairs)) if trained else output.new_zeros(*output.shape[:-1], n)
+                 for n, trained in self.parts]
+        return output + self.scale * (torch.cat(added, dim=-1) if len(added) > 1 else added[0])
+
+
+def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
+    """Freeze a model, hold its matrices in dtype, and give its linear layers adapters in fp32.
+
+    Raises ConfigError for --lora_targets that the model does not have.
+    """
+    targets = find_targets(parts, cfg.lora_targets)
+    for p in model.parameters():
+        p.requires_grad_(False)
+        if p.ndim > 1:
+            p.data = p.data.to(dtype)
+    if dtype != torch.float32:  # the residual stream stays in fp32, as without adapters
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.float())
+    for name, each in parts.items():
+        sizes = [(len(rows), theirs in targets) for theirs, rows in each]
+        if any(trained for _, trained in sizes):
+            linear = model.get_submodule(name)
+            linear.lora = Adapter(linear, cfg.lora_rank, alpha_of(cfg) / cfg.lora_rank, sizes)
+            linear.register_forward_hook(linear.lora)
+    torch.manual_seed(cfg.seed)
+    init_weights(model)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module):
+    """A as the weight of nn.Linear, B zero: at first the model is its base."""
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            bound = module.A.shape[1] ** -0.5
+            nn.init.uniform_(module.A, -bound, bound)
+            nn.init.zeros_(module.B)
+
+
+def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model's tensors: those of the adapters, if there are any."""
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora.A", ".lora.B"))
+
+
+def alpha_of(cfg) -> float:
+    return cfg.lora_alpha or 2.0 * cfg.lora_rank
+
+
+def find_targets(parts: Parts, targets: list[str]) -> set[str]:
+    """Hugging Face's names of layers, those that end in one of `targets`. Raises ConfigError."""
+    names = [theirs for each in parts.values() for theirs, _ in each]
+    kinds, found = sorted({name.rsplit(".", 1)[-1] for name in names}), set()
+    if not names:
+        raise ConfigError("--lora_rank: the blocks of this model have no linear layers")
+    for target in targets:
+        matching = [n for n in names if target == EVERYTHING or f".{n}".endswith(f".{target}")]
+        if not matching:
+            raise ConfigError(f"--lora_targets {target}: expected {EVERYTHING}, or some of "
+                              f"{' '.join(kinds)}{nearest(target, kinds)}")
+        found.update(matching)
+    return found
+
+
+# --- in Hugging Face's names -----------------------------------------------------------------
+
+
+def pairs_of(state: dict[str, Tensor], parts: Parts, cfg) -> Pairs:
+    """The adapters among the tensors of a checkpoint."""
+    targets, found = find_targets(parts, cfg.lora_targets), {}
+    for name, each in parts.items():
+        mine = [(theirs, len(rows)) for theirs, rows in each if theirs in targets]
+        if mine:
+            a = state[f"{name}.lora.A"].split(cfg.lora_rank)
+            b = state[f"{name}.lora.B"].split([n for _, n in mine])
+            found |= {theirs: pair for (theirs, _), *pair in zip(mine, a, b, strict=True)}
+    return found
+
+
+@torch.no_grad()
+def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale: float, name: str):
+    """Add scale * B A to the weights in `tensors`, of which this rank holds some rows.
+
+    name: of the adapter, for errors. Raises ConfigError where it does not fit the model.
+    """
+    left = dict(pairs)
+    for ours, each in parts.items():
+        weight, held = tensors[f"{ours}.weight"], shards.rows(each[-1][1].stop)
+        for theirs, rows in each:
+            if theirs not in left:
+                continue
+            a, b = (t.to(weight.device, torch.float32) for t in left.pop(theirs))
+            if (len(b), a.shape[1]) != (len(rows), weight.shape[1]) or len(a) != b.shape[1]:
+                raise ConfigError(f"{name}: the adapter of {theirs} is {list(b.shape)} x "
+                                  f"{list(a.shape)}; expected a product of "
+                                  f"{[len(rows), weight.shape[1]]}")
+            first, last = max(rows.start, held.start), min(rows.stop, held.stop)
+            if first < last:
+                some = weight[first - held.start : last - held.start]
+                some.copy_(some.float() + scale * (b[first - rows.start : last - rows.start] @ a))
+    if left:
+        raise ConfigError(f"{name}: adapts {next(iter(left))}; expected linear layers of the "
+                          "blocks alone")
+
+
+# --- files of peft ---------------------------------------------------------------------------
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of the names in WEIGHTS
+# Settings under which a file means something else than is read here.
+UNREAD = ("use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
+          "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
+          "alora_invocation_tokens")
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def read_config(folder: Path) -> dict:
+    """adapter_config.json. Raises ConfigError for what is not a plain LoRA adapter."""
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+        kind, base = found["peft_type"], found["base_model_name_or_path"]
+        rank, alpha = int(found["r"]), float(found["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{folder / CONFIG}: not the configuration of an adapter "
+                          f"({type(e).__name__}: {e})") from None
+    odd = [name for name in UNREAD if found.get(name)]
+    odd += ["bias"] if found.get("bias", "none") != "none" else []
+    if kind != "LORA" or odd or not base or rank < 1:
+        raise ConfigError(f"{folder / CONFIG}: {kind} {' '.join(odd)}".rstrip() + "; expected "
+                          "LORA with the name of its base, and neither biases nor variants")
+    scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
+    if not math.isfinite(scale):
+        raise ConfigError(f"{folder / CONFIG}: lora_alpha {alpha}; expected a finite number")
+    return dict(base=base, rank=rank, scale=scale)
+
+
+def read_pairs(folder: Path) -> Pairs:
+    """The adapters in a folder. Raises ConfigError."""
+    import safetensors.torch
+
+    try:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    except (OSError, safetensors.SafetensorError) as e:
+        raise ConfigError(f"{folder / WEIGHTS}: cannot be read: {e}") from None
+    found = {}
+    for name, tensor in tensors.items():
+        layer, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")[::2]
+        if kind not in ("A", "B") or not layer:
+            raise ConfigError(f"{folder / WEIGHTS}: holds {name}; expected names that end in "
+                              "lora_A.weight or lora_B.weight")
+        found.setdefault(layer, {})[kind] = tensor
+    rank = read_config(folder)["rank"]
+    for layer, pair in found.items():
+        if len(pair) < 2:
+            raise ConfigError(f"{folder / WEIGHTS}: {layer} has only one of A and B")
+        a, b = list(pair["A"].shape), list(pair["B"].shape)
+        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank):
+            raise ConfigError(f"{folder / WEIGHTS}: A and B of {layer} are {a} and {b}; expected "
+                              f"the rank of {CONFIG}, r = {rank}")
+    return {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
+
+
+def save(out: Path, pairs: Pairs, cfg, dtype: torch.dtype):
+    """Write an adapter as peft loads it on the exported base."""
+    import safetensors.torch
+
+    tensors = {f"{PREFIX}{name}.lora_{kind}.weight": tensor.to(dtype).contiguous()
+               for name, pair in pairs.items() for kind, tensor in zip("AB", pair, strict=True)}
+    safetensors.torch.save_file(tensors, out / WEIGHTS, metadata=dict(format="pt"))
+    base = Path(cfg.init_from)
+    found = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=alpha_of(cfg),
+        target_modules=sorted(pairs), bias="none", lora_dropout=0.0, inference_mode=True,
+        base_model_name_or_path=str(base.absolute()) if base.exists() else cfg.init_from,
+    )
+    (out / CONFIG).write_text(json.dumps(found, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Nobody waits in silence: how ranks meet, what each holds, replicas, Muon, the watchdog."""

@@ -1,0 +1,354 @@
+"""Which part of the model each of several ranks holds.
+
+With --parallel ddp every rank holds all of it. zero2 and zero3 (arXiv:1910.02054) divide it by
+PyTorch's `fully_shard`: of every weight, its gradient and its optimizer state, each rank holds some
+rows. Whole weights exist for a block at a time, gathered from all ranks: with zero3 for each
+forward and each backward pass, with zero2 once a step.
+"""
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
+
+from steady.options import ConfigError
+from steady.ranks.muon import Muon
+
+
+class Shards:
+    """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
+
+    size 1: it holds all of them. replicas: how many ranks hold the same rows; first: whether this
+    is the first of those.
+    """
+
+    def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
+                 device_type: str = "cpu"):
+        """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
+        self.way, self.mesh, self.group = way, None, None
+        self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
+        self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
+        if way == "ddp" or world_size == 1 or shard_size == 1:
+            return
+        size = shard_size or world_size
+        shape, names = ((world_size,), ("shards",))
+        if size < world_size:
+            shape, names = ((world_size // size, size), ("replicas", "shards"))
+        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        options = dist.group.WORLD._get_backend(torch.device(device_type)).options
+        for group in self.mesh.get_all_groups():  # which may have torch's own time-out
+            if options:  # an imagined group has none
+                SET_TIMEOUT(options._timeout, group)
+        self.group = self.mesh.get_group("shards")
+        self.rank, self.size = self.mesh.get_local_rank("shards"), size
+        self.replicas = world_size // size
+        self.first = dist.get_rank() < size
+
+    def alone(self) -> "Shards":
+        """The same shards in a group that exchanges nothing, to try what fits into memory.
+
+        So a rank that runs out of memory leaves no other one waiting. Made on all ranks together.
+        """
+        if self.size == 1:
+            return self
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+        copy, first = Shards(), dist.get_rank() // self.size * self.size
+        copy.group = dist.new_group(range(first, first + self.size), backend="fake",
+                                    use_local_synchronization=True)
+        copy.way, copy.rank, copy.size = self.way, self.rank, self.size
+        copy.mesh = DeviceMesh.from_group(copy.group, self.mesh.device_type,
+                                          mesh_dim_names=("shards",))
+        return copy
+
+    def rows(self, n: int) -> slice:
+        """This rank's rows of n: as many as each of the others, but for the last ones."""
+        each = -(-n // self.size)
+        return slice(min(n, self.rank * each), min(n, (self.rank + 1) * each))
+
+    def divide(self, model: nn.Module, dtype: torch.dtype):
+        """Shard a model in place, which may be on the meta device; its `forward` then gathers.
+
+        Each block is a unit of its own, gathered in dtype, the one of autocast. Embedding, last
+        norm and head are gathered in fp32, so that the residual stream is that of ddp. The head
+        stays in the outermost unit: the loss reads its weight without calling it.
+        """
+        if self.size == 1:
+            return
+        # imported for as long as half of torch is: only by runs that need it
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        half = None if dtype == torch.float32 else dtype
+        # cast_forward_inputs would round the rotary tables
+        outside = MixedPrecisionPolicy(cast_forward_inputs=False)
+        inside = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+        again = self.way == "zero3"
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=again, mp_policy=inside)
+        if model.embedding.weight is not model.head.weight:
+            fully_shard(model.embedding, mesh=self.mesh, reshard_after_forward=again,
+                        mp_policy=outside)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
+
+    @torch.no_grad()
+    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """name → this rank's part of each trained parameter, in the memory of the model itself.
+
+        What optimizers and checkpoints work on. `whole_rows` is the number of rows of the whole.
+        """
+        if self.size == 1:
+            return {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for unit in units(model):  # the first gathering moves the rows to where they stay
+            unit.unshard()
+            unit.reshard()
+        parts = {}
+        for name, whole in model.named_parameters():
+            if whole.requires_grad:
+                parts[name] = nn.Parameter(whole.to_local())
+                parts[name].whole_rows = len(whole)
+                self.pairs.append((whole, parts[name]))
+        return parts
+
+    def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """What this rank holds of model.state_dict(), to be read and written in place."""
+        with torch.no_grad():
+            return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
+
+    def checked(self, optimizers: list) -> list:
+        """The same. Raises ConfigError for one that needs whole tensors where a rank has some rows.
+
+        One that was given `shards`, as Muon is, sees to that itself.
+        """
+        for optimizer in optimizers if self.size > 1 else ():
+            if not getattr(optimizer, "shards", None) and not works_by_rows(optimizer):
+                raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} needs whole "
+                                  "weights, of which each rank has some rows; expected an "
+                                  "optimizer that treats each row alone, as AdamW does, or "
+                                  "--parallel ddp")
+        return optimizers
+
+    def move_gradients(self):
+        """Hand the gradients, which are at the model's parameters, to the parts."""
+        for whole, part in self.pairs:
+            if whole.grad is not None:
+                part.grad, whole.grad = whole.grad.to_local(), None
+
+    def micro_batch(self, model: nn.Module, last: bool):
+        """Around a forward and backward pass, the last one of a step or an earlier one.
+
+        ddp reduces the gradients over the ranks in the last one alone. zero2 and zero3 reduce them
+        in each, or every rank would hold all of them; zero2 keeps the whole weights in between.
+        """
+        if self.way == "zero2" and self.size > 1:
+            model.set_reshard_after_backward(last)
+        if self.replicas > 1:
+            model.set_requires_all_reduce(last)
+        if last or not hasattr(model, "no_sync"):
+            return contextlib.nullcontext()
+        return model.no_sync()
+
+    def norms(self, parts: list[Tensor]) -> Tensor:
+        """The norms of the whole tensors, [n], on every rank: one exchange."""
+        norms = torch.stack(torch._foreach_norm(parts))
+        if self.size == 1:
+            return norms
+        squares = norms.float().square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
+def works_by_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a row gets the same update and a state of its own, whichever rows are with it.
+
+    Tried on copies of 4 rows of its parameters, and of the first 2 of those.
+    """
+    updates = []
+    for n in (4, 2):
+        random, pairs = torch.Generator().manual_seed(0), []
+        trial = object.__new__(type(optimizer))
+        vars(trial).update(vars(optimizer), param_groups=[], state=defaultdict(dict))
+        for group in optimizer.param_groups:
+            some = {p.ndim: p for p in group["params"] if len(p) >= 4}.values()  # one of each kind
+            copies = [nn.Parameter(p.detach()[:n].clone()) for p in some]
+            for p, copy in zip(some, copies, strict=True):
+                copy.grad = torch.rand(4, *p.shape[1:], generator=random)[:n].to(p) + 0.5
+                for name, value in optimizer.state.get(p, {}).items():  # some begin with one
+                    rows = isinstance(value, Tensor) and value.ndim
+                    trial.state[copy][name] = value[:n].clone() if rows else deepcopy(value)
+            trial.param_groups.append(group | dict(params=copies, lr=0.1))
+            pairs += zip(some, copies, strict=True)
+        type(optimizer).step(trial)
+        states = [value for state in trial.state.values() for value in state.values()]
+        if any(isinstance(value, Tensor) and value.ndim and len(value) != n for value in states):
+            return False
+        updates.append([(copy - p[:n])[:2].detach().flatten() for p, copy in pairs])
+    return all(torch.allclose(one, other, rtol=0.01, atol=1e-6)
+               for one, other in zip(*updates, strict=True))
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether it is a unit of fully_shard: by a method of those, without importing their class."""
+    return hasattr(module, "unshard")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's rows, of a tensor that fully_shard has divided (a DTensor) or not."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules of a sharded model whose parameters are gathered together."""
+    return [module for module in model.modules() if is_divided(module)]
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """For calling methods of a divided model other than `forward`, on all ranks together.
+
+    Gathers what is outside of its blocks, which gather themselves, and are not compiled meanwhile:
+    lengths that grow, as in generation, would be compiled again and again.
+    """
+    divided = is_divided(model)
+    blocks = [block for block in model.blocks if "forward" in vars(block)] if divided else []
+    compiled = [vars(block).pop("forward") for block in blocks]
+    if divided:
+        model.unshard()
+    try:
+        yield
+    finally:
+        release(model)
+        for block, forward in zip(blocks, compiled, strict=True):
+            block.forward = forward
+
+
+def watch_for_waiting(model: nn.Module, monitor):
+    """Count the time in which this rank waits for others as such. monitor: () → the run's Monitor.
+
+    Under ddp, from when its own gradients are ready. A divided model exchanges something around
+    each block; on a GPU that is queued, so it is the device that waits, unnoticed.
+    """
+    def ready(parameter: nn.Parameter):
+        monitor().phase("waiting")
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # the gradient of the first parameter is the last to be ready
+        first = next(p for p in model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(ready)
+    for unit in units(model):
+        if next(unit.parameters()).device.type == "cpu":
+            unit.set_custom_all_gather(Exchange(ALL_GATHER, monitor))
+            unit.set_custom_reduce_scatter(Exchange(REDUCE_SCATTER, monitor))
+
+
+# torch 2.13 renamed the first two, and 2.15 the third.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
+class Exchange:
+    """An exchange of fully_shard, the time of which counts as waiting."""
+
+    def __init__(self, call, monitor):
+        self.call, self.monitor = call, monitor
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, **options):
+        monitor = self.monitor()
+        if monitor.clock.current not in ("forward", "backward"):  # as in an evaluation
+            return self.call(output_tensor, input_tensor, group=group, **options)
+        ended = monitor.phase("waiting")
+        work = self.call(output_tensor, input_tensor, group=group, **options)
+        monitor.phase(ended)
+        return work
+
+
+def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool):
+    """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
+
+    Of a divided model each block by itself: gathering, in between, cannot be compiled.
+    """
+    dynamic = True if lengths_vary else None
+    if is_divided(model):
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, dynamic=dynamic)
+    else:
+        model.compile(dynamic=dynamic)
+    for optimizer in optimizers:
+        if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
+            optimizer.compile()
+
+
+def release(model: nn.Module):
+    """Free the whole weights that are left from a pass without a backward pass."""
+    for unit in units(model):
+        unit.reshard()
+
+
+def agree_on_scale(scaler: torch.amp.GradScaler, optimizers: list, found_inf: Tensor):
+    """Tell fp16's scaler of every rank what any of them found, or their scales would differ.
+
+    Each looks at the gradients that it holds, which may be some rows.
+    """
+    if scaler.is_enabled():
+        for optimizer in optimizers:
+            for flag in scaler._found_inf_per_device(optimizer).values():
+                flag.copy_(found_inf)
+
+
+# Methods of tensors that overwrite all of one, besides the functions of torch.nn.init.
+FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
+
+
+class WholeDraws(TorchFunctionMode):
+    """While active, a parameter is initialized as if it were not divided, whatever the ranks.
+
+    Each is drawn whole on the CPU, one at a time, from the same generator on every rank, which
+    keeps its rows.
+    """
+
+    def __init__(self, shards: Shards):
+        self.shards = shards
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if kwargs and "tensor" in kwargs:  # as torch.nn.init names it
+            args = kwargs.pop("tensor"), *args
+        module = getattr(function, "__module__", None)
+        fills = module == "torch.nn.init" or function.__name__ in FILLS
+        if not (fills and args and isinstance(args[0], nn.Parameter)):
+            return function(*args, **(kwargs or {}))
+        target, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype)
+        function(whole, *args[1:], **(kwargs or {}))
+        with torch.no_grad():
+            local_part(target).copy_(whole[self.shards.rows(len(whole))])
+        return target
+
+
+def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
+    """Wrap the finished model for training on several ranks, unless it is divided among them."""
+    if world_size == 1 or is_divided(model):
+        return model
+    ddp = nn.parallel.DistributedDataParallel
+    # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
+    parameters = inspect.signature(ddp).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
+    devices = [device.index] if device.type == "cuda" else None
+    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    # Or it would wait for the GPU at every 100th step, for times that only its own log reads.
+    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    if device.type == "cpu" and hasattr(wrapped.reducer, "_push_all_rebuilt_params"):
+        # It lays its buckets out anew after the first step of a process, and gloo then adds in
+        # another order: with three ranks or more, a restart would change the last bits. On a GPU,
+        # where the order in which gradients are ready saves time, bits differ anyway.
+        wrapped.reducer._push_all_rebuilt_params()
+        wrapped.reducer._rebuild_buckets()
+    return wrapped

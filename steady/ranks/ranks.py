@@ -1,0 +1,266 @@
+"""The ranks of a run: how they meet, what rank 0 decides for all, numbers gathered from each."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import socket
+import sys
+import time
+import uuid
+import zlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steady.options import ConfigError
+from steady.watch.sinks import plain
+
+
+def rank_and_world() -> tuple[int, int, int, int]:
+    """(rank, local rank, world size, local world size), as torchrun sets them.
+
+    Raises ConfigError.
+    """
+    rank, local_rank = from_environment("RANK", 0), from_environment("LOCAL_RANK", 0)
+    world_size = from_environment("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} in the environment: expected less than WORLD_SIZE, "
+                          f"{world_size}; unset both to train in one process")
+    return rank, local_rank, world_size, from_environment("LOCAL_WORLD_SIZE", 1)
+
+
+def restart_count() -> int:
+    """How many times torchrun has restarted its processes."""
+    return from_environment("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def from_environment(name: str, least: int) -> int:
+    """A number that torchrun sets; the least one where it is not set. Raises ConfigError."""
+    text = os.environ.get(name) or str(least)
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigError(f"{name}={text} in the environment: expected a number of at least "
+                          f"{least}, as torchrun sets it; unset it to train in one process")
+    return int(text)
+
+
+class RanksMissing(Exception):
+    """Some ranks have not started."""
+
+
+def meet(rank: int, world_size: int, patience: float):
+    """The store of this attempt of all ranks, once they have come; None for one rank.
+
+    Raises RanksMissing, which names the others, after `patience` seconds, and ConfigError.
+    """
+    if world_size == 1:
+        return None
+    if not meet.store:
+        if not os.environ.get("MASTER_ADDR"):
+            raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
+                              "expected torchrun to set both; unset it to train in one process")
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1), world_size,
+                timeout=timedelta(seconds=patience), is_master=rank == 0 and not of_torchrun,
+                wait_for_workers=False, multi_tenant=True)
+            beside = store.clone()  # now, while it is sure that the store is there
+            attempt = come_together(store, rank, world_size, patience)
+        except dist.DistError as e:
+            raise RanksMissing(f"rank {rank} cannot reach the store through which all ranks meet: "
+                               f"{str(e).splitlines()[0]}") from None
+        meet.store, meet.beside = (dist.PrefixStore(attempt, each) for each in (store, beside))
+    return meet.store
+
+
+meet.store = meet.beside = None  # of this process; the watchdog has the second one to itself
+
+
+def come_together(store, rank: int, world_size: int, patience: float) -> str:
+    """The id of this attempt, made by rank 0, once every rank has it.
+
+    torchrun keeps its store over restarts, and does not restart several hosts in step: there may be
+    signs of processes that have died. So rank 0 answers all signs, and goes on once the process
+    behind the newest sign of each rank has confirmed its answer. Who comes after that is the new
+    process of a rank: the others have to be started again, too. Without torchrun, which has a port
+    for each launch, it may as well be of another launch, which must not end this one.
+    """
+    mine, answered, deadline = uuid.uuid4().hex, set(), time.monotonic() + patience
+    signs = [f"rank {each}" for each in range(world_size)]
+    if rank == 0 and store.check(signs[:1]):
+        store.set(f"{store.get(signs[0]).decode()}/{RESTARTED}", "0")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store.set(signs[rank], mine)
+    elif store.compare_set(signs[rank], "", mine).decode() != mine:
+        raise RanksMissing(f"rank {rank} is there already: if another launch has this MASTER_PORT, "
+                           "choose another one; else start all ranks again")
+    while time.monotonic() < deadline:
+        if rank == 0 and store.check(signs):
+            newest = [sign.decode() for sign in store.multi_get(signs)]
+            for sign in set(newest) - answered:
+                store.set(f"answer {sign}", mine)
+            answered.update(newest)
+            if store.check([f"{mine} {sign}" for sign in newest[1:]]):
+                store.set(f"{mine} is complete", "")
+                return mine
+        elif rank and store.check([f"answer {mine}"]):
+            attempt = store.get(f"answer {mine}").decode()
+            store.set(f"{attempt} {mine}", "")
+            return attempt
+        elif rank and store.check(signs[:1]):
+            attempt = store.get(signs[0]).decode()
+            if store.check([f"{attempt} is complete"]):
+                store.set(f"{attempt}/{RESTARTED}", str(rank))
+        time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
+    missing = [each for each, sign in enumerate(signs) if not store.check([sign])]
+    if not missing:  # of those that left a sign, one has died: the first, or one without an answer
+        missing = [each for each in range(1, world_size) if rank == 0 and not store.check(
+            [f"{mine} {store.get(signs[each]).decode()}"])] or [0]
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {names(missing)} of "
+                       f"{world_size} to start")
+
+
+RESTARTED = "restarted"  # the key, among those of an attempt, with the rank that has a new process
+
+
+def from_rank0(store, make):
+    """What `make()` returns on rank 0, or its ConfigError, on every rank. Raises RanksMissing."""
+    if store is None:
+        return make()
+    from_rank0.calls += 1
+    rank, key, found, error = rank_and_world()[0], f"found {from_rank0.calls}", None, None
+    if rank == 0:
+        try:
+            found = make()
+        except ConfigError as e:
+            error = e
+        store.set(key, pickle.dumps((found, error)))
+    try:
+        while rank and not store.check([key]):
+            if store.check([RESTARTED]):
+                raise RanksMissing(was_restarted(store))
+            time.sleep(0.02)
+        found, error = pickle.loads(store.get(key))
+    except dist.DistError as e:
+        raise RanksMissing(f"rank {rank} has lost rank 0: {str(e).splitlines()[0]}") from None
+    if error:
+        raise error
+    return found
+
+
+from_rank0.calls = 0  # in this process
+
+
+def was_restarted(store) -> str:
+    return f"rank {store.get(RESTARTED).decode()} has been started again, and so must be all ranks"
+
+
+def say_once(text: str):
+    """Print an error that the other ranks on this host may have, too. Then they may end."""
+    rank, local_rank = (os.environ.get(name) or "0" for name in ("RANK", "LOCAL_RANK"))
+    if rank != "0":
+        time.sleep(1)  # rank 0 speaks first; torchrun ends the others as soon as one leaves
+    is_first = local_rank == "0"
+    with contextlib.suppress(Exception):  # the store may be gone, or not be there yet
+        is_first = meet.store.add(f"{socket.gethostname()}: {text}", 1) == 1
+    if is_first:
+        print(text, file=sys.stderr, flush=True)
+    if rank == "0" and meet.store:
+        time.sleep(2)  # without torchrun the store ends with this process
+
+
+def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
+    """Join the process group, if there are several ranks; its time-out exceeds `patience`.
+
+    Raises ConfigError.
+    """
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
+    if world_size > 1 and not dist.is_initialized():
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
+            device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
+        )
+
+
+def check_shard_size(shard_size: int, world_size: int):
+    """Raise ConfigError if so many ranks are not a number of copies of a model on shard_size."""
+    if shard_size and world_size > 1 and world_size % shard_size:
+        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
+                          "processes")
+
+
+def names(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
+    runs = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}"
+                      for a, b in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def shared_notes(name: str):
+    """A key-value store of all ranks, which a rank can read while others are stuck or gone."""
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def scalar(value):
+    """A tensor of one element as [], a NumPy scalar as a number; never syncs with the device."""
+    return value.detach().reshape(()) if isinstance(value, Tensor) else plain(value)
+
+
+def on_device(values: list, device: torch.device) -> Tensor:
+    """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
+    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
+    if device.type == "cpu":  # nothing waits for it
+        return torch.tensor([float(value) for value in values], dtype=torch.float32)
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
+    return torch.stack([value.to(device, torch.float32).reshape(())
+                        if isinstance(value, Tensor) else next(numbers) for value in values])
+
+
+def gather(values: Tensor, names: list[str], group=None) -> Tensor:
+    """[n] of each rank → [ranks, n], the same on every rank.
+
+    names: of the metrics among the values. Raises RuntimeError on all ranks where they differ: gloo
+    aborts where sizes do, and else the values of one metric would be averaged with another's.
+    group: of gloo, over which the names are compared, so that no device is waited for.
+    """
+    if not dist.is_initialized():
+        return values[None]
+    code = torch.tensor([zlib.crc32(json.dumps(names).encode()), len(values)])
+    codes = all_gather(code, group)
+    if (codes != codes[0]).any():
+        of_ranks = [None] * len(codes)
+        dist.all_gather_object(of_ranks, names, group)
+        raise RuntimeError(f"{differing(of_ranks)}: all ranks must log the same metrics")
+    return all_gather(values)
+
+
+def all_gather(values: Tensor, group=None) -> Tensor:
+    table = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather(list(table), values, group)
+    return table
+
+
+def differing(of_ranks: list[list[str]]) -> str:
+    """Which metrics only some of the ranks have."""
+    found = []
+    for metric in sorted(set().union(*of_ranks)):
+        ranks = [rank for rank, have in enumerate(of_ranks) if metric in have]
+        if len(ranks) < len(of_ranks):
+            found.append(f"{metric} is logged by {names(ranks)} alone")
+    return "; ".join(found)

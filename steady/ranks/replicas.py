@@ -1,0 +1,94 @@
+"""Do ranks that should hold the same weights hold the same bits?
+
+They diverge when a GPU miscalculates, or when a fork changes weights on one rank alone; DDP
+averages gradients and never compares weights.
+"""
+
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steady.options import due
+from steady.ranks.ranks import names
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class ReplicasDiffer(Exception):
+    """Ranks that should hold the same weights hold different ones.
+
+    agreed: the step since when checkpoints may be wrong; None if those who write them are right.
+    """
+
+    def __init__(self, text: str, agreed: int | None):
+        super().__init__(text)
+        self.agreed = agreed
+
+
+class Replicas:
+    """Checksums of this rank's weights, made every so many steps and compared at the next log.
+
+    parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
+    hold the same parts.
+    agreed: the step at which they were the same for certain.
+    """
+
+    def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int):
+        self.parameters, self.size, self.every = parameters, size, every
+        self.newest, self.step, self.agreed = [], 0, agreed
+
+    def measure(self, step: int):
+        if due(step, self.every):
+            sums = checksums(list(self.parameters.values()))
+            self.newest, self.step = [*sums.unbind()], step
+
+    def take(self) -> list[Tensor]:
+        """The newest checksums, once: single numbers on the device, or none."""
+        taken, self.newest = self.newest, []
+        return taken
+
+    def compare(self, table: np.ndarray):
+        """Raises ReplicasDiffer, on every rank. table: what `take` gave on each, [ranks, n]."""
+        if not table.size:
+            return
+        groups = [range(first, len(table), self.size) for first in range(self.size)]
+        found = [difference(table, ranks, list(self.parameters)) for ranks in groups]
+        lines = [text for text, _ in found if text]
+        if lines:
+            doubtful = any(in_doubt for _, in_doubt in found)
+            raise ReplicasDiffer(f"step {self.step}: {'; '.join(lines)}; they last agreed at step "
+                                 f"{self.agreed}", self.agreed if doubtful else None)
+        self.agreed = self.step
+
+
+@torch.no_grad()
+def checksums(parameters: list[Tensor]) -> Tensor:
+    """[2 n], on the device: the sum of each tensor's bits as integers, in two halves of 24 bits.
+
+    Those are exact in fp32, and a bit that flips, of 32, changes one of them.
+    """
+    sums = [p.contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)
+            for p in parameters]
+    sums = torch.stack(sums)
+    return torch.stack((sums & 0xFFFFFF, (sums >> 24) & 0xFFFFFF), 1).float().flatten()
+
+
+def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[str, bool]:
+    """(which of the ranks differs from most others, and in what; "" if none does; whether the first
+    of them, which writes checkpoints, may be wrong)."""
+    rows = {rank: tuple(table[rank]) for rank in ranks}
+    (usual, count), *others = Counter(rows.values()).most_common()
+    if not others:
+        return "", False
+    odd = [rank for rank in ranks if rows[rank] != usual]
+    differs = (table[odd] != np.array(usual)).any(0).reshape(-1, 2).any(1)
+    layers = [name for name, each in zip(parameters, differs, strict=True) if each]
+    where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
+    if count == others[0][1]:
+        return (f"{names([*ranks])} hold different weights, in {where}; which of them is wrong "
+                "cannot be told"), True
+    hold = "holds" if len(odd) == 1 else "hold"
+    rest = [rank for rank in ranks if rank not in odd]
+    return f"{names(odd)} {hold} other weights than {names(rest)}, in {where}", ranks[0] in odd

@@ -1,0 +1,313 @@
+"""Notices that training stands still, says which rank is stuck, where and since when, and ends it.
+
+A process alone, which torchrun will not restart, is only warned.
+
+A second thread looks after the training thread and judges, a third exchanges notes with the other
+ranks through torchrun's store, where it may block as a network is gone. So they also run while
+training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: the
+monitor knows its phase anyway. steady/ranks/hangs.py finds the words.
+
+A thread that keeps Python's lock for ever, as a loop in a C extension may, stops these two as well:
+then the other ranks say so. One process alone does not notice.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from steady.guard import faults
+from steady.ranks import hangs, ranks
+from steady.watch.sinks import OUTSIDE_PHASES, duration
+
+PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
+SLOWER = 5  # times the longest that a phase has taken recently
+FORGETS = 0.999  # of which so much is left with each look that finds it in another phase
+LAST_WORDS = 10.0  # seconds in which files may still be written before the process ends
+
+made = itertools.count()  # watchdogs of this process: --verify_resume needs two
+
+
+def patience(hang_seconds: float) -> float:
+    """Seconds that ranks wait for one another to start."""
+    return PATIENT * hang_seconds or 1800
+
+
+class Watchdog:
+    """Watches the thread that makes it, until the end of its context; made on all ranks together.
+
+    seconds: without progress that are always allowed; 0 is off. `run` is set once there is one.
+    """
+
+    def __init__(self, seconds: float):
+        self.rank, local_rank, self.world_size, local_size = ranks.rank_and_world()
+        first = self.rank - local_rank
+        self.on_this_host = range(first, first + local_size)
+        self.informed = {0, min(1, self.world_size - 1), first}  # that this one reads and read all
+        self.seconds, self.run = seconds, None
+        # nobody waits for it, and nobody would start it again: it is not ended
+        restarts = ranks.from_environment("TORCHELASTIC_MAX_RESTARTS", 0)
+        self.alone, self.reported = self.world_size == 1 and not restarts, None
+        # a thousand ranks send four thousand notes a second to those of 128 hosts that read all
+        self.period = max(min(1.0, seconds / 10), self.world_size / 256)
+        self.quiet = 8 * self.period  # seconds without a note after which a rank counts as silent
+        self.thread, self.native_id = threading.get_ident(), threading.get_native_id()
+        self.where, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began)
+        self.longest = {}  # phase → seconds it took recently
+        self.awake = 0.0  # seconds, without those in which this process was stopped
+        self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
+        self.kills, self.kills_read = hangs.out_of_memory_kills(), 0.0
+        self.verdict, self.ended, self.store = None, threading.Event(), None
+        number = next(made)
+        self.attempt = ranks.meet.beside
+        if seconds and self.attempt:
+            self.store = dist.PrefixStore(f"watchdog {number}", self.attempt)
+            self.publish()
+            threading.Thread(target=self.talk, name="watchdog", daemon=True).start()
+            threading.Thread(target=self.look, name="watchdog", daemon=True).start()
+
+    def __enter__(self):
+        if self.seconds and not self.store:  # alone, it has nobody to wait for during start-up
+            threading.Thread(target=self.look, name="watchdog", daemon=True).start()
+
+    def __exit__(self, *error):
+        self.ended.set()
+
+    # --- this rank ---
+
+    def look(self):
+        """Every period: is there progress, and if not, which rank is to blame?"""
+        before, warned = time.monotonic(), False
+        while not self.ended.wait(self.period):
+            now = time.monotonic()
+            passed = min(now - before, 2 * self.period)  # more if it was stopped, or starved
+            before, self.awake = now, self.awake + passed
+            try:
+                self.measure(passed)
+                text = self.verdict or self.judge()
+            except Exception as e:  # such as a fork's notes: to go on looking matters more
+                text = None
+                if not warned:
+                    print(f"warning: the watchdog: {e!r}", file=sys.stderr, flush=True)
+                warned = True
+            if text and not self.ended.is_set():
+                self.end(text)
+
+    def measure(self, passed: float):
+        """Count how long the training thread has been where it is."""
+        monitor, where = self.run and self.run.monitor, self.where
+        if monitor:
+            where = self.run.step, monitor.clock.current, monitor.clock.since
+        if where == self.where:
+            if not hangs.in_debugger(self.stack()):
+                self.age += passed
+            return
+        step, phase, _ = self.where
+        if monitor and step > self.run.first_step:
+            self.longest[phase] = max(self.age, FORGETS * self.longest.get(phase, 0.0))
+        self.where, self.age = where, 0.0
+        if self.awake - self.kills_read > 60:  # earlier ones were not of what comes next
+            self.kills, self.kills_read = hangs.out_of_memory_kills(), self.awake
+
+    def limit(self) -> float:
+        """Seconds that it may be there: more where compilation or files take their time."""
+        step, phase, _ = self.where
+        patient = self.run is None or step <= self.run.first_step or phase in OUTSIDE_PHASES
+        patient = patient or self.age > self.seconds and hangs.takes_long(self.stack())
+        least = self.seconds * (PATIENT if patient else 1)
+        return max(least, SLOWER * self.longest.get(phase, 0.0))
+
+    def stack(self) -> list[tuple[str, str, int, str]]:
+        """(module, file, line, function) of the training thread's frames, the innermost first."""
+        frame, found = sys._current_frames().get(self.thread), []
+        while frame:
+            code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+            found.append((module, code.co_filename, frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        return found
+
+    def note(self) -> dict:
+        """What the other ranks should know of this one; more once it makes no progress."""
+        step, phase, _ = self.where
+        note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
+                    host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
+        if self.age > min(LAST_WORDS, self.seconds / 5):  # the rest takes milliseconds
+            note |= hangs.details(phase, self.stack(), self.native_id)
+            note["gone"] = hangs.gone(self.neighbours())
+            note["killed"] = hangs.out_of_memory_kills() > self.kills
+        return note
+
+    def neighbours(self) -> dict[int, dict]:
+        """The notes of the other ranks on this host."""
+        return {rank: self.notes[rank] for rank in self.on_this_host
+                if rank in self.notes and rank != self.rank}
+
+    # --- the others ---
+
+    def talk(self):
+        """Every period: tell and hear."""
+        while not self.ended.wait(self.period):
+            with contextlib.suppress(Exception):  # without a store, `judge` notices the silence
+                self.publish()
+                self.listen()
+        with contextlib.suppress(Exception):
+            self.publish()  # that it has ended: its silence means nothing
+
+    def publish(self):
+        self.beat += 1
+        self.store.set(str(self.rank), json.dumps(self.note()))
+
+    def listen(self):
+        ranks = sorted(self.informed.union(self.on_this_host))
+        if self.rank in self.informed:
+            ranks = range(self.world_size)
+        keys = [str(rank) for rank in ranks]
+        if self.store.check(keys):  # else some have not come that far
+            for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
+                note = json.loads(text)
+                if note["beat"] != self.notes.get(rank, {}).get("beat"):
+                    self.heard[rank], self.notes[rank] = self.awake, note  # in this order: `end`
+        if self.store.check(["verdict"]):
+            self.verdict = self.store.get("verdict").decode()
+        elif self.attempt.check([ranks.RESTARTED]):
+            self.verdict = ranks.was_restarted(self.attempt)
+
+    # --- the verdict ---
+
+    def dead_neighbours(self) -> list[int]:
+        """The ranks on this host that died while this one waits; gloo misses one in fifty."""
+        if self.age <= min(LAST_WORDS, self.seconds):
+            return []
+        if not hangs.waits(self.where[1], self.stack()):
+            return []
+        running = {r: note for r, note in self.neighbours().items() if not note["ended"]}
+        return [int(r) for r, state in hangs.gone(running).items() if state == "dead"]
+
+    def judge(self) -> str | None:
+        """What is wrong; None while some rank may be making progress."""
+        dead = self.dead_neighbours()
+        if dead:
+            notes = {rank: self.notes[rank] for rank in dead} | {self.rank: self.note()}
+            return hangs.describe(notes, {rank: self.awake - self.heard[rank] for rank in dead})
+        if self.age <= self.limit():
+            return None
+        ended = {rank for rank, note in self.notes.items() if note["ended"]}
+        notes = {rank: note for rank, note in self.notes.items() if rank not in ended}
+        notes[self.rank] = self.note()
+        silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
+        if self.store and silence[self.rank] > self.quiet:  # not even its own notes come back
+            return hangs.describe_lost(self.rank, notes[self.rank], silence[self.rank])
+        silent = {rank: seconds for rank, seconds in silence.items()
+                  if seconds > self.quiet and rank != self.rank}
+        for rank, note in notes.items():
+            if rank in silent:  # even a rank that is busy with a checkpoint sends notes
+                starts = note["phase"] == "start-up"
+                waiting, limit = silent[rank], note["limit"] if starts else self.seconds
+            else:
+                waiting, limit = note["age"], note["limit"]
+            if waiting <= limit:
+                return None
+        if self.rank not in self.informed and not self.informed <= ended.union(silent):
+            return None  # they know more
+        return hangs.describe(notes, silent)
+
+    def last_signs(self) -> str:
+        """After an error: what is known of the ranks and processes that are gone, or ""."""
+        gone = hangs.gone(self.neighbours())
+        lines = [f"rank {rank} is {state}" for rank, state in gone.items()]
+        if hangs.out_of_memory_kills() > self.kills:
+            lines.append("the kernel has killed a process on this machine for lack of memory")
+        return "; ".join(lines)
+
+    def end(self, text: str):
+        """Say it, once for all ranks, write this rank's stacks, and end the process.
+
+        A rank that waits for others does so a little longer: when they are gone its collective
+        fails, and the training thread saves the last step and ends in its own way. A process alone
+        is left alone: it may be waiting for its user, as in input().
+        """
+        if self.alone:
+            if self.where != self.reported:
+                self.report(text)
+            self.reported = self.where
+            return
+        waits = hangs.waits(self.where[1], self.stack())
+        words = threading.Thread(target=self.last_words, args=(text,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS)  # it may block, as where a disk does not answer
+        for rank, note in self.neighbours().items():
+            if self.awake - self.heard[rank] > self.quiet and not note["ended"]:
+                with contextlib.suppress(OSError):  # stopped, or stuck: torchrun would wait 30 s
+                    os.kill(note["pid"], signal.SIGKILL)
+        left, saving = LAST_WORDS if waits else 0.0, self.seconds
+        while left > 0 and saving > 0:
+            time.sleep(self.period)
+            if hangs.takes_long(self.stack()):
+                saving -= self.period
+            else:
+                left -= self.period
+        if waits and self.dead_neighbours() and self.run and self.run.shards.size == 1:
+            # The exchange cannot come to its end any more, so the weights stay what they are.
+            rescuing = threading.Thread(target=faults.rescue, args=(self.run,), daemon=True)
+            rescuing.start()
+            rescuing.join(self.seconds)  # a GPU may not answer
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that is stopped would stay
+        os._exit(1)
+
+    def last_words(self, text: str):
+        speaks = self.verdict is None
+        if speaks and self.store:
+            asking = threading.Thread(target=self.ask_to_speak, args=(text,), daemon=True)
+            asking.start()
+            asking.join(2 * self.period + 1)
+            speaks = self.verdict in (None, self.signed(text))
+        self.report(text if speaks else None)
+        if self.run and self.run.writer:
+            self.run.writer.wait()  # for a checkpoint on its way to the disk
+        time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
+
+    def ask_to_speak(self, text: str):
+        """The first rank to tell the others does so on the screen, too."""
+        with contextlib.suppress(Exception):
+            self.verdict = self.store.compare_set("verdict", "", self.signed(text)).decode()
+
+    def signed(self, text: str) -> str:
+        return f"rank {self.rank} says: {text}"
+
+    def report(self, text: str | None):
+        """On the screen and in files; without a text, this rank's stacks alone."""
+        folder = self.run and self.run.out_dir
+        if text:  # in a thread of its own: the screen may block, and so may the disk
+            threading.Thread(target=self.say, args=(text, folder), daemon=True).start()
+        if folder and folder.is_dir():
+            with contextlib.suppress(OSError):
+                self.write_files(folder, text)
+
+    def say(self, text: str, folder: Path | None):
+        where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
+        begin, end = "train.py: failed", "--auto-resume continues from the newest checkpoint"
+        if self.alone:
+            begin, end = "warning", "it is left alone, as no other process waits for it"
+        print(f"{begin}: no progress: {text}{where}; {end}", file=sys.stderr, flush=True)
+
+    def write_files(self, folder: Path, text: str | None):
+        step, phase, _ = self.where
+        if text:
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "hang": text}) + "\n")
+        (folder / "stacks").mkdir(exist_ok=True)
+        with open(folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
+            print(f"\n{time.strftime('%F %T')}: step {step}, in {phase} for "
+                  f"{duration(self.age)}", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)

@@ -1,0 +1,1 @@
+"""A sample is a function of (seed, position): token files, tokenizers, order, packing."""

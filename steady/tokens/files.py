@@ -1,0 +1,488 @@
+"""Token files: reading and writing them, their sidecars and their tokenizers."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import sysconfig
+import tempfile
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from steady.options import ConfigError, home_expanded
+
+SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
+SHARD_HEADER_BYTES = 256 * 4
+BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
+GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # of a file, to notice that its content was replaced
+MANY_FILES, FEW_BLOCKS = 16, 4  # of more files than these, each is sampled in so few places
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
+    """The token files of `split` ("train" or "val") in a folder, or the file `path` itself.
+
+    Raises ConfigError, which names `option`.
+    """
+    root = Path(home_expanded(option, path))
+    if root.is_dir():
+        single = root / f"{split}.bin"
+        return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
+    if not root.exists():
+        raise ConfigError(f"{option} {path}: no such file or folder")
+    if root.suffix != ".bin":
+        raise ConfigError(f"{option} {path}: expected a file of token ids, which ends in .bin")
+    return [root]
+
+
+def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
+    """(name, token files, weight or None) of each PATH[:WEIGHT] that `option` names.
+
+    Without those that have no validation data, where `option` is --data. Raises ConfigError.
+    """
+    found, sources = [], [split_weight(spec) for spec in paths]
+    if len({weight is None for _, weight in sources}) > 1:
+        raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    for path, weight in sources:
+        optional = split == "val" and option == "--data"
+        if optional and Path(path).is_file():
+            continue  # a training file has no validation data beside it
+        files = find_files(stdlib() if path == "stdlib" else path, split, option)
+        if files:
+            found.append((path, files, weight))
+        elif not optional:
+            raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
+    names = [Path(path).stem for path, *_ in found]
+    if len(set(names)) < len(names):  # a/train.bin and b/train.bin
+        names = [str(path) for path, *_ in found]
+    return [(name, files, weight) for name, (_, files, weight) in zip(names, found, strict=True)]
+
+
+class TokenFile:
+    """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
+
+    tokens [n_tokens]; blocks [n, seq_len + 1], where the last token of a block is also the first of
+    the next, and a shorter rest at the end is dropped; mask [n_tokens], 0 for prompts, or None.
+
+    Raises ConfigError if the size of the file contradicts its format.
+    """
+
+    def __init__(self, path: Path, seq_len: int):
+        self.path, self.seq_len = path, seq_len
+        size = path.stat().st_size
+        for suffix in ("", ".json", ".docs", ".mask"):
+            require_regular(Path(f"{path}{suffix}"))
+        self.meta = read_sidecar(Path(f"{path}.json"))
+        self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
+        header = np.fromfile(path, np.int32, 3)
+        if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
+            self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
+            self.offset = SHARD_HEADER_BYTES
+            self.meta["tokens"] = int(header[2])
+        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
+        expected = self.meta.get("tokens", self.n_tokens)
+        if rest or self.n_tokens != expected or self.n_tokens <= 0:
+            raise ConfigError(
+                f"{path}: {size:,} bytes; expected {expected:,} tokens of {self.dtype.itemsize} "
+                f"bytes after a header of {self.offset}: is the file complete?"
+            )
+        self.map()
+
+    def require_complete(self):
+        """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return  # deleted or out of reach: what is mapped stays
+        if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
+            raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
+                              f"expected {self.size:,}: bring it back and use --auto-resume")
+
+    def map(self):
+        found = os.stat(self.path)
+        self.size, self.inode = found.st_size, (found.st_ino, found.st_dev)
+        mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.n_tokens,))
+        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
+        self.blocks = np.empty((0, self.seq_len + 1), self.dtype)
+        if self.n_tokens > self.seq_len:
+            self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
+        masked = Path(f"{self.path}.mask")
+        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
+
+    def __getstate__(self):  # a loader process that is not forked maps the file itself
+        return {**self.__dict__, "tokens": None, "blocks": None, "mask": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.map()
+
+    def fingerprint(self, n_files: int) -> list:
+        """What must be the same for a run to continue; not the folder, since data may be moved.
+
+        Name, tokens, checksum, and a hash of samples of the file, its .docs and its .mask, which
+        is shorter for one of many files.
+        """
+        files = {suffix: Path(f"{self.path}{suffix}") for suffix in ("", ".docs", ".mask")}
+        files = {suffix: path for suffix, path in files.items() if path.exists()}
+        many = n_files > MANY_FILES
+        sample = sampled_hash(files, FEW_BLOCKS)[:16] if many else sampled_hash(files)
+        return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
+
+    def documents(self) -> np.ndarray:
+        """[documents + 1]: the token at which each begins, and the end of the last.
+
+        Raises ConfigError if there is no .docs file, or one of another token file.
+        """
+        path = Path(f"{self.path}.docs")
+        if not path.exists():
+            raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
+                              "make it with python data.py, or use --data_mode stream")
+        at = np.fromfile(path, np.uint64).astype(np.int64)
+        masked = self.n_tokens if self.mask is None else len(self.mask)
+        if len(at) < 2 or at[-1] != self.n_tokens or (np.diff(at) < 0).any() or masked != at[-1]:
+            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents end at "
+                              f"{at[-1] if len(at) else 0:,} of {self.n_tokens:,} tokens, "
+                              f"the mask at {masked:,}")
+        return at
+
+    def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """How many tokens the loss counts in each document begins[i] … ends[i], cut at seq_len."""
+        stops = np.minimum(ends, begins + 1 + self.seq_len)
+        if self.mask is None or not len(begins):
+            return stops - begins - 1
+        places = np.stack((begins + 1, stops), 1).ravel()
+        inside = places[:-1]  # reduceat takes no place at the very end
+        return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
+
+
+def sampled_hash(files: dict[str, Path], blocks: int = SAMPLE_BLOCKS) -> str:
+    """Hash of blocks spread evenly over each of these files, by name: a constant time."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in files.items():
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{name}:{size};".encode())
+            last = max(0, size - SAMPLE_BYTES)
+            places = {last * i // (blocks - 1) for i in range(blocks)}
+            for place in sorted(places):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+SIDECAR_TYPES = dict(
+    dtype=str, tokens=int, bytes=int, documents=int, vocab_size=int, end_of_text=int,
+    tokenizer=str, checksum=str,
+)
+
+
+def read_sidecar(path: Path) -> dict:
+    """What a token file says of itself; {} without a sidecar. Raises ConfigError."""
+    if not path.exists():
+        return {}
+    try:
+        meta = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from None
+    except PermissionError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from None
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path}: a JSON {type(meta).__name__}; expected an object with keys")
+    for key, kind in SIDECAR_TYPES.items():
+        if key in ("tokenizer", "end_of_text") and meta.get(key) is None:
+            continue  # unknown
+        value = meta.get(key, kind())
+        if type(value) is not kind or kind is int and value < 0:
+            expected = "a number, 0 or above" if kind is int else "text"
+            raise ConfigError(f"{path}: {key} {value!r}; expected {expected}")
+    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+        raise ConfigError(f"{path}: dtype {meta['dtype']}; expected uint16 or uint32")
+    return meta
+
+
+def require_regular(path: Path):
+    """Raise ConfigError for a pipe or a folder: to open a pipe can take forever."""
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path}: not a regular file")
+
+
+def read_sidecars(files: list[TokenFile], vocab_size: int | None):
+    """(vocabulary size, name of the tokenizer, its folder, end-of-text id) of files used together.
+
+    vocab_size: the one asked for, or None. Raises ConfigError if the files do not go together.
+    """
+    metas = [file.meta for file in files]
+    of_data = max(meta.get("vocab_size", 0) for meta in metas)
+    if any("vocab_size" not in meta for meta in metas):
+        of_data = max(of_data, vocab_size or GPT2_VOCAB)
+    if vocab_size and of_data > vocab_size:
+        raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} "
+                          "ids; --resize_embeddings adds rows to a model of --init_from")
+    named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
+    if len(named) > 1:
+        listed = ", ".join(f"{path} {name}" for name, path in named.items())
+        raise ConfigError(f"--data: sources with different tokenizers: {listed}")
+    name, folder = next(iter(named), None), None
+    if name not in (None, "bytes"):
+        beside = (file.path.parent / "tokenizer" for file in files)
+        folder = next((str(path) for path in beside if path.is_dir()), None)
+    end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
+    return vocab_size or of_data, name, folder, end_of_text
+
+
+def split_weight(spec: str) -> tuple[str, Fraction | None]:
+    """"PATH:WEIGHT" → (path, weight); the weight is None where there is none."""
+    path, _, text = spec.rpartition(":")
+    numerator, slash, denominator = text.partition("/")
+    try:  # as floats first: the exact value of 1e999999999 would fill the memory
+        parts = [float(numerator), float(denominator) if slash else 1.0]
+    except ValueError:
+        return spec, None  # the colon belongs to the path
+    if not path or parts[1] == 0:
+        return spec, None
+    if not all(1e-9 <= x <= 1e9 for x in parts):  # nor is it nan
+        raise ConfigError(f"--data {spec}: expected a weight above 0, from 1e-9 to 1e9")
+    try:
+        return path, Fraction(text)
+    except ValueError:  # as of 1.5/2
+        return spec, None
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+class TokenWriter:
+    """Writes one token file and what belongs to it, piece by piece."""
+
+    def __init__(self, path: Path, vocab_size: int, **meta):
+        self.path = path
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.meta = dict(format=1, vocab_size=vocab_size, **meta)
+        self.tokens = self.bytes = self.documents = 0  # written
+        self.began = self.longest = 0  # where the current document begins; tokens in the longest
+        self.sha = hashlib.sha256()
+        self.file, self.docs, self.mask = open(path, "wb"), open(f"{path}.docs", "wb"), None
+        self.docs.write(np.uint64(0).tobytes())
+
+    def add(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None, n_bytes: int):
+        """Write ids [n], which were n_bytes of text.
+
+        ends: indices in ids at which a document has ended; mask [n]: 0 where the loss ignores a
+        token, or None if it counts all. Raises ConfigError for an id outside the vocabulary, which
+        could wrap in the file's type.
+        """
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.meta["vocab_size"]:
+            raise ConfigError(
+                f"{self.path}: token ids from {ids.min()} to {ids.max()}; expected ids below "
+                f"{self.meta['vocab_size']}"
+            )
+        raw = ids.astype(self.dtype).tobytes()
+        self.file.write(raw)
+        self.sha.update(raw)
+        if mask is not None and self.mask is None:  # the first: all tokens so far count
+            self.mask = open(f"{self.path}.mask", "wb")
+            for start in range(0, self.tokens, 1 << 18):  # in pieces, for there may be billions
+                self.mask.write(b"\1" * min(1 << 18, self.tokens - start))
+        if self.mask:
+            self.mask.write(np.ones(len(ids), np.uint8) if mask is None else mask.tobytes())
+        if len(ends):
+            places = self.tokens + ends
+            self.docs.write(places.astype(np.uint64).tobytes())
+            self.longest = max(self.longest, int(np.diff(places, prepend=self.began).max()))
+            self.began = int(places[-1])
+        self.tokens += len(ids)
+        self.bytes += n_bytes
+        self.documents += len(ends)
+
+    def close(self):
+        """Write the sidecar; leave no file where there are no tokens."""
+        for file in (self.file, self.docs, self.mask):
+            if file:
+                file.close()
+        if not self.tokens:
+            os.remove(self.path)
+            os.remove(f"{self.path}.docs")
+            return
+        meta = dict(self.meta, dtype=str(self.dtype), tokens=self.tokens, bytes=self.bytes,
+                    documents=self.documents, checksum=self.sha.hexdigest())
+        Path(f"{self.path}.json").write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def write_tokens(path: Path, documents: list[bytes]):
+    """Write documents as a file of bytes, each with its end-of-text."""
+    writer = TokenWriter(path, 257, tokenizer="bytes", end_of_text=BYTES_END_OF_TEXT)
+    for document in documents:
+        ids = np.append(np.frombuffer(document, np.uint8).astype(np.uint16), BYTES_END_OF_TEXT)
+        writer.add(ids, np.array([len(ids)]), None, len(document))
+    writer.close()
+
+
+def share_of(text: bytes, digest=hashlib.blake2b) -> float:
+    """A number from 0 to 1 that depends on the text alone: below val_fraction is validation."""
+    return int.from_bytes(digest(text).digest()[:8], "big") / 2**64
+
+
+def stdlib() -> str:
+    """Folder with the source of Python's standard library as bytes, made at the first call.
+
+    Every machine with Python has it, so a first run needs no download. One file in twenty, picked
+    by a hash of its name, is for validation.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
+    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+    folder = cache / f"stdlib-2-{python}"
+    if folder.exists():
+        return str(folder)
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = {"train": [], "val": []}
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(set(subdirectories) - skip)
+        for file in sorted(Path(directory) / name for name in names if name.endswith(".py")):
+            name = file.relative_to(root).as_posix().encode()
+            split = "val" if share_of(name, hashlib.sha256) < 13 / 256 else "train"
+            documents[split].append(file.read_bytes())
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=cache))
+    for split, texts in documents.items():
+        write_tokens(draft / f"{split}.bin", texts)
+    try:
+        draft.rename(folder)  # all of it appears at once, also when two processes do this
+    except OSError:
+        shutil.rmtree(draft)
+    return str(folder)
+
+
+# --- tokenizers ------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str, needs_end: bool = True):
+    """A tokenizer of transformers, by folder or hub name. Raises ConfigError.
+
+    needs_end: refuse one without an end-of-text.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer("a")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # of transformers, tokenizers, the hub; a panic in Rust is no other
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        if Path(name, "tokenizer.json").exists() and not isinstance(e, (OSError, ImportError)):
+            reason = f"{type(e).__name__}: {reason}: is its tokenizer.json complete?"
+        raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
+    if needs_end and tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
+    if tokenizer.is_fast:  # tokenizer.json may keep both from where it was trained
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def byte_level_bpe(model, split_words: bool = True):
+    """A tokenizer of transformers around a `model` of the tokenizers library.
+
+    split_words: whether to split text into words first, so that no token spans two.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(model)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+
+
+def byte_tokenizer():
+    """The "bytes" tokenizer for transformers: a byte-level BPE without merges."""
+    from tokenizers import models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    vocab["<|endoftext|>"] = BYTES_END_OF_TEXT
+    return byte_level_bpe(models.BPE(vocab, []), split_words=False)
+
+
+def decode(tokenizer: str | None, ids: list[int]) -> str:
+    """The text of token ids; the ids themselves where no tokenizer is known.
+
+    tokenizer: "bytes", or a folder.
+    """
+    if tokenizer == "bytes":
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return loaded_tokenizer(tokenizer).decode(ids)
+
+
+@lru_cache
+def loaded_tokenizer(folder: str):
+    return load_tokenizer(folder, needs_end=False)
+
+
+MANIFEST = "steady-files.json"  # lists the files of a tokenizer folder that we made
+
+
+def copy_tokenizer(source: Path, target: Path):
+    """Copy a tokenizer's files, replacing one that we made; raises ConfigError for another."""
+    files = sorted(p for p in source.iterdir() if p.is_file() and p.name != MANIFEST)
+    if all((target / p.name).is_file() and (target / p.name).read_bytes() == p.read_bytes()
+           for p in files):
+        return  # the same, whoever made it
+    delete_tokenizer(target)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / MANIFEST).write_text(json.dumps([p.name for p in files]))
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+
+
+def delete_tokenizer(folder: Path):
+    """Delete the files that the manifest of a tokenizer folder lists, and the folder if empty."""
+    for name in [*tokenizer_files(folder), MANIFEST]:
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files in a tokenizer folder that we made; none if there is no such folder.
+
+    Raises ConfigError for a folder or a link that we have not made.
+    """
+    if folder.is_symlink() or folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is not a folder that this program made; move it "
+                          "away, or choose another")
+    if not folder.exists() or not any(folder.iterdir()):
+        return []
+    try:
+        names = json.loads((folder / MANIFEST).read_text())
+        return [name for name in names if Path(name).name == name]
+    except (OSError, ValueError, TypeError):
+        raise ConfigError(f"{folder}: was not made by this program (no {MANIFEST} in it); move it "
+                          "away, or choose another folder") from None
+
+
+def end_of_text_ids(folder: Path) -> list[int]:
+    """All ids that end a text, as a model's own files list them; none where they do not."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        ids = [i for i in ids if isinstance(i, int)]
+        if ids:
+            return ids
+    return []

@@ -1,0 +1,148 @@
+"""Where the time of steps goes, by phase: on the host's clock, and on a GPU by events.
+
+A host clock only sees when work was queued on a GPU, not when it ran.
+"""
+
+import heapq
+import itertools
+import time
+from collections import deque
+
+import torch
+
+from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
+
+
+class Clock:
+    """Times phases and steps from one log to the next.
+
+    current, since: the phase now, and the time.perf_counter() at which it began. newest: steps, at
+    most, that median and 95th percentile are of. by_phase: whether phases are to be reported, for
+    which a GPU is sampled.
+    """
+
+    def __init__(self, device: torch.device, newest: int, by_phase: bool):
+        self.device = device
+        self.current, self.since = "other", time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
+        self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
+        self.window_ms = deque(maxlen=newest)  # of the newest steps since the last log
+        self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
+        self.events = DeviceTimes() if device.type == "cuda" and by_phase else None
+
+    def phase(self, name: str) -> str:
+        """Begin the phase `name`; returns the phase that this ends."""
+        if name in OUTSIDE_PHASES and name != self.current and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # what is still queued belongs to the steps
+        now = time.perf_counter()
+        ended = self.current
+        self.seconds[ended] += now - self.since
+        if ended in OUTSIDE_PHASES:
+            self.outside_seconds += now - self.since
+        self.current, self.since = name, now
+        if self.events:
+            self.events.mark(name)
+        return ended
+
+    def end_step(self, step: int):
+        now = time.perf_counter()
+        ms = (now - self.step_began - self.outside_seconds) * 1e3
+        self.step_began, self.outside_seconds = now, 0.0
+        self.window_ms.append(ms)
+        heapq.heappushpop(self.slowest, (ms, step))
+        if self.events:
+            self.events.end()
+
+    def sample_step(self):
+        """Time the step that begins now on the GPU, too."""
+        if self.events:
+            self.events.begin(self.current)
+
+    def own_ms(self, steps: int) -> list[float]:
+        """ms per step of this rank's own work by phase, without waiting for other ranks."""
+        self.phase(self.current)
+        if self.events:
+            mean = self.events.means()
+            return [mean.get(name, 0.0) for name in OWN_PHASES]
+        return [self.seconds[name] / steps * 1e3 for name in OWN_PHASES]
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last call, on the host's clock."""
+        self.phase(self.current)
+        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def take_steps(self, ms: dict[str, float]) -> tuple[dict[str, float], list[float]]:
+        """(ms per step in each phase, ms of the newest steps); ms: what the host's clock says."""
+        window = list(self.window_ms)
+        self.window_ms.clear()
+        if self.events:
+            ms = ms | dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
+            window = self.events.take_steps()
+        return ms, window
+
+    def slowest_steps(self) -> list:
+        """[[step, ms]], the slowest first; none on a GPU."""
+        found = [] if self.device.type == "cuda" else sorted(self.slowest, reverse=True)
+        return [[step, round(ms, 3)] for ms, step in found if step]
+
+
+class DeviceTimes:
+    """Time by phase on a GPU, from CUDA events on sampled steps, read once the GPU has passed them.
+
+    Nothing waits for them. A step takes 3 events for each of its micro-batches, from a pool that
+    grows up to a fixed size; a step that finds it empty is not sampled.
+    """
+
+    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 16384):
+        self.make_event, self.size, self.free, self.made = make_event, size, [], 0
+        self.open = None  # [(phase, event at its start)] of the step being sampled
+        self.done = deque()  # such lists, closed by a last event
+        self.steps = []  # {phase: ms} of the steps read since take_steps
+
+    def event(self):
+        if not self.free and self.made < self.size:
+            self.free, self.made = [self.make_event() for _ in range(64)], self.made + 64
+        if not self.free:
+            return None
+        event = self.free.pop()
+        event.record()
+        return event
+
+    def begin(self, phase: str):
+        event = self.event()
+        self.open = [(phase, event)] if event else None
+
+    def mark(self, phase: str):
+        if self.open is None:
+            return
+        event = self.event()
+        if phase in OUTSIDE_PHASES or event is None:  # not a plain step: do not sample it
+            self.free += [e for _, e in self.open] + [event] * (event is not None)
+            self.open = None
+        else:
+            self.open.append((phase, event))
+
+    def end(self):
+        if self.open:
+            self.mark("end")
+        if self.open:
+            self.done.append(self.open)
+        self.open = None
+
+    def means(self) -> dict[str, float]:
+        """Mean ms by phase over the steps read since take_steps."""
+        while self.done and self.done[0][-1][1].query():
+            marks, ms = self.done.popleft(), {}
+            for (phase, event), (_, following) in itertools.pairwise(marks):
+                ms[phase] = ms.get(phase, 0.0) + event.elapsed_time(following)
+            self.free += [event for _, event in marks]
+            self.steps.append(ms)
+        names = {name for ms in self.steps for name in ms}
+        return {name: sum(ms.get(name, 0.0) for ms in self.steps) / len(self.steps)
+                for name in names}
+
+    def take_steps(self) -> list[float]:
+        """ms of each step read since the last call."""
+        taken, self.steps = self.steps, []
+        return [sum(ms.values()) for ms in taken]

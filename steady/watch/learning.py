@@ -1,0 +1,125 @@
+"""Whether a run learns: a loss that rises, or steps that are not finite, from metrics.jsonl's rows.
+
+While training (monitor.py) and afterwards (steady/watch/report.py), from the same rows.
+"""
+
+import math
+from collections import deque
+
+from steady.watch.sinks import quantile
+
+LEAST, MOST = 5, 50  # logs that the loss is the median of: a tenth of all, within these bounds
+NOISE = 100  # newest second differences of logs, which tell how much the loss varies anyway
+
+
+class Learning:
+    """Compares the loss of the newest logs with earlier ones and with a uniform guess.
+
+    A run has diverged where the loss is
+    - above its lowest by 20 %, by 0.1 nats and by 8 standard deviations of a log; or
+    - above that of the first step by 0.5 nats and by 6 standard deviations of a step; or
+    - above that of the first step and of a uniform guess by 0.5 nats, after however few logs.
+    The deviations are those of second differences of logs, which a trend hardly widens.
+
+    vocab_size: what a uniform guess chooses from; None if unknown.
+    """
+
+    def __init__(self, vocab_size: int | None = None):
+        self.uniform = math.log(vocab_size) if vocab_size else math.inf
+        self.first = None  # the loss of the first step
+        self.recent, self.noise = deque(maxlen=MOST), deque(maxlen=NOISE)
+        self.logs, self.said = 0, False
+        self.newest, self.lowest, self.lowest_step = 0.0, math.inf, 0  # smoothed losses
+        self.since, self.limit = 0, math.inf  # the step since when the loss is above this, or 0
+        self.step, self.interval = 0, 1  # of the newest log; the most steps from one to the next
+        self.before = 0  # the step before the first log, as of a run that goes on elsewhere
+        self.bad, self.bad_since, self.counted = 0, 0, True  # steps not finite; the first of them
+        self.bad_losses, self.all_bad_since = False, 0  # not gradients alone; 0: the newest is not
+        self.val, self.best_val = None, (math.inf, 0)  # (validation loss, step)
+
+    def add(self, row: dict) -> dict | None:
+        """The finding if the run has begun to diverge with this row."""
+        if "val/loss" in row:
+            loss = math.nan if row["val/loss"] is None else row["val/loss"]
+            self.val = loss, row["step"]
+            self.best_val = min(self.best_val, self.val)
+        if "train/loss" not in row:
+            return None
+        if not self.step:  # the first log of a process is of one step
+            self.step = self.before = row["step"] - 1
+        began, self.step, loss = self.step + 1, row["step"], row["train/loss"]
+        steps = self.step - began + 1
+        self.interval = max(self.interval, steps)
+        finite = loss is not None and math.isfinite(loss)
+        bad = row.get("health/nonfinite_steps") or int(not finite)
+        self.bad += bad
+        self.counted = "health/nonfinite_steps" in row  # not with --monitor off
+        self.bad_since = self.bad_since or (began if bad else 0)
+        self.bad_losses |= not finite
+        self.all_bad_since = (self.all_bad_since or began) if 0 < steps <= bad else 0
+        if finite and self.first is None:
+            self.first = loss
+        elif finite:
+            return self.compare(began, loss)
+        return None
+
+    def compare(self, began: int, loss: float) -> dict | None:
+        if len(self.recent) > 1:
+            (_, earlier), (_, before) = self.recent[-2], self.recent[-1]
+            self.noise.append(abs(loss - 2 * before + earlier))
+        self.logs += 1
+        self.recent.append((began, loss))
+        newest = list(self.recent)[-max(LEAST, self.logs // 10) :]
+        self.newest = quantile([value for _, value in newest], 0.5)
+        limit = max(self.uniform, self.first) + 0.5
+        if self.logs >= LEAST:
+            if self.newest < self.lowest:
+                self.lowest, self.lowest_step = self.newest, self.step
+            # 3.139 = 1.2816 sqrt(6); a median would not see that one log in ten is unlike the rest
+            sigma = quantile(self.noise, 0.8) / 3.139
+            sigma *= 1 + 5 / len(self.noise)  # as few are known only roughly
+            limit = min(limit, self.lowest + max(0.2 * self.lowest, 0.1, 8 * sigma),
+                        self.first + max(0.5, 6 * sigma * math.sqrt(self.interval)))
+        if not self.since or self.newest <= self.limit:
+            above = (step for step, value in newest if self.newest > limit and value > limit)
+            self.since, self.limit = next(above, 0), limit
+        said, self.said = self.said, self.since > 0 and self.logs >= LEAST
+        return self.findings()[0] if self.said and not said else None
+
+    def findings(self) -> list[dict]:
+        """What is wrong with the training up to the newest row: dicts of kind, since and text.
+
+        The kinds are "diverged", "nothing learned", "validation" (its loss is too high) and "not
+        finite".
+        """
+        found = []
+        if self.since:
+            known = [f"{self.first:.4g} at the start"]
+            if self.lowest < self.newest:
+                known.append(f"{self.lowest:.4g} at step {self.lowest_step}")
+            if self.newest > self.uniform:
+                known.append(f"a uniform guess has {self.uniform:.4g}")
+            found.append(("diverged", self.since, f"training diverged since about step "
+                          f"{self.since}: loss {self.newest:.4g}, {', '.join(known)}"))
+        elif self.logs >= LEAST and self.newest > self.uniform - 0.01:
+            found.append(("nothing learned", 1, f"training has learned nothing: loss "
+                          f"{self.newest:.4g}, a uniform guess has {self.uniform:.4g}"))
+        if self.val:
+            (loss, step), (best, best_step) = self.val, self.best_val
+            if not math.isfinite(loss):
+                found.append(("validation", step, f"validation loss {loss} at step {step}"))
+            elif loss > max(self.uniform, self.first or 0.0) + 0.5:
+                found.append(("validation", step, f"validation loss {loss:.4g} at step {step}, a "
+                              f"uniform guess has {self.uniform:.4g}"))
+            elif loss > best + max(0.2 * best, 0.1):
+                found.append(("validation", best_step, f"validation loss {loss:.4g} at step "
+                              f"{step}, {best:.4g} at step {best_step}"))
+        # of gradients alone a few: fp16's loss scaler finds its scale that way
+        steps = self.step - self.before
+        if self.bad_losses or self.bad > 0.01 * steps:
+            text = (f"{'' if self.counted else 'at least '}{self.bad} of {steps} steps, since "
+                    f"step {self.bad_since}, were not finite and were skipped")
+            if self.all_bad_since:
+                text += f"; all of them since step {self.all_bad_since}"
+            found.append(("not finite", self.all_bad_since or self.bad_since, text))
+        return [dict(kind=kind, since=since, text=text) for kind, since, text in found]

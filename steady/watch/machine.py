@@ -1,0 +1,213 @@
+"""The machine beside the program: how fast it is now, and what kept the main thread from running.
+
+A slower machine and a slower program look alike in the times of steps. Here a fixed piece of work
+is timed at the logs, and the kernel is asked where the time went. All of it becomes columns of
+metrics.jsonl, from which steady/watch/causes.py tells the two apart.
+"""
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from steady.checkpoints.retry import retry
+from steady.watch import nvml, proc
+
+SECONDS_BETWEEN = 0.25  # readings that cost more than a few microseconds: 0.1 % of the time
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+class Probe:
+    """A fixed piece of work, timed. One number lives in the cache, the other in main memory.
+
+    The best of three: a try that is interrupted says nothing of the speed of the core. NumPy, so
+    that one thread does it.
+    """
+
+    TRIES = 3
+
+    def __init__(self):
+        self.small = np.full((48, 48), 0.01, np.float32)
+        self.product = np.empty_like(self.small)
+        self.large = np.ones((32, 1 << 17), np.float64)  # 32 rows of 1 MB
+        self.row = np.empty(1 << 17, np.float64)
+        self.at = 0
+        self.gpu = None  # events around a kernel that may still be running
+
+    def in_cache(self):
+        for _ in range(4):
+            np.matmul(self.small, self.small, out=self.product)
+
+    def in_memory(self):
+        self.at = (self.at + 1) % len(self.large)
+        np.copyto(self.row, self.large[self.at])
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Microseconds of each; on CUDA those of the kernel that was started at the last call."""
+        out = {"machine/cpu_probe_us": self.best(self.in_cache),
+               "machine/memory_probe_us": self.best(self.in_memory)}
+        if device.type == "cuda":
+            out |= self.read_gpu(device)
+        return out
+
+    def best(self, work) -> float:
+        times = []
+        for _ in range(self.TRIES):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return min(times) * 1e6
+
+    def read_gpu(self, device: torch.device) -> dict[str, float]:
+        out = {}
+        if self.gpu is None:
+            self.matrix = torch.ones(1024, 1024, dtype=torch.bfloat16, device=device)
+            self.gpu = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        elif self.gpu[1].query():  # the device has got there, so nothing waits
+            out = {"machine/gpu_probe_us": self.gpu[0].elapsed_time(self.gpu[1]) * 1e3}
+        else:
+            return out
+        self.gpu[0].record()
+        torch.mm(self.matrix, self.matrix)
+        self.gpu[1].record()
+        return out
+
+
+class Machine:
+    """Reads what may explain a slow-down from outside the training loop. Main thread only."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.probe = device, None  # made at the first log, for it takes 33 MB
+        self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
+        self.files = {name: file for name, path in {
+            "schedstat": f"/proc/self/task/{threading.get_native_id()}/schedstat",
+            "stat": "/proc/self/stat",
+            "cpus": "/proc/stat",
+            "quota": quota_file(),
+        }.items() if (file := open_fd(path)) is not None}
+        self.queued = self.queue_seconds()
+        self.slow_read = -math.inf, self.counters()
+        self.looked = False  # whether the last call of `read` did what takes longer
+        self.steps_between = 0  # steps since then
+        self.probe_us = 0.0  # the newest of the device that trains
+        self.gpu, self.gpu_read = nvml.open_gpu(device), -math.inf
+        gc.callbacks.append(self.on_gc)
+        self.before = None
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGCONT, self.on_continue)
+
+    def on_gc(self, when: str, info: dict):
+        if when == "start":
+            self.gc_began = time.perf_counter()
+        else:
+            self.gc_seconds += time.perf_counter() - self.gc_began
+
+    def on_continue(self, *_):
+        self.stops += 1
+
+    def read(self, steps: int) -> dict[str, float]:
+        """ms a step over the `steps` since the last call; counts since the process began.
+
+        What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
+        """
+        before, self.queued = self.queued, self.queue_seconds()
+        gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
+        row = {"perf/cpu_queue_ms": (self.queued - before) / steps * 1e3,
+               "perf/gc_ms": gc_seconds / steps * 1e3}
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo:
+            row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
+        if retry.count:
+            row["health/retries"] = retry.count
+        if self.stops:
+            row["machine/stops"] = self.stops
+        self.steps_between += steps
+        then, old = self.slow_read
+        self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
+        if self.looked:
+            self.probe = self.probe or Probe()
+            row |= self.probe.read(self.device)
+            of_device = "gpu" if self.device.type == "cuda" else "cpu"
+            self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
+            new = self.counters()
+            row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
+            self.slow_read, self.steps_between = (time.perf_counter(), new), 0
+        if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
+            row |= self.gpu.read()
+            self.gpu_read = time.perf_counter()
+        return row
+
+    def queue_seconds(self) -> float:
+        """How long the main thread has been ready to run while others had the core."""
+        text = self.text("schedstat").split()
+        return int(text[1]) / 1e9 if len(text) > 1 else 0.0
+
+    def counters(self) -> dict[str, float]:
+        """Since the process or the machine began. In ms: the time the main thread ran; that of all
+        threads; that a core was stolen by the hypervisor (mean of all cores); that the container
+        had used up its quota; that the main thread waited for a disk (0 where the kernel does not
+        account for delays)."""
+        out = {"run_ms": time.thread_time() * 1e3, "process_ms": time.process_time() * 1e3}
+        with contextlib.suppress(IndexError, ValueError):
+            out["steal_ms"] = int(self.text("cpus").split()[8]) * 1e3 / TICKS / os.cpu_count()
+        with contextlib.suppress(IndexError, ValueError):
+            fields = self.text("stat").rpartition(")")[2].split()  # its name may hold spaces
+            out["disk_ms"] = int(fields[39]) * 1e3 / TICKS
+        for line in self.text("quota").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("throttled_usec", "throttled_time"):  # cgroup v2: us, v1: ns
+                out["throttled_ms"] = int(value) / (1e3 if name == "throttled_usec" else 1e6)
+        return out
+
+    def text(self, name: str) -> str:
+        """What a file of the kernel says now; kept open, since that halves the time."""
+        try:
+            return os.pread(self.files[name], 4096, 0).decode()
+        except (KeyError, OSError):
+            return ""
+
+    def close(self):
+        gc.callbacks.remove(self.on_gc)
+        if self.before is not None:
+            signal.signal(signal.SIGCONT, self.before)
+        for file in self.files.values():
+            os.close(file)
+
+
+def crowded() -> str:
+    """A line for the start of a run where others want more than the cores that are left; or "".
+
+    The load average says it minutes later; of five looks the middle one, as a moment says little.
+    """
+    looks = []
+    for _ in range(5):
+        looks.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
+        time.sleep(0.01)
+    others = sorted(int(look or 0) for look in looks)[2] - 1  # this thread is one of them
+    cores = os.cpu_count()
+    if others < cores:
+        return ""
+    advice = "; OMP_NUM_THREADS=1 loses least" if torch.get_num_threads() > 1 else ""
+    return (f"load    {others} other threads are running or ready to on {cores} cores: steps will "
+            f"be slow and uneven{advice}")
+
+
+def open_fd(path: str | Path | None) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else None
+    except OSError:
+        return None
+
+
+def quota_file() -> Path | None:
+    """cpu.stat of the cgroup of this process, or of one above it; None if there is none."""
+    files = [folder / "cpu.stat" for folder in proc.cgroup_folders("cpu")]
+    return next((file for file in files if "throttled" in proc.read(file)), None)

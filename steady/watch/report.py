@@ -1,0 +1,213 @@
+"""What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
+
+import contextlib
+import math
+import re
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from steady.watch.causes import DATA_ADVICE
+from steady.watch.goodput import KINDS, seconds_so_far
+from steady.watch.learning import Learning
+from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
+from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector
+
+FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
+           "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
+ADVICE = {  # phase → (the share of the time that is worth a line, what to try)
+    "data": (0.1, DATA_ADVICE),
+    "waiting": (0.15, "look at the network, and for a rank that is slower than the others"),
+    "other": (0.1, "look at what the loop does on the host besides training"),
+    "logging": (0.02, "a larger --log_interval, or a faster disk"),
+    "evaluation": (0.15, "a larger --eval_interval, or fewer --eval_steps"),
+    "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
+    "lost": (0.05, "a smaller --save_interval"),
+}
+BLAMES = {"machine": "Cause, in the machine", "program": "Cause, in the program",
+          "unclear": "Cause"}
+
+
+def report(run_dir: Path, also=None) -> dict:
+    """Training, slow-downs, anomalies, seconds by phase, figures, a verdict: in one pass over rows.
+
+    also: called with each row. Raises OSError if there is no metrics.jsonl.
+    """
+    learning = Learning(vocab_size(run_dir))
+    detector, events, figures, so_far = SlowdownDetector(), {}, {}, {}
+    # of the rows no more is kept: there may be millions
+    medians, rates, padding = array("d"), array("d"), array("d")
+    hangs, runs_out, anomalies, slowest, last_log, interval = [], [], [], [], None, 1
+    newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
+    for _, row in read_rows(run_dir / "metrics.jsonl"):
+        if also:
+            also(row)
+        learning.add(row)
+        newest = max(newest, row["step"])
+        # an event is added again when it changes or ends, as one dict: keep it once
+        events |= {id(event): event for event in detector.add(row)}
+        figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
+        so_far = seconds_so_far([row]) or so_far
+        slowest = [pair for pair in row.get("slowest", ()) if is_pair(pair)] or slowest
+        hangs += [row["hang"]] if "hang" in row else []
+        runs_out += [row["runs_out"]] if "runs_out" in row else []
+        anomalies += [row] if "anomaly" in row else []
+        if "perf/padding_fraction" in row:
+            padding.append(row["perf/padding_fraction"])
+        if not row.get("perf/step_ms"):
+            continue
+        if "perf/startup_s" not in row:
+            medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
+            if row.get("perf/tokens_per_second"):
+                rates.append(row["perf/tokens_per_second"])
+            for name in ms if last_log is not None else ():
+                ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
+        interval = max(interval, row["step"] - (last_log or 0))
+        last_log = row["step"]
+    detector.finish()
+    if medians:
+        tenth = max(1, len(medians) // 10)
+        figures["step_ms_median"] = float(np.median(medians))
+        figures["first_tenth_ms"] = float(np.median(medians[:tenth]))
+        figures["last_tenth_ms"] = float(np.median(medians[-tenth:]))
+    if rates:  # the newest may be of a single step
+        figures["perf/tokens_per_second"] = float(np.median(rates))
+    if padding:
+        figures["padding_fraction"] = sum(padding) / len(padding)
+    seconds = seconds_by_phase(dict.fromkeys(KINDS, 0.0) | so_far, ms)
+    out = dict(
+        run=str(run_dir),
+        step=newest,
+        training=learning.findings(),
+        slowdowns=[event for event in events.values() if "superseded" not in event],
+        unjudged=why_unjudged(detector, len(medians), interval),
+        slowest=slowest,
+        hangs=hangs,
+        runs_out=runs_out,
+        anomalies=anomalies,
+        figures=figures,
+        seconds=seconds,
+        wall_s=sum(seconds.values()),
+    )
+    return out | {"verdict": verdict(out)}
+
+
+def is_pair(value) -> bool:
+    """Whether it is [step, ms]."""
+    return isinstance(value, list) and [type(x) in (int, float) for x in value] == [True, True]
+
+
+def vocab_size(run_dir: Path) -> int | None:
+    """Of config.yaml, if it is there."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^vocab_size: (\d{1,9})$",
+                          (run_dir / "config.yaml").read_text("utf-8", errors="replace"), re.M)
+        return int(found[1]) if found else None
+    return None
+
+
+def why_unjudged(detector: SlowdownDetector, logs: int, interval: int) -> str:
+    """Why there is nothing to say of the speed after so many logs, each so many steps; "" if there
+    is."""
+    if detector.normal:
+        return ""
+    if logs and detector.tflop is None:
+        return "speed not judged: the logs have no times of phases"
+    if not logs:  # which says nothing of how many steps are between them
+        return "run too short to judge speed (no log)"
+    needed = logs + (BASELINE - len(detector.points)) * math.ceil(MIN_STEPS / interval)
+    return f"run too short to judge speed ({logs} log{'s' * (logs != 1)}, needs {needed})"
+
+
+def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
+    """Wall time since the run began, by kind; training divided among phases in proportion to ms."""
+    measured = sum(ms.values())
+    training = seconds["training"]
+    return {
+        "start-up": seconds["startup"],
+        "data": seconds["data"],
+        **{name: training * ms[name] / (measured or 1.0) for name in ms},
+        "training": 0.0 if measured else training,  # --monitor off has no phases
+        **{name: seconds[name] for name in (*OUTSIDE_PHASES, "lost")},
+    }
+
+
+def verdict(out: dict) -> list[str]:
+    """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
+    lines = [finding["text"] for finding in out["training"]]
+    shown = [event for event in out["slowdowns"] if worth_saying(event)]
+    if all(event["kind"] == "work" for event in shown):
+        lines.append(out["unjudged"] or "steady: no slow-down found")
+    for event in shown:
+        ended = f" It ended at step {event['ended']}." if "ended" in event else ""
+        if "unseen" in event:
+            ended = f" By step {event['ended']} steps do other work: whether it lasts is unknown."
+        lines.append(describe_event(event) + ended)
+    lines += [f"no progress: {text}" for text in out["hangs"]]
+    lines += out["runs_out"]
+    for name, (limit, advice) in ADVICE.items():
+        share = out["seconds"][name] / (out["wall_s"] or 1.0)
+        if share > limit and not (name == "logging" and out["wall_s"] < 60):
+            lines.append(f"{name} takes {share:.0%} of the time: {advice}")
+    padding = out["figures"].get("padding_fraction", 0.0)
+    if padding > 0.2:
+        lines.append(f"padding is {padding:.0%} of the tokens computed: --packing (and with it "
+                     "a larger --seq_len), a larger --group_window, or processes that divide the "
+                     "batch evenly")
+    return lines
+
+
+def worth_saying(event: dict) -> bool:
+    """Not what came to nothing, nor the little ups and downs of a machine that others use."""
+    least = 1 if event["blames"] == "program" else 10
+    return event["kind"] != "step" or event["percent"] >= least
+
+
+def describe_event(event: dict) -> str:
+    """Since when something takes longer, by how much, in which phases, whose fault, and why."""
+    kind, since = event["kind"], f"since about step {event['since']}"
+    low, high = event["since_range"]
+    if high - low > 0.1 * event["since"]:
+        since += f" ({low} to {high})"
+    causes = "; ".join(event["causes"])
+    if kind == "work":
+        return f"work per step {event['percent']:+.0f}% {since}: {causes}"
+    how = "gradually slower" if event["creeps"] else "slower"
+    of_a_step = "" if kind == "step" else " of a step"
+    phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event["phases"]] or ["all phases"])
+    return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms a step "
+            f"({event['percent']:+.0f}%{of_a_step}), {phases}. {BLAMES[event['blames']]}: {causes}")
+
+
+def describe_end(event: dict) -> str:
+    if "unseen" in event:
+        return (f"steps do other work: whether the slow-down since step {event['since']} lasts is "
+                "unknown")
+    if event["kind"] == "work":
+        return f"work per step is back to what it was before step {event['since']}"
+    return f"{event['kind']} time is back to normal; it was longer since step {event['since']}"
+
+
+def report_text(out: dict) -> str:
+    seconds, figures, wall = out["seconds"], out["figures"], out["wall_s"] or 1.0
+    lines = [f"time    {duration(out['wall_s'])} since the run began"]
+    for name, s in seconds.items():
+        if s >= 0.001 * wall:
+            bar = "█" * round(40 * s / wall)
+            lines.append(f"        {name:10s} {s / wall:6.1%} {duration(s):>7s}  {bar}".rstrip())
+    if "step_ms_median" in figures:
+        lines.append("steps   {step_ms_median:.4g} ms (median), first tenth {first_tenth_ms:.4g} "
+                     "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
+    if "padding_fraction" in figures:
+        lines.append(f"padding {figures['padding_fraction']:.1%} of the tokens computed")
+    if out["slowest"]:
+        lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
+    trained = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))
+    lines.append(f"goodput {trained / wall:.1%} of the time was training, "
+                 f"{seconds['lost'] / wall:.1%} was lost to crashes")
+    for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
+        steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
+        lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
+    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(out["verdict"])]
+    return "\n".join(lines)

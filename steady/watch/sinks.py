@@ -1,0 +1,305 @@
+"""Where metrics go: metrics.jsonl, TensorBoard. Also the slowest rank, and numbers as text."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from steady.watch.clouds import tensorboard_folder
+from steady.watch.wandb_sink import WandbSink
+
+STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
+OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
+PHASES = STEP_PHASES + OUTSIDE_PHASES
+
+# TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
+# holds the interpreter's lock: of rows that come faster it gets what training itself is about.
+SECONDS_BETWEEN_TIMES = 1.0
+TIMES = ("perf/", "machine/", "memory/", "goodput/", "disk/")
+
+
+# --- files and TensorBoard -------------------------------------------------------------------
+
+
+class Sinks:
+    """metrics.jsonl, TensorBoard, Weights & Biases. A sink that fails is given up with one warning.
+
+    out_dir: None on ranks that write nothing. kept, dropped: the newest rows of a metrics.jsonl
+    that is continued after start_step, and the rows of later steps that were cut off.
+    """
+
+    def __init__(self, cfg, out_dir: Path | None, start_step: int):
+        self.cfg, self.first_step = cfg, start_step + 1
+        self.kept, self.dropped, self.metrics, self.folder = [], [], None, None
+        self.writer = None  # opened at the first row: importing TensorBoard costs 0.2 s
+        self.times, self.times_written = {}, -math.inf  # for TensorBoard, and when it got some
+        if out_dir:
+            self.metrics, self.kept, self.dropped = open_metrics(
+                out_dir / "metrics.jsonl", start_step
+            )
+        if out_dir and cfg.tensorboard:
+            self.folder = tensorboard_folder(cfg, out_dir)
+        self.wandb = None
+        if out_dir and cfg.wandb:
+            try:
+                self.wandb = WandbSink(out_dir, dataclasses.asdict(cfg))
+            except OSError as e:
+                self.give_up("W&B", e)
+
+    def write(self, step: int, row: dict):
+        step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
+        try:
+            if self.metrics:
+                # JSON has no NaN or infinity; they are written as null
+                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                          for k, v in row.items()}
+                self.metrics.write(json.dumps({"step": step, **finite}, default=str) + "\n")
+                self.metrics.flush()
+        except OSError as e:
+            self.give_up("metrics.jsonl", e)
+            self.metrics = None
+        numbers = {k: v for k, v in row.items()
+                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
+        if numbers and self.wandb:
+            self.to_wandb(self.wandb.write, {"step": step, **numbers})
+        self.to_tensorboard(self.write_scalars, step, numbers)
+        if "sample" in row:
+            self.write_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
+
+    def write_scalars(self, step: int, numbers: dict):
+        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
+        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
+            numbers |= self.times
+            self.times, self.times_written = {}, time.monotonic()
+        if not numbers:
+            return
+        self.writer = self.writer or open_tensorboard(self.folder, self.first_step, self.cfg)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # all of them in one event: add_scalar for each takes three times as long on this thread
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)
+
+    def write_text(self, tag: str, text: str, step: int):
+        self.to_tensorboard(lambda: self.writer and self.writer.add_text(tag, text, step))
+
+    def to_tensorboard(self, write, *args):
+        try:
+            if self.folder:
+                write(*args)
+        except Exception as e:  # its writer thread passes on any error it met
+            self.give_up("TensorBoard", e)
+            self.folder = self.writer = None
+
+    def to_wandb(self, call, *args):
+        try:
+            call(*args)
+        except OSError as e:
+            self.give_up("W&B", e)
+            self.wandb = None
+
+    def give_up(self, sink: str, error: Exception):
+        print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def close(self):
+        """All but metrics.jsonl, to which the last sample is still to come."""
+        self.to_tensorboard(lambda: self.writer and self.writer.close())
+        self.folder = None
+        if self.wandb:
+            self.to_wandb(self.wandb.close)
+        self.wandb = None
+
+
+TAIL_BYTES = 1 << 18  # read of an old metrics.jsonl on resume: some hundred rows
+
+
+def open_metrics(path: Path, start_step: int) -> tuple:
+    """(metrics.jsonl to append to, its newest rows, the rows that were cut off).
+
+    Rows after start_step are cut off, since those steps are repeated, and so is a torn last row.
+    """
+    path.touch()
+    size, length = path.stat().st_size, TAIL_BYTES
+    while True:
+        rows = list(read_rows(path, max(0, size - length)))
+        if length >= size or rows and rows[0][1]["step"] <= start_step:
+            break
+        length *= 2
+    kept = [(end, row) for end, row in rows if row["step"] <= start_step]
+    os.truncate(path, kept[-1][0] if kept else 0)
+    dropped = [row for _, row in rows if row["step"] > start_step]
+    file = open(path, "a")
+    for row in dropped:
+        if "hang" in row:  # why there was a restart
+            file.write(json.dumps(row | {"step": start_step}) + "\n")
+    file.flush()
+    return file, [row for _, row in kept], dropped
+
+
+def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
+    """(byte at which it ends, row) of each row of a metrics.jsonl, from byte `start` on.
+
+    Without the row that `start` falls into and without the torn last row of a killed process.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        end = start + (len(file.readline()) if start else 0)
+        for line in file:
+            end += len(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                row = known_types(DECODER.decode(line.decode()))
+                if line.endswith(b"\n") and row:
+                    yield end, row
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
+NESTED = {"end": dict, "order": dict, "slowest": list, "anomaly": str, "runs_out": str, "hang": str,
+          "sample": str, "ranks_ms": list}
+
+
+def known_types(row) -> dict | None:
+    """A row without the values that have another type than this program writes; a fork may log what
+    it likes beside, a text, say. None if nothing is left, and for what is no row."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    if not 0 <= row["step"] < 1 << 53:  # what a float can count to
+        return None
+    if isinstance(row.get("end"), dict):
+        row["end"] = {k: v for k, v in row["end"].items() if has_known_type(k, v)}
+    # most are such floats: three times as fast as a call for each
+    known = {k: v for k, v in row.items()
+             if type(v) is float and -1e100 < v < 1e100 and "/" in k or has_known_type(k, v)}
+    return known if len(known) > 1 or len(row) == 1 else None
+
+
+def has_known_type(name: str, value) -> bool:
+    if "/" not in name:
+        return isinstance(value, NESTED.get(name, object))
+    if value is None:
+        return not name.startswith(("perf/", "goodput/"))
+    return type(value) in (int, float, bool) and abs(value) < 1e100
+
+
+def print_thread_error(error, plain=threading.excepthook):
+    """Unless it is of a thread of TensorBoard, which passes it on to Sinks, too."""
+    if not type(error.thread).__module__.startswith("tensorboard."):
+        plain(error)
+
+
+def open_tensorboard(folder: Path, first_step: int, cfg):
+    """A SummaryWriter that continues an earlier process's, with charts and the configuration."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    settings = dataclasses.asdict(cfg)
+    threading.excepthook = print_thread_error
+    put_event_files_in_order(folder)
+    # With the default queue of 10 a slow disk blocks training. purge_step hides what an
+    # interrupted run wrote after the checkpoint that this one started from.
+    writer = SummaryWriter(folder, purge_step=first_step, max_queue=10_000,
+                           flush_secs=cfg.tensorboard_flush_secs)
+    charts = {
+        "loss": ["train/loss$", "val/loss$"],
+        "loss by dataset": ["train/loss/.*", "val/loss/.*"],
+        "throughput": ["perf/tokens_per_second"],
+        "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
+    }
+    if len(cfg.data) == 1:
+        del charts["loss by dataset"]
+    # A chart for each phase: TensorBoard gives all lines of a run the same colour.
+    names = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
+    phases = {} if cfg.monitor == "off" else {name: [f"perf/{name}_ms$"] for name in names}
+    writer.add_custom_scalars({
+        section: {title: ["Multiline", tags] for title, tags in content.items()}
+        for section, content in {"steady": charts, "phases (ms a step)": phases}.items() if content
+    })
+    writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+    return writer
+
+
+def put_event_files_in_order(folder: Path):
+    """Make event files sort before one created now: TensorBoard reads them by the Unix time in
+    their names, which is no later after a quick restart or when the clock was set back."""
+    now = int(time.time())
+    for old in folder.glob("events.out.tfevents.*.*"):
+        second, rest = old.name.split(".", 4)[3:]
+        if second.isdecimal() and int(second) >= now:
+            old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
+
+
+# --- ranks -----------------------------------------------------------------------------------
+
+
+MOST_RANKS = 64  # more of them would make a row longer than all its metrics
+
+
+def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
+    """Which rank has the most work of its own, how much more than the others, in which phase.
+
+    And how much longer its machine takes for a fixed piece of work. own_ms: [ranks, OWN_PHASES];
+    probes: [ranks], 0 if unknown. {} for a single rank, and where the GPU of one has not got to the
+    end of a step that is timed, as with a log at each step.
+    """
+    if len(own_ms) == 1 or not own_ms.any(1).all():
+        return {}
+    busy = own_ms.sum(1)
+    slow = int(busy.argmax())
+    typical = np.median(np.delete(own_ms, slow, 0), axis=0)
+    probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
+    known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
+    if len(busy) <= MOST_RANKS:
+        known["ranks_ms"] = [round(float(ms), 3) for ms in busy]
+    return known | {
+        "perf/slowest_rank": slow,
+        "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
+        "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
+    }
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+def plain(value):
+    """A number instead of a NumPy or torch scalar, nested lists instead of an array."""
+    if not hasattr(value, "tolist"):
+        return value
+    value = value.tolist()
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value
+
+
+def quantile(values, share: float) -> float:
+    """The value that this share of them lies below; for short lists 10 times as fast as NumPy's."""
+    return sorted(values)[int(share * len(values))]
+
+
+def in_form(form: str, x: float) -> str:
+    """"loss {:.4f}", 5.5 → loss 5.5000; what is too large for it in few digits: loss 1.5e+30."""
+    text = form.format(x, si=si(x))
+    return text if len(text) < 20 else f"{form[: form.index('{')]}{x:.4g}"
+
+
+def si(x: float) -> str:
+    """1234567 → 1.23M"""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= size:
+            return f"{x / size:.3g}{unit}"
+    return f"{x:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3700 → 1h01m"""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"

@@ -1,0 +1,228 @@
+"""Launches, their restarts and their orphans: as torchrun makes them, on one host."""
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import (
+    TINY,
+    TRAIN,
+    Process,
+    column,
+    environment,
+    free_port,
+    processes,
+    torchrun_sets,
+    wait_for,
+)
+
+import train
+from steady.checkpoints import run_dir as rundir
+from steady.checkpoints import sealed
+from steady.checkpoints.checkpoint import list_checkpoints
+from steady.options import ConfigError
+from steady.ranks import hangs
+
+FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--eval_interval", 0]
+slow = pytest.mark.slow
+
+# --- restarts --------------------------------------------------------------------------------
+
+
+def dies_in(name: str):
+    """A hook: the first attempt is killed as it calls this function of rundir."""
+    torchrun_sets(0)
+    setattr(rundir, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("moment", [
+    "claim", "write_yaml", "describe",
+    *(pytest.param(name, marks=slow) for name in ("find_run", "find_start", "acquire_lock",
+                                                  "remove_drafts"))])
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--out_dir", "old", "--overwrite"],
+    ["--out_dir", "new"],
+    ["--out_dir", "new", "--resume", "old/checkpoints/step_00000004.pt"],
+])
+def test_a_restart_after_a_kill_at_the_start(run, corpus, tmp_path, moment, flags):
+    """It does what was asked for, as if nothing had happened, and not what an old run asked for."""
+    run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "runs/001")
+    flags = [*FLAGS, "--data", corpus, "--max_steps", 6, *flags]
+    assert Process(tmp_path, flags, functools.partial(dies_in, moment)).code() == -9
+    again = Process(tmp_path, flags, lambda: torchrun_sets(1), log="again.txt")
+    assert again.code() == 0, again.text()
+    place = sorted((tmp_path / "runs").iterdir())[-1]
+    if "--out_dir" in flags:
+        place = tmp_path / flags[flags.index("--out_dir") + 1]
+    assert list(column(place, "train/loss")) == list(range(5 if "--resume" in flags else 1, 7))
+    assert list_checkpoints(place / "checkpoints")[-1].name == "step_00000006.pt"
+    assert list(column(tmp_path / "runs/001", "train/loss")) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("flags", [["--out_dir", "old", "--overwrite"], ["--overwrite"]])
+def test_a_restart_that_torchrun_does_not_count(run, corpus, tmp_path, flags):
+    """As a host comes or goes: --overwrite deletes what was there before the launch, once."""
+    run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
+    flags = [*FLAGS, "--data", corpus, *flags, "--max_steps"]
+    for steps in (6, 8):
+        each = Process(tmp_path, [*flags, steps], lambda: torchrun_sets(0), log=f"{steps}.txt")
+        assert each.code() == 0, each.text()
+    assert "at step 6" in each.text()
+    (tmp_path / "8.txt").unlink()
+    other = Process(tmp_path, [*flags, 2], lambda: torchrun_sets(0, "other"), log="8.txt")
+    assert other.code() == 0 and "at step" not in other.text()
+
+
+def ends_in_the_first_save():
+    """A hook: the first attempt is killed as it has written a draft."""
+    torchrun_sets(0)
+    sealed.forget_cached = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", ["restart", "auto-resume"])
+@pytest.mark.parametrize("start, out_dir", [
+    ("step_00000004.pt", "new"), ("best.pt", "old"),
+    pytest.param("link.pt", "new", marks=slow)])
+def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(
+        run, corpus, tmp_path, start, out_dir, way):
+    """Also where it is killed before it has saved one of its own."""
+    run(*FLAGS, "--max_steps", 4, "--eval_interval", 4, "--out_dir", "old")
+    folder = tmp_path / "old/checkpoints"
+    (folder / "link.pt").symlink_to(folder / "best.pt")
+    if start == "best.pt":
+        (folder / "step_00000004.pt").unlink()
+    again = [*FLAGS, "--data", corpus, "--max_steps", 8, "--save_interval", 3, "--out_dir", out_dir]
+    flags = [*again, "--resume", folder / start]
+    assert Process(tmp_path, flags, ends_in_the_first_save).code() == -9
+    if out_dir == "new":
+        shutil.rmtree(tmp_path / "old")  # nothing of it is needed
+    flags, hook = ([*again, "--auto-resume"], None) if way != "restart" else (
+        flags, lambda: torchrun_sets(1))
+    again = Process(tmp_path, flags, hook, log="again.txt")
+    assert again.code() == 0, again.text()
+    assert list(column(tmp_path / out_dir, "train/loss"))[-4:] == [5, 6, 7, 8]
+    assert "at step 4" in again.text()
+
+
+def torchrun(folder, script, *flags, options=(), before=()) -> subprocess.Popen:
+    """Start it in a session of its own; what it and its ranks print goes to folder/log."""
+    command = [*before, sys.executable, "-m", "torch.distributed.run", *options, "--", script,
+               *flags]
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen([*map(str, command)], cwd=folder, env=environment(), stdout=log,
+                                stderr=subprocess.STDOUT, start_new_session=True)
+
+
+# The first attempt ends before there is a run directory.
+FAILS_ONCE = """
+import os, sys
+import conftest
+from steady.checkpoints import run_dir as rundir
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    rundir.claim = lambda *args: os._exit(1)
+conftest.main(sys.argv[1:])
+"""
+
+
+@slow
+@pytest.mark.parametrize("place", [["--out_dir", "r", "--overwrite"], []])
+def test_a_restart_in_a_container(corpus, tmp_path, place):
+    """Where each torchrun is process 1, as that of the run that is there already was."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("may not make namespaces")
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    flags = [*FLAGS, "--data", corpus, *place, "--max_steps"]
+    for script, steps in ((TRAIN, 4), ("fails_once.py", 6)):
+        launch = torchrun(tmp_path, script, *flags, steps, before=container,
+                          options=["--nproc_per_node=1", "--max_restarts=1"])
+        assert launch.wait(120) == 0, (tmp_path / "log").read_text()
+    newest = tmp_path / (place[1] if place else "runs/002")
+    assert list(column(newest, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert "resume " not in (tmp_path / "log").read_text()
+
+
+def test_a_rank_that_fails_alone_says_why(corpus, tmp_path):
+    """As on a second host that lacks the data; what all have in common is said once."""
+    def hook(rank):
+        if rank == 1:
+            train.load_data = fail
+
+    def fail(cfg):
+        raise ConfigError("--data: not on this host")
+
+    group = processes(tmp_path, 2, [*FLAGS, "--data", corpus], hook)
+    assert group[1].code() == 2
+    group[0].kill(signal.SIGKILL)
+    assert group[0].code() == -9
+    assert "train.py: error: --data: not on this host\n" in group[1].text()
+    group = processes(tmp_path, 2, [*FLAGS, "--resume", "none"])
+    assert [process.code() for process in group] == [2, 2]
+    assert "".join(process.text() for process in group).count("--resume none: no such file") == 1
+
+
+# --- orphans ---------------------------------------------------------------------------------
+
+# Rank 1 waits for ever, and rank 0 for it, or also by itself; each leaves its process id.
+WAITS = """
+import os, sys, time
+def wait(*args):
+    time.sleep(1000)
+rank, where = os.environ["RANK"], sys.argv.pop(1)
+from steady.guard import ctrl_c
+ctrl_c.stop_with_torchrun()
+open("pid" + rank, "w").write(str(os.getpid()))
+if where == "import":
+    wait()
+import conftest, train
+from steady.ranks import ranks
+if where == "meet" and rank == "1":
+    ranks.meet = wait
+if where == "data" and rank == "1":
+    train.load_data = wait
+conftest.main(sys.argv[1:])
+"""
+
+
+@slow
+@pytest.mark.parametrize("where, seconds", [("import", 0), ("meet", 4), ("data", 4)])
+def test_orphans_leave_and_the_next_launch_never_meets_them(corpus, tmp_path, where, seconds):
+    (tmp_path / "waits.py").write_text(WAITS)
+    options = ["--nproc_per_node=2", f"--master_port={free_port()}"]
+    flags = [*FLAGS, "--data", corpus, "--max_steps", 4, "--hang_seconds", 60]
+    launch = torchrun(tmp_path, "waits.py", where, *flags, options=options)
+    for rank in (0, 1):
+        wait_for(tmp_path / f"pid{rank}")
+    time.sleep(seconds)
+    launch.kill()
+    launch.wait()
+    again = torchrun(tmp_path, TRAIN, *flags, "--out_dir", "again", options=options)
+    assert again.wait(100) == 0, (tmp_path / "log").read_text()
+    assert list(column(tmp_path / "again", "train/loss")) == [1, 2, 3, 4]
+    for rank in (0, 1):
+        assert hangs.state_of((tmp_path / f"pid{rank}").read_text()) in ("", "Z")
+
+
+def test_a_launch_with_the_same_port_does_not_end_the_first(corpus, tmp_path):
+    """Without torchrun: its rank 0 cannot listen there, but rank 1 reaches the first's store."""
+    port, flags = free_port(), [*FLAGS, "--data", corpus, "--max_steps", 40, "--out_dir"]
+
+    def waits():  # in its first step, for the second launch to end
+        plain = train.learning_rate
+        train.learning_rate = lambda *args: wait_for(tmp_path / "ended") or plain(*args)
+
+    first = [Process(tmp_path, [*flags, "a"], waits, r, 2, port, f"a{r}") for r in (0, 1)]
+    wait_for(tmp_path / "a/metrics.jsonl")
+    second = [Process(tmp_path, [*flags, "b"], None, r, 2, port, f"b{r}") for r in (0, 1)]
+    assert [process.code() for process in second] == [1, 1]
+    assert "is there already" in second[1].text()
+    time.sleep(1.5)  # in which the watchdogs of the first look at their notes
+    (tmp_path / "ended").touch()
+    assert [process.code() for process in first] == [0, 0], first[0].text()

@@ -1,0 +1,79 @@
+"""Weights & Biases: it gets the metrics, and nothing that it does reaches training."""
+
+import json
+import signal
+
+import pytest
+from conftest import column
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from steady.watch import wandb_sink
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_metrics(run, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run("--out_dir", "r", "--wandb", "--no_tensorboard")
+    (kept,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in kept.read_bytes()
+
+
+@pytest.fixture
+def fake_wandb(tmp_path, monkeypatch):
+    """fake_wandb(**bodies): a module wandb that keeps the rows it is given in rows.jsonl."""
+    def make(init="", log="", finish=""):
+        (tmp_path / "fake").mkdir()
+        (tmp_path / "fake" / "wandb.py").write_text(f"""
+import json, sys, time
+Settings = dict
+def init(**settings):
+    {init or 'return sys.modules[__name__]'}
+def define_metric(*args, **how): pass
+def log(row):
+    {log or 'pass'}
+    with open({str(tmp_path / "rows.jsonl")!r}, "a") as file:
+        print(json.dumps(row), file=file)
+def finish():
+    {finish or 'log(dict(end=1))'}
+""")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+        monkeypatch.syspath_prepend(tmp_path / "fake")
+        hangs = "sleep" in init + log + finish
+        monkeypatch.setattr(wandb_sink, "END_SECONDS", 0.1 if hangs else 60)
+
+    return make
+
+
+def test_wandb_gets_each_row_once_and_the_end(run, tmp_path, fake_wandb):
+    fake_wandb()
+    run("--out_dir", "r", "--wandb")
+    got = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["train/loss"] for row in got if "train/loss" in row}
+    assert losses == column(tmp_path / "r", "train/loss") and got[-1] == {"end": 1}
+
+
+@pytest.mark.parametrize("bodies", [
+    dict(init="raise OSError('no network')"), dict(init="sys.exit(3)"), dict(init="time.sleep(99)"),
+    dict(log="import os; os.kill(os.getpid(), 9)"), dict(log="time.sleep(99)"),
+    dict(finish="time.sleep(99)"), dict(log="raise OSError('gone')"),
+])
+def test_what_wandb_does_changes_nothing_else(run, tmp_path, fake_wandb, bodies):
+    fake_wandb(**bodies)
+    printed = run("--out_dir", "r", "--wandb", "--max_steps", 16)
+    assert list(column(tmp_path / "r", "train/loss")) == [1, 4, 8, 12, 16]
+    events = EventAccumulator(str(tmp_path / "r" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 4, 8, 12, 16]
+    says_why_itself = "raise" in str(bodies)
+    assert printed.count("no more W&B") == (not says_why_itself)
+
+
+def test_wandb_that_takes_nothing_blocks_nothing(tmp_path, fake_wandb):
+    fake_wandb(init="time.sleep(99)")
+    sink = wandb_sink.WandbSink(tmp_path, {})
+    for _ in range(100):
+        sink.write({"x": "1" * (1 << 16)})  # 6.5 MB
+    assert 1 << 20 <= len(sink.unsent) < 2 << 20
+    with pytest.raises(TimeoutError):
+        sink.close()
+    assert sink.process.returncode == -signal.SIGKILL
