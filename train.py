@@ -382,8 +382,8 @@ def set_up(argv: list[str]) -> Run:
     ranks.join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     stop = faults.Stop(world_size)
-    start = rundir.find_start(cfg, out_dir) if rank == 0 else None
-    checkpoint = stop.broadcast_from_rank0(start and start.checkpoint)
+    found = rundir.find_start(cfg, out_dir) if rank == 0 else None
+    checkpoint = stop.broadcast_from_rank0(found and found.checkpoint)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if cfg.micro_batch_size == "auto":
         fits = memory.largest_micro_batch(
@@ -394,7 +394,7 @@ def set_up(argv: list[str]) -> Run:
     float8.convert(model, cfg, device, dtype)
     parameters = shards.parameters_of(model)
     run = Run(
-        cfg=cfg, out_dir=start.out_dir if start else out_dir, lock=start and start.lock,
+        cfg=cfg, out_dir=found.out_dir if found else out_dir, lock=found and found.lock,
         rank=rank, world_size=world_size, device=device, dtype=dtype, micro_batch=micro_batch,
         workers=devices.pick_workers(cfg.num_workers, device, local_world_size),
         train_data=train_data, val_data=val_data,

@@ -577,6 +577,7 @@ def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp
             return plain(self, start, stop)
 
         data.Mixture.batch = batch
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # else it would be left alone
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *FLAGS, "--num_workers", "1",
                                  "--hang_seconds", "3"], hook)

@@ -157,7 +157,7 @@ class Watchdog:
     def talk(self):
         """Every period: tell and hear."""
         while not self.ended.wait(self.period):
-            with contextlib.suppress(Exception):  # without a store, `judge` notices the silence
+            with contextlib.suppress(RuntimeError, OSError):  # `judge` notices the silence
                 self.publish()
                 self.listen()
         with contextlib.suppress(Exception):
@@ -168,12 +168,12 @@ class Watchdog:
         self.store.set(str(self.rank), json.dumps(self.note()))
 
     def listen(self):
-        ranks = sorted(self.informed.union(self.on_this_host))
+        others = sorted(self.informed.union(self.on_this_host))
         if self.rank in self.informed:
-            ranks = range(self.world_size)
-        keys = [str(rank) for rank in ranks]
+            others = range(self.world_size)
+        keys = [str(rank) for rank in others]
         if self.store.check(keys):  # else some have not come that far
-            for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
+            for rank, text in zip(others, self.store.multi_get(keys), strict=True):
                 note = json.loads(text)
                 if note["beat"] != self.notes.get(rank, {}).get("beat"):
                     self.heard[rank], self.notes[rank] = self.awake, note  # in this order: `end`

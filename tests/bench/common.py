@@ -225,7 +225,7 @@ class Off:
 class Countdown:
     """In the place of faults.Stop: ends training after `left` steps."""
 
-    signal, save, left = 0, False, 0
+    signal, save, left, group = 0, False, 0, None
 
     def requested(self, monitor) -> bool:
         self.left -= 1
