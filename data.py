@@ -63,6 +63,15 @@ class Batch(NamedTuple):
             targets[max(0, rows) :] = IGNORE
         return Batch(tokens, targets, documents, source)
 
+    def add_by_dataset(self, totals: torch.Tensor, losses: torch.Tensor):
+        """Add losses [B, T] and target counts to totals [2, datasets], by dataset of each row."""
+        counts = (self.targets != IGNORE).sum(1)
+        values = torch.stack((losses.sum(1), counts)).to(totals.dtype)  # [2, B]
+        if self.source is None:
+            totals += values.sum(1, keepdim=True)
+        else:
+            totals.index_add_(1, self.source, values)
+
 
 class Size(NamedTuple):
     """Tokens in the samples of a step, over all ranks."""

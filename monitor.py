@@ -18,17 +18,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import IGNORE, Config
+from steady.models.device import peak_flops
 from steady.options import due
-from steady.ranks.ranks import on_device, scalar
+from steady.ranks.parallel import gathered
+from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.watch.anomalies import AnomalyDetector
 from steady.watch.clock import Clock
 from steady.watch.goodput import Goodput
 from steady.watch.learning import Learning
 from steady.watch.machine import Machine
-from steady.watch.norms import measure_update
+from steady.watch.norms import Update, output_health
 from steady.watch.report import describe_end, describe_event, report, report_text, worth_saying
 from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
 from steady.watch.slowdowns import SlowdownDetector
@@ -55,23 +57,19 @@ VERBOSE_LINE["health/param_norm"] = "weights {:.1f}"
 class Monitor:
     """Times phases, gathers metrics, writes them every `cfg.log_interval` steps.
 
-    flops_per_token, peak: FLOPs of training on one token; FLOP/s of all devices together, or None.
-    out_dir: where rows are written; None on ranks that write nothing.
-    gather: ([n] tensor, names) → [ranks, n], the same on every rank; called on all at each log.
-    autopsy: (step, rank) → what to add to the row of an anomaly: its samples, the first bad layer;
-    called on rank 0, or on all ranks where it is `together`.
-    replicas: a Replicas, to be compared at the logs.
-    datasets: their names. epochs: () → {metric: epochs of each dataset so far}.
+    progress: of the run, at the step before the first one. out_dir: where rank 0 writes rows; None
+    to write nothing. flops_per_token: FLOPs of training on one token.
     """
 
-    def __init__(self, cfg: Config, device: torch.device, *, start_step: int, start_tokens: int = 0,
-                 flops_per_token: int, peak: float | None, out_dir: Path | None,
-                 gather=lambda values, names: values[None], autopsy=lambda step, rank: {},
-                 together=False, replicas=None, datasets=(), epochs=dict):
-        self.cfg, self.device, self.gather, self.out_dir = cfg, device, gather, out_dir
-        self.flops_per_token, self.peak = flops_per_token, peak
+    def __init__(self, cfg: Config, ranks: Ranks, progress, out_dir: Path | None,
+                 flops_per_token: int):
+        out_dir, device, start_step = None if ranks.rank else out_dir, ranks.device, progress.step
+        self.cfg, self.ranks, self.progress, self.out_dir = cfg, ranks, progress, out_dir
+        self.device, self.flops_per_token = device, flops_per_token
+        peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, ranks.dtype)
+        self.peak = peak and peak * ranks.world_size  # FLOP/s of all devices; None: unknown
         self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
-        self.tokens = self.logged_tokens = start_tokens
+        self.tokens = self.logged_tokens = progress.tokens
         self.padded_tokens = 0  # since the last log, of all ranks
         self.sinks = Sinks(cfg, out_dir, start_step)
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
@@ -82,17 +80,13 @@ class Monitor:
             for event in self.slowdowns.add(row):
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
-        self.anomalies = AnomalyDetector(cfg.window_size, autopsy, bool(out_dir) or together)
-        self.replicas = replicas
-        self.nonfinite_in_a_row = 0  # steps up to the last log, the same on all ranks
+        # an autopsy takes all ranks where they hold shards
+        self.anomalies = AnomalyDetector(cfg.window_size, bool(out_dir) or ranks.shards.size > 1)
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
-        self.step_loss = None  # of the step so far: the sum of its micro-batches' shares
+        self.update = None  # that is being made, where its norms are due
         self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
-        self.datasets, self.epochs = datasets, epochs
-        self.dataset_totals = None  # [2, datasets]: losses and targets since the last log
-        if cfg.loss_by_dataset and cfg.monitor != "off" and len(datasets) > 1:
-            self.dataset_totals = torch.zeros(2, len(datasets), device=device)
+        self.mixture, self.dataset_totals = None, None  # [2, datasets]: losses and targets
         # time
         self.clock = Clock(device, cfg.window_size, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
@@ -120,66 +114,78 @@ class Monitor:
         every = self.cfg.log_interval if every is None else every
         return due(step, every, self.first_step, self.cfg.max_steps)
 
-    def add_loss(self, loss: Tensor, losses: Tensor, batch):
-        """A micro-batch's share of the step's mean loss, times the number of ranks, and its losses
-        [B, T]; 0 where targets are ignored."""
-        self.step_loss = loss if self.step_loss is None else self.step_loss + loss
-        if self.dataset_totals is not None:
-            add_by_dataset(self.dataset_totals, losses, batch)
+    def add_losses(self, losses: Tensor, batch, mixture):
+        """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
+        if self.cfg.loss_by_dataset and self.cfg.monitor != "off" and len(mixture.datasets) > 1:
+            if self.dataset_totals is None:
+                self.mixture = mixture
+                self.dataset_totals = torch.zeros(2, len(mixture.datasets), device=self.device)
+            batch.add_by_dataset(self.dataset_totals, losses)
 
-    def health(self, step: int, parameters: dict[str, Tensor], norms):
-        """Around an optimizer step: norms and the size of the update, if they are due."""
-        if self.cfg.monitor != "full" or not self.due(step, self.cfg.health_interval):
-            return contextlib.nullcontext()
-        return measure_update(parameters, self.log, norms)
+    def before_update(self, step: int):
+        """With `full`, if it is due: keep the weights, to know the size of the update."""
+        if self.cfg.monitor == "full" and self.due(step, self.cfg.health_interval):
+            self.update = Update(self.ranks.shards, self.log)
 
-    def step(self, step: int, learning_rate: float, grad_norm, size, nonfinite=0.0, spikes=None):
-        """Step number `step` is done: log if it is due.
+    def after_update(self, model: nn.Module, batch):
+        """With `full`, if it is due: norms, the update's size, the output's entropy."""
+        if self.update:
+            self.update.measure()
+            self.update = None
+            with self.ranks.autocast, gathered(model):
+                counted = batch.targets != IGNORE
+                real = counted.any()  # not with dummy rows alone
+                found = output_health(model, batch.tokens, counted, batch.documents)
+            for name, value in found.items():
+                self.log(name, value * real, real)
 
-        grad_norm: of all ranks, on the device; size: tokens of all ranks; nonfinite: steps in a row
-        that were skipped; spikes: the Spikes of --skip_spikes.
+    def step(self, step: int, learning_rate: float, loss, grad_norm, size, excess=None) -> list:
+        """Step number `step` is done: log if it is due. Returns the anomalies that it then finds.
+
+        loss: this rank's share of the mean, times the number of ranks, and grad_norm, of all ranks,
+        both on the device; size: tokens of all ranks; excess: of Spikes, where --skip_spikes is on.
         """
         self.clock.end_step(step)
-        self.last_step = step
+        self.last_step, anomalies = step, []
         self.padded_tokens += size.tokens
         self.tokens += size.real_tokens
-        loss, self.step_loss = self.step_loss, None
         if not self.cfg.log_interval:
-            return
+            return anomalies
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
-        self.excess += [spikes.excess] if spikes else []
-        if self.replicas:
-            self.replicas.measure(step)
+        self.excess += [] if excess is None else [excess]
         if self.due(step):
-            row = self.gather_values(step, nonfinite)  # waits for the device and for other ranks
+            row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
             row |= self.rates(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
             self.write_row(step, row | self.readings(step))
             self.phase(previous)
         if step % max(1, self.cfg.log_interval // 8) == 0:
             self.clock.sample_step()
+        return anomalies
 
     # --- a log ---
 
-    def gather_values(self, step: int, nonfinite) -> dict[str, float]:
-        """Metrics of this log interval over steps and ranks, in one copy from the device."""
-        if self.dataset_totals is not None:
-            for k, name in enumerate(self.datasets):
-                self.log(f"train/loss/{name}", *self.dataset_totals[:, k])
+    def gather_values(self, step: int) -> tuple[dict[str, float], list]:
+        """Metrics of this log interval over steps and ranks, in one copy from the device.
+
+        And the anomalies among its steps.
+        """
+        if self.mixture:
+            for k, dataset in enumerate(self.mixture.datasets):
+                self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         names = sorted(self.gathered)  # in the same order on every rank
         parts = dict(
             totals=[self.gathered[name][0] for name in names],
             weights=[self.gathered[name][1] for name in names],
             losses=self.losses, norms=self.grad_norms, excess=self.excess,
-            checksums=self.replicas.take() if self.replicas else [],
-            nonfinite=[nonfinite], probes=[self.machine.probe_us],
+            probes=[self.machine.probe_us],
             own=self.clock.own_ms(step - self.logged_step),
         )
         values = on_device([value for part in parts.values() for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
-        table = np.array(self.gather(values, names).tolist())  # [ranks, values]
+        table = np.array(gather(values, names, self.ranks.group).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         found, end = {}, 0
@@ -187,29 +193,25 @@ class Monitor:
             found[name] = table[:, end : end + len(part)]
             end += len(part)
         losses, norms, excess = found["losses"], found["norms"], found["excess"]
-        if self.replicas:
-            self.replicas.compare(found["checksums"])
-        self.nonfinite_in_a_row = int(found["nonfinite"][0, 0])
         self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
         sums = zip(names, found["totals"].sum(0).tolist(), found["weights"].sum(0).tolist(),
                    strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
-        row["train/loss"] = float(losses.mean())
+        row["train/loss"], anomalies = float(losses.mean()), []
         bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
         if self.cfg.monitor != "off":
             row["train/grad_norm"] = float(norms[0].mean())
             row["health/nonfinite_steps"] = int(bad.sum())
             if excess.size:
                 row["health/skipped_spikes"] = int((excess[0] != 0).sum())
-            for at, anomaly, text in self.anomalies.add(step, losses, norms[0], bad, excess[0]):
-                if anomaly:
-                    self.write(at, anomaly)
-                if text and self.out_dir:
-                    hint = f"; see python data.py show {self.out_dir} {at}" if anomaly else ""
-                    self.warn(at, text + hint)
-        if self.dataset_totals is not None:
-            row |= self.epochs()
-        return row | slowest_rank(found["own"], found["probes"][:, 0])
+            anomalies, texts = self.anomalies.add(step, losses, norms[0], bad, excess[0])
+            for text in texts if self.out_dir else ():
+                self.warn(step, text)
+        if self.mixture:
+            done = self.mixture.order.epochs(self.progress.position)
+            for dataset, epochs in zip(self.mixture.datasets, done, strict=True):
+                row[f"train/epochs/{dataset.name}"] = epochs
+        return row | slowest_rank(found["own"], found["probes"][:, 0]), anomalies
 
     def rates(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
@@ -285,6 +287,13 @@ class Monitor:
         if growing := self.resources.growing():
             print(f"step {step}: more objects: {growing}", flush=True)
 
+    def report(self, anomaly, found: dict):
+        """A row and a warning of an anomaly; found: what faults.autopsy returned."""
+        self.write(anomaly.step, anomaly.row(found))
+        if self.out_dir and not anomaly.again:
+            self.warn(anomaly.step, f"{anomaly.text(found)}; see python data.py show "
+                                    f"{self.out_dir} {anomaly.step}")
+
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps
         forms = LINE | VERBOSE_LINE if self.cfg.verbose else LINE
@@ -312,13 +321,3 @@ class Monitor:
                 self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
         self.sinks.close()
         return text
-
-
-def add_by_dataset(totals: Tensor, losses: Tensor, batch):
-    """Add losses [B, T] and target counts to totals [2, datasets], by dataset of each row."""
-    counts = (batch.targets != IGNORE).sum(1)
-    values = torch.stack((losses.sum(1), counts)).to(totals.dtype)  # [2, B]
-    if batch.source is None:
-        totals += values.sum(1, keepdim=True)
-    else:
-        totals.index_add_(1, batch.source, values)

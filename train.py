@@ -17,7 +17,8 @@ import contextlib
 import gc
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,67 +28,85 @@ from torch import Tensor, nn
 
 import config
 from config import IGNORE, Config
-from data import Batch, Mixture, Size, eval_batches, eval_samples, load_data, loader
+from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
-from monitor import Monitor, add_by_dataset
+from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.backup import Backup
 from steady.checkpoints.parts import require_shared
-from steady.checkpoints.state import load_checkpoint, make_writer, reconcile_best, save_checkpoint
+from steady.checkpoints.state import (
+    Progress,
+    load_checkpoint,
+    make_writer,
+    reconcile_best,
+    save_checkpoint,
+)
 from steady.guard import faults, memory
-from steady.guard.faults import check_finite
+from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
-from steady.guard.spikes import Spikes
 from steady.models import device as devices
 from steady.models import float8, foreign, huggingface, lora
 from steady.options import ConfigError, due
-from steady.ranks import muon, parallel, ranks, replicas
+from steady.ranks import muon, parallel
+from steady.ranks.ranks import (
+    Ranks,
+    check_shard_size,
+    from_rank0,
+    join_ranks,
+    meet,
+    rank_and_world,
+)
+from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
-from steady.watch.norms import output_health
 
 # --- the loop --------------------------------------------------------------------------------
 
 
-def train(run: "Run"):
-    """Train until the last step or a signal to stop. `run.step` counts the updates made."""
-    cfg, monitor, batches = run.cfg, run.monitor, run.batches
+def train(run: "Run", batches):
+    """Train until the last step or a signal to stop. `progress.step` counts the updates made."""
+    cfg, ranks, progress, guard, stop = run.cfg, run.ranks, run.progress, run.guard, run.ranks.stop
+    monitor = run.monitor  # every line that names it may go: nothing below depends on one
+    first_step = progress.step + 1
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
-    while run.step < run.last_step and not run.stop.requested(monitor):
-        seed_everything(cfg.seed, run.step, run.rank)
-        lr = set_learning_rate(run.optimizers, learning_rate(run.step, cfg))
-        size = run.train_data.size(run.position, cfg.batch_size, run.micro_batch, run.world_size)
+    while progress.step < run.last_step and not stop.requested():
+        seed_everything(cfg.seed, progress.step, ranks.rank)
+        lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
+        size = run.train_data.size(progress.position, cfg.batch_size, ranks.micro_batch,
+                                   ranks.world_size)
         # the loss is the mean over all targets of the step; DDP divides by world_size itself
-        loss_scale = run.world_size / max(1, size.targets)
+        loss_scale, step_loss = ranks.world_size / max(1, size.targets), 0.0
         for i in range(run.accumulation):
             monitor.phase("data")
             batch = next(batches)  # on the device, or on its way there
             monitor.phase("forward")
             last = i == run.accumulation - 1
-            with run.shards.micro_batch(run.ddp, last), run.autocast:
+            with ranks.shards.micro_batch(run.ddp, last), ranks.autocast:
                 losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
             run.scaler.scale(loss).backward()
-            monitor.add_loss(loss.detach(), losses.detach(), batch)
+            step_loss = step_loss + loss.detach()
+            monitor.add_losses(losses.detach(), batch, run.train_data)
         monitor.phase("optimizer")
-        grad_norm = update(run)  # clips; skips non-finite gradients on the device
+        grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
         run.advance(size)  # step, position and tokens together
         monitor.phase("other")
-        measure_output(run, batch)
-        collect_garbage(run)
-        monitor.step(run.step, lr, grad_norm, size, run.nonfinite, run.spikes)  # syncs at a log
-        check_finite(run)
+        monitor.after_update(run.model, batch)
+        collect_garbage(progress.step, first_step)
+        for anomaly in monitor.step(progress.step, lr, step_loss, grad_norm, size, guard.excess):
+            monitor.report(anomaly, faults.autopsy(run, anomaly.step, anomaly.rank))
+        guard.check(progress.step)  # reads the device only when it is due, as at a log
         if evaluation_due(run):
             keep_best(run, evaluate(run))
-        if due(run.step, cfg.save_interval, run.last_step) or run.stop.save:
-            save_checkpoint(run)
-        if due(run.step, cfg.sample_interval) and run.step < run.last_step:  # or see `main`
-            show_sample(run)
-        tidy_memory(run)
-    if run.stop.signal:
-        save_checkpoint(run)
+        if due(progress.step, cfg.save_interval, run.last_step) or stop.save:
+            save(run)
+        if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
+            show_sample(run)  # that of the last step: see `main`
+        tidy_memory(ranks.device, progress.step, first_step, cfg.cache_clear_interval)
+    if stop.signal:
+        save(run)
     else:
-        check_finite(run, ended=True)
+        guard.check(progress.step, ended=True)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -123,35 +142,34 @@ def seed_everything(seed: int, step: int, rank: int):
 
 
 @torch.no_grad()
-def update(run: "Run") -> Tensor:
+def update(run: "Run", step_loss: Tensor) -> Tensor:
     """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the unclipped norm.
 
     A non-finite norm or a spike skips the update, without a sync: the optimizers read a divisor and
     a flag on the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer
     that does not read them costs one sync a step.
     """
-    run.shards.move_gradients()
+    shards = run.ranks.shards
+    shards.move_gradients()
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # a no-op except in fp16
-    grads = [p.grad for p in run.parameters.values() if p.grad is not None]
-    grad_norm = run.shards.norms(grads).norm()
+    grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
+    grad_norm = shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     parallel.agree_on_scale(run.scaler, run.optimizers, found_inf)
     divisor = (grad_norm / (run.cfg.grad_clip or math.inf)).clamp(min=1.0)
-    run.nonfinite = (run.nonfinite + 1) * found_inf
-    if run.spikes:
-        found_inf = found_inf + run.spikes.find(run.monitor.step_loss, grad_norm)
-    with run.monitor.health(run.step + 1, run.parameters, run.shards.norms):
-        run.clean = False
-        for optimizer in run.optimizers:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-                optimizer.step()
-            elif not found_inf:
-                grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-                torch._foreach_div_([g for g in grads if g is not None], divisor)
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    found_inf = run.guard.skips(found_inf, step_loss, grad_norm)
+    run.monitor.before_update(run.progress.step + 1)
+    run.guard.clean = False
+    for optimizer in run.optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+            optimizer.step()
+        elif not found_inf:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            torch._foreach_div_([g for g in grads if g is not None], divisor)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
     return grad_norm
 
@@ -188,33 +206,35 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
 def evaluation_due(run: "Run") -> bool:
     """Also true on resuming at a step that a crash left without its evaluation."""
-    is_due = due(run.step, run.cfg.eval_interval, run.cfg.max_steps)
-    return run.val_data is not None and is_due and run.evaluated_step < run.step
+    step = run.progress.step
+    is_due = due(step, run.cfg.eval_interval, run.cfg.max_steps)
+    return run.val_data is not None and is_due and run.progress.evaluated_step < step
 
 
 @torch.no_grad()
 def evaluate(run: "Run") -> float:
     """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none."""
-    cfg, data = run.cfg, run.val_data
+    cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
     previous = run.monitor.phase("evaluation")
     run.model.eval()
-    totals = torch.zeros(2, len(data.datasets), device=run.device)  # sums of losses, of targets
+    totals = torch.zeros(2, len(data.datasets), device=ranks.device)  # sums of losses, of targets
     n = eval_samples(cfg, data)
-    for batch in eval_batches(data, n, run.micro_batch, run.rank, run.world_size, run.device):
+    batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device)
+    for batch in batches:
         run.monitor.phase("evaluation")  # a sign of progress
-        with run.autocast:
+        with ranks.autocast:
             losses = run.model(batch.tokens, batch.targets, batch.documents)
-        add_by_dataset(totals, losses, batch)
+        batch.add_by_dataset(totals, losses)
     run.model.train()
     parallel.release(run.model)
-    if run.world_size > 1:
+    if ranks.world_size > 1:
         dist.all_reduce(totals)
     sums, counts = totals.tolist()
-    run.evaluated_step = run.step
+    run.progress.evaluated_step = step
     run.monitor.phase(previous)
     if not any(counts):
-        if run.rank == 0:
-            print(f"warning: step {run.step}: the validation data has no target that counts")
+        if ranks.rank == 0:
+            print(f"warning: step {step}: the validation data has no target that counts")
         return math.nan
     loss = sum(sums) / sum(counts)
     counted = {"val/loss": sum(counts)}  # tokens that each loss is the mean of
@@ -226,47 +246,43 @@ def evaluate(run: "Run") -> float:
             if count:
                 row[f"val/loss/{dataset.name}"] = total / count
                 counted[f"val/loss/{dataset.name}"] = count
-    if run.rank == 0:
+    if ranks.rank == 0:
         sizes = {name: f" ({count:,.0f} tokens)"
                  for name, count in counted.items() if cfg.eval_only}
         shown = " | ".join(f"{name[len('val/') :]} {value:{'.4f' if value < 1e4 else '.4g'}}"
                            f"{sizes.get(name, '')}" for name, value in row.items())
         if n < data.n_samples:
             shown += f" ({n:,} of {data.n_samples:,} sequences)"
-        print(f"step {run.step}: validation {shown}", flush=True)
-    run.monitor.write(run.step, row)
+        print(f"step {step}: validation {shown}", flush=True)
+    run.monitor.write(step, row)
     return loss
 
 
 def keep_best(run: "Run", val_loss: float):
-    best = run.writer.best() if run.rank == 0 else None  # a save of a better one may have failed
-    run.best_loss, run.best_step = run.stop.broadcast_from_rank0(best)
-    run.waited += 1
-    if val_loss < run.best_loss:
-        run.best_loss, run.best_step, run.waited = val_loss, run.step, 0
-        save_checkpoint(run, is_best=True)
+    progress, rank = run.progress, run.ranks.rank
+    best = run.dir.writer.best() if rank == 0 else None  # a save of a better one may have failed
+    progress.best_loss, progress.best_step = run.ranks.broadcast(best)
+    progress.waited += 1
+    if val_loss < progress.best_loss:
+        progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
+        save(run, is_best=True)
 
 
-def measure_output(run: "Run", batch: Batch):
-    """With --monitor full, when due: log the output's entropy on this rank's last micro-batch."""
-    if run.cfg.monitor == "full" and run.monitor.due(run.step, run.cfg.health_interval):
-        with run.autocast, parallel.gathered(run.model):
-            counted = batch.targets != IGNORE
-            real = counted.any()  # not with surplus samples alone
-            found = output_health(run.model, batch.tokens, counted, batch.documents)
-            for name, value in found.items():
-                run.monitor.log(name, value * real, real)
+def save(run: "Run", is_best: bool = False):
+    previous = run.monitor.phase("checkpoint")
+    save_checkpoint(run, is_best=is_best)
+    run.monitor.phase(previous)
 
 
 def show_sample(run: "Run", title: str = ""):
     """Print a sample of what the model writes; called on every rank."""
-    if run.rank == 0 or run.shards.size > 1:  # then it takes all of them
+    if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # then it takes all of them
         previous = run.monitor.phase("evaluation")
         text = sample(run)
         run.monitor.phase(previous)
-        if run.rank == 0:
+        if run.ranks.rank == 0:
             print(f"{title}{text}", flush=True)
-            run.monitor.write(run.step, {"sample": text})
+            run.monitor.write(run.progress.step, {"sample": text})
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
@@ -280,8 +296,8 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     if data.has_prompts:
         counted = (batch.targets[0] != IGNORE).nonzero()
         prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
-    prompt = prompt.to(run.device)
-    with run.autocast, parallel.gathered(run.model):
+    prompt = prompt.to(run.ranks.device)
+    with run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
@@ -298,120 +314,95 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
 
 @dataclass
 class Run:
-    """The state of a run and everything it uses; made in `set_up`."""
+    """What a run is made of; each part of steady/ is given what it needs of it."""
 
     cfg: Config
-    out_dir: Path | None  # None for a new run, until open_run_dir makes its directory
-    rank: int
-    world_size: int
-    device: torch.device
-    dtype: torch.dtype
-    micro_batch: int
-    workers: int
+    progress: Progress  # how far it has come
+    ranks: Ranks  # which of them this process is, and where it computes
+    dir: rundir.RunDir  # where it writes
     train_data: Mixture
     val_data: Mixture | None
     model: Transformer
-    shards: parallel.Shards  # which part of it this rank holds
-    parameters: dict[str, nn.Parameter]  # that part of each, by name
-    tensors: dict[str, Tensor]  # the same and buffers, as checkpoints name them
     ddp: nn.Module  # the model, wrapped where there are several ranks
     optimizers: list
     scaler: torch.amp.GradScaler
-    autocast: torch.autocast
-    stop: faults.Stop
-    watchdog: Watchdog
-    batches: object = None  # the loader's micro-batches from `position` on
+    guard: Guard
     monitor: Monitor | None = None
-    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
-    lock: object = None  # the file that keeps other processes out of out_dir until it is closed
-    step: int = 0  # updates made
-    position: int = 0  # the next update begins with this sample
-    tokens: int = 0  # trained on, without padding
-    best_loss: float = math.inf  # lowest validation loss, at best_step
-    best_step: int = 0
-    evaluated_step: int = 0  # step of the newest evaluation
-    waited: int = 0  # evaluations since that of best_step
-    nonfinite: Tensor | float = 0.0  # steps in a row whose update was skipped, on the device
-    first_step: int = 1  # of this process
-    resumed_from: Path | None = None
-    saved: tuple = ()  # `saved_at` of the newest checkpoint
-    rollbacks: list[int] = field(default_factory=list)  # steps gone back to
-    spikes: Spikes | None = None  # with --skip_spikes
-    clean: bool = True  # the weights are those of `step`, not half updated
 
     @property
     def accumulation(self) -> int:
-        return -(-self.cfg.batch_size // (self.micro_batch * self.world_size))
+        return -(-self.cfg.batch_size // (self.ranks.micro_batch * self.ranks.world_size))
 
     @property
     def last_step(self) -> int:
         """max_steps, or this one where --patience has run out."""
-        return self.step if 0 < self.cfg.patience <= self.waited else self.cfg.max_steps
+        waited = 0 < self.cfg.patience <= self.progress.waited
+        return self.progress.step if waited else self.cfg.max_steps
 
     @property
     def compiled(self) -> bool:
-        return self.device.type == "cuda" if self.cfg.compile is None else self.cfg.compile
+        return self.ranks.device.type == "cuda" if self.cfg.compile is None else self.cfg.compile
 
     def advance(self, size: Size):
         """Count the update just made."""
-        self.step += 1
-        self.position += self.cfg.batch_size
-        self.tokens += size.real_tokens
-        self.clean = True
+        self.progress.step += 1
+        self.progress.position += self.cfg.batch_size
+        self.progress.tokens += size.real_tokens
+        self.guard.clean = True
 
 
 @faults.setting_up()
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
-    rank, local_rank, world_size, local_world_size = ranks.rank_and_world()
-    store = ranks.meet(rank, world_size, patience(config.parse(argv).hang_seconds))
-    cfg, out_dir = ranks.from_rank0(store, lambda: choose_run(argv))
+    # which run: rank 0 decides for all
+    rank, local_rank, world_size, local_world_size = rank_and_world()
+    store = meet(rank, world_size, patience(config.parse(argv).hang_seconds))
+    cfg, out_dir = from_rank0(store, lambda: choose_run(argv))
     watchdog = Watchdog(cfg.hang_seconds)
-    ranks.check_shard_size(cfg.shard_size, world_size)
-    started = rundir.continues(cfg, out_dir)
-    micro_batch = memory.micro_batch_size(cfg, world_size, uneven=started)
+    check_shard_size(cfg.shard_size, world_size)
+    # where it computes
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
+    workers = devices.pick_workers(cfg.num_workers, device, local_world_size)
     devices.configure(cfg, device)
     attention = devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
-    varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
+    # on what
     train_data, val_data = load_data(cfg)
     cfg = config.resolve(cfg)  # with the steps of --epochs
+    varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
-    ranks.join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
+    # with whom
+    group = join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
-    stop = faults.Stop(world_size)
-    found = rundir.find_start(cfg, out_dir) if rank == 0 else None
-    checkpoint = stop.broadcast_from_rank0(found and found.checkpoint)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    ranks = Ranks(rank, world_size, device, dtype, workers, shards, faults.Stop(group), watchdog,
+                  group=group)
+    # from where
+    run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
+    start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
+    most = 0
     if cfg.micro_batch_size == "auto":
-        fits = memory.largest_micro_batch(
-            lambda: make_model(cfg, train_data, checkpoint, device, dtype, shards.alone()), cfg,
-            world_size, autocast, device, varlen)
-        micro_batch = memory.micro_batch_size(cfg, world_size, stop.minimum(fits), started)
-    model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
+        most = ranks.minimum(memory.largest_micro_batch(
+            lambda: make_model(cfg, train_data, start, device, dtype, shards.alone()), cfg,
+            world_size, ranks.autocast, device, varlen))
+    ranks.micro_batch = memory.micro_batch_size(cfg, world_size, most,
+                                                uneven=rundir.continues(cfg, out_dir))
+    # the model, and what updates it
+    model = make_model(cfg, train_data, start, device, dtype, shards)
     float8.convert(model, cfg, device, dtype)
-    parameters = shards.parameters_of(model)
+    shards.hold(model)
     run = Run(
-        cfg=cfg, out_dir=found.out_dir if found else out_dir, lock=found and found.lock,
-        rank=rank, world_size=world_size, device=device, dtype=dtype, micro_batch=micro_batch,
-        workers=devices.pick_workers(cfg.num_workers, device, local_world_size),
-        train_data=train_data, val_data=val_data,
-        model=model, shards=shards, parameters=parameters,
-        tensors=lora.kept(shards.tensors_of(model)),
+        cfg, Progress(), ranks, run_dir, train_data, val_data, model,
         ddp=parallel.distribute(model, device, world_size),
-        optimizers=shards.checked(make_optimizers(model, cfg, device, parameters, shards)),
+        optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        autocast=autocast, stop=stop, watchdog=watchdog,
-        spikes=Spikes(cfg.skip_spikes, device) if cfg.skip_spikes else None,
+        guard=Guard(cfg, ranks),
     )
-    watchdog.run = run
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary)
-    parallel.watch_for_waiting(run.ddp, lambda: run.monitor)
-    if checkpoint:
-        restore(run, Path(checkpoint))
+    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
+    if start:
+        restore(run, start)
     elif cfg.eval_only and not cfg.init_from:
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     return run
@@ -430,14 +421,14 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     return config.resolve(cfg), out_dir
 
 
-def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch.device,
+def make_model(cfg: Config, data: Mixture, checkpoint: Path | None, device: torch.device,
                dtype: torch.dtype, shards: parallel.Shards) -> nn.Module:
     """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
     if cfg.init_from and not checkpoint and "tokenizer" not in cfg.allow_change:
         huggingface.check_tokenizer(cfg.init_from, data)
     checkpoint = None if cfg.lora_rank else checkpoint  # which holds only adapters
     if cfg.model == "transformers":
-        model = foreign.HFModel(cfg, Path(checkpoint) if checkpoint else None)
+        model = foreign.HFModel(cfg, checkpoint)
         shards.divide(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
     memory.refuse_too_large(cfg, shards.size)
@@ -456,13 +447,12 @@ def make_model(cfg: Config, data: Mixture, checkpoint: str | None, device: torch
 
 def restore(run: Run, checkpoint: Path):
     """Continue from a checkpoint. Raises ConfigError where it does not belong to this run."""
-    saved = load_checkpoint(run, checkpoint)
-    run.resumed_from = checkpoint
-    if run.rank or run.cfg.eval_only:
+    saved, step = load_checkpoint(run, checkpoint), run.progress.step
+    if run.ranks.rank or run.cfg.eval_only:
         return
-    if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > run.step:
+    if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > step:
         old = replace(run.cfg, **{k: saved[k] for k in ("max_steps", "warmup_steps")})
-        before, now = (learning_rate(run.step, cfg) for cfg in (old, run.cfg))
+        before, now = (learning_rate(step, cfg) for cfg in (old, run.cfg))
         print(f"resume  max_steps {old.max_steps} -> {run.cfg.max_steps}: the schedule has its new "
               f"length; the learning rate goes from {before:.2e} to {now:.2e}")
 
@@ -470,40 +460,19 @@ def restore(run: Run, checkpoint: Path):
 @faults.setting_up()
 def open_run_dir(run: Run):
     """Rank 0 makes and locks the run directory, and says what is about to run."""
-    cfg, backup, best = run.cfg, None, None
-    if run.rank == 0:
+    cfg, progress, backup, best = run.cfg, run.progress, None, None
+    if run.ranks.rank == 0:
         if cfg.backup_to:
             backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
-        if not run.lock:
-            run.out_dir, run.lock = rundir.claim_unused(cfg, run.out_dir)
-        rundir.prepare(run)
-        best = reconcile_best(run)
+        if not run.dir.lock:
+            run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
+        rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+        best = reconcile_best(progress, run.dir)
         print(rundir.describe(run), flush=True)
-    run.out_dir, (run.best_loss, run.best_step) = run.stop.broadcast_from_rank0((run.out_dir, best))
-    require_shared(run.out_dir)
-    run.writer = make_writer(run, backup)
-
-
-def make_monitor(run: Run) -> Monitor:
-    """The monitor of the steps from here on; only rank 0 writes."""
-    cfg, data = run.cfg, run.train_data
-
-    def epochs() -> dict[str, float]:
-        done = zip(data.datasets, data.order.epochs(run.position), strict=True)
-        return {f"train/epochs/{dataset.name}": n for dataset, n in done}
-
-    peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else devices.peak_flops(run.device, run.dtype)
-    return Monitor(
-        cfg, run.device, start_step=run.step, start_tokens=run.tokens,
-        out_dir=run.out_dir if run.rank == 0 and not cfg.eval_only else None,
-        flops_per_token=flops_per_token(run.model, cfg, data.typical_length()),
-        peak=peak * run.world_size if peak else None,
-        gather=lambda values, names: ranks.gather(values, names, run.stop.group),
-        datasets=[d.name for d in data.datasets], epochs=epochs,
-        autopsy=lambda step, rank: faults.autopsy(run, step, rank), together=run.shards.size > 1,
-        replicas=replicas.Replicas(run.shards.tensors_of(run.model), run.shards.size,
-                                   cfg.check_replicas_interval, run.step),
-    )
+    run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
+    progress.best_loss, progress.best_step = best
+    require_shared(run.dir.path)
+    run.dir.writer = make_writer(run, backup)
 
 
 # --- running it ------------------------------------------------------------------------------
@@ -512,62 +481,70 @@ def make_monitor(run: Run) -> Monitor:
 def main(argv: list[str]) -> int:
     """Train as `argv` says; returns the exit code."""
     run = set_up(argv)
-    if run.cfg.eval_only:
-        with contextlib.closing(run.lock or contextlib.ExitStack()):
-            run.monitor = make_monitor(run)
+    cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
+    if cfg.eval_only:
+        with contextlib.closing(run_dir.lock or contextlib.ExitStack()):
+            run.monitor = Monitor(cfg, ranks, progress, None, flops_per_token=0)
             evaluate(run)
         return 0
-    if run.step >= run.last_step and not evaluation_due(run):
-        if run.rank == 0:
-            if run.lock:  # the run directory is ours to repair
-                reconcile_best(run)
-            ended = rundir.early_end(run) or f"has made all {run.step} steps"
-            print(f"{run.out_dir} {ended}: nothing to do")
+    if progress.step >= run.last_step and not evaluation_due(run):
+        if ranks.rank == 0:
+            if run_dir.lock:  # the run directory is ours to repair
+                reconcile_best(progress, run_dir)
+            ended = rundir.early_end(cfg, progress, 0) or f"has made all {progress.step} steps"
+            print(f"{run_dir.path} {ended}: nothing to do")
         return 0
     open_run_dir(run)
-    with run.stop, run.watchdog:
+    with stop, ranks.watchdog:
         report = train_with_recovery(run)
-        if run.world_size > 1:
-            dist.barrier(group=run.stop.group)  # torchrun kills the others if one leaves
-    if run.rank == 0:
-        print(*filter(None, (report, rundir.early_end(run))), sep="\n")
-    if not run.stop.signal:
+        if ranks.world_size > 1:
+            dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves
+    if ranks.rank == 0:
+        print(*filter(None, (report, rundir.early_end(cfg, progress, stop.signal))), sep="\n")
+    if not stop.signal:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")
-    if run.lock:
-        run.lock.close()
-    return 128 + run.stop.signal if run.stop.signal else 0
+    if run_dir.lock:
+        run_dir.lock.close()
+    return 128 + stop.signal if stop.signal else 0
 
 
 def train_with_recovery(run: Run) -> str:
     """Train, rolling back or rescuing when steps fail; returns the monitor's report."""
+    cfg, progress, ranks, data, report = run.cfg, run.progress, run.ranks, run.train_data, ""
+    flops = flops_per_token(run.model, cfg, data.typical_length())
+    rescue = partial(faults.rescue, run) if ranks.shards.size == 1 else None
     while True:
-        run.monitor, run.first_step = make_monitor(run), run.step + 1
-        order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.position)
-        run.monitor.write(run.step, {"order": order})  # for `data.py show`
-        run.batches = loader(run.train_data, run.cfg, run.position, run.cfg.max_steps - run.step,
-                             run.micro_batch, run.rank, run.world_size, run.device, run.workers)
+        run.monitor = Monitor(cfg, ranks, progress, run.dir.path, flops)
+        ranks.stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
+        order = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=progress.position)
+        run.monitor.write(progress.step, {"order": order})  # for `data.py show`
+        ranks.watchdog.follow(progress, run.dir, rescue)
+        batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
+                         ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
+                         ranks.workers)
         try:
             if evaluation_due(run):
                 keep_best(run, evaluate(run))
-            with contextlib.closing(run.batches):  # ends its processes before errors are reported
-                train(run)
+            with contextlib.closing(batches):  # ends its processes before errors are reported
+                train(run, batches)
             break
-        except faults.NotFinite as e:
+        except NotFinite as e:
             faults.roll_back(run, e)
-        except replicas.ReplicasDiffer as e:
-            faults.set_doubtful_aside(run, e)
+        except ReplicasDiffer as e:
+            if ranks.rank == 0:
+                faults.set_doubtful_aside(run.dir.writer, e)
             raise  # without a save
         except BaseException as e:
             faults.rescue(run)
             if memory.out_of_memory(e):
-                raise MemoryError(memory.memory_advice(run, e)) from e
+                raise MemoryError(memory.memory_advice(ranks, cfg.batch_size, e)) from e
             raise
         finally:
-            if run.writer:
-                run.writer.wait()
+            if run.dir.writer:
+                run.dir.writer.wait()
             report = run.monitor.close()
-    run.watchdog.ended.set()  # an upload may take hours
-    if run.writer:
-        run.writer.close(copy=not run.stop.signal)  # after a signal, time is short
+    ranks.watchdog.ended.set()  # an upload may take hours
+    if run.dir.writer:
+        run.dir.writer.close(copy=not ranks.stop.signal)  # after a signal, time is short
     return report

@@ -39,8 +39,6 @@ def refuse_conflicts(cfg):
                               f"tokenizer{nearest(name, names)}")
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
          "--log_interval above 0, since steps are checked at a log")
-    need(cfg.log_interval or not cfg.check_replicas_interval, "check_replicas_interval",
-         "--log_interval above 0, since weights are compared at a log")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
     need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
     if cfg.wandb and not importlib.util.find_spec("wandb"):

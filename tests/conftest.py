@@ -86,9 +86,9 @@ def bad_layer(monkeypatch):
                 running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
         plain(seed, step, rank)
 
-    running, plain, make = [], train.seed_everything, train.make_monitor
+    running, plain, main = [], train.seed_everything, train.train
     monkeypatch.setattr(train, "seed_everything", poison)
-    monkeypatch.setattr(train, "make_monitor", lambda run: running.append(run) or make(run))
+    monkeypatch.setattr(train, "train", lambda *a: running.append(a[0]) or main(*a))
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +172,17 @@ def environment() -> dict[str, str]:
     """For interpreters of their own, whose scripts may import this module."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     return {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path}
+
+
+def after_updates(do, put=setattr):
+    """From now on `do(run)` follows the update of each step."""
+    plain = train.Run.advance
+
+    def advance(run, size):
+        plain(run, size)
+        do(run)
+
+    put(train.Run, "advance", advance)
 
 
 def main(argv):

@@ -24,7 +24,7 @@ def nap():
 ADVICE = {  # phase → (what is slow, flags before, flags that are advised)
     "data": ((data.Mixture, "batch"), [], ["--num_workers", 1]),
     "logging": ((telemetry.Sinks, "write"), ["--log_interval", 1], ["--log_interval", 10]),
-    "evaluation": ((train, "add_by_dataset"), ["--eval_interval", 2], ["--eval_interval", 20]),
+    "evaluation": ((data.Batch, "add_by_dataset"), ["--eval_interval", 2], ["--eval_interval", 20]),
     "checkpoint": ((checkpoint.Writer, "wait"), ["--save_interval", 1], ["--save_interval", 20]),
 }
 
@@ -57,7 +57,7 @@ def test_freezing_helps_the_collector(run, tmp_path, monkeypatch):
             gc.collect()
 
         with monkeypatch.context() as patch:
-            before_each(patch, train, "check_finite", collect)
+            before_each(patch, train, "tidy_memory", collect)
             run("--max_steps", 40, "--no_tensorboard", "--out_dir", str(freezes),
                 "--eval_interval", 0)
         rows = [row for _, row in telemetry.read_rows(tmp_path / str(freezes) / "metrics.jsonl")]

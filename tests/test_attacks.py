@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, TRAIN, Process, column, environment, poison
+from conftest import TINY, TRAIN, Process, after_updates, column, environment, poison
 
 import train
 from steady.checkpoints import backup, checkpoint
 from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints
-from steady.checkpoints.state import reconcile_best
+from steady.checkpoints.run_dir import RunDir
+from steady.checkpoints.state import Progress, reconcile_best
 
 
 def best(run_dir: Path) -> tuple[float, int]:
@@ -199,9 +199,8 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
 def test_where_no_best_weights_are_left_none_are_claimed(run, tmp_path):
     run("--out_dir", "r", "--eval_interval", 4)
     (tmp_path / "r/checkpoints/best.pt").unlink()
-    of_run = SimpleNamespace(out_dir=tmp_path / "r", best_step=8, best_loss=0.5, step=12,
-                             resumed_from=None)
-    assert reconcile_best(of_run) == (math.inf, 0)
+    progress = Progress(best_step=8, best_loss=0.5, step=12)
+    assert reconcile_best(progress, RunDir(tmp_path / "r")) == (math.inf, 0)
 
 
 def test_parts_of_a_save_that_failed_go_once_a_later_one_is_whole(tmp_path):
@@ -231,8 +230,8 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(corpus, tmp_path
 
         def save(run, **how):
             plain_save(run, **how)
-            if kill and run.step == 14:
-                run.writer.wait()
+            if kill and run.progress.step == 14:
+                run.dir.writer.wait()
                 os._exit(9)
 
         poison(64, 160)
@@ -335,19 +334,18 @@ def test_a_full_disk_is_called_so(tmp_path):
 
 @pytest.mark.parametrize("how", ["moved", "deleted"])
 def test_a_run_directory_that_goes_away_is_said_to_be_gone(run, tmp_path, monkeypatch, how):
-    plain = train.check_finite
+    plain = train.Run.advance
 
     def take_away(run):
-        plain(run)
-        if run.step == 4:
-            run.writer.wait()
+        if run.progress.step == 4:
+            run.dir.writer.wait()
             shutil.rmtree("r") if how == "deleted" else Path("r").rename("elsewhere")
 
-    monkeypatch.setattr(train, "check_finite", take_away)
+    after_updates(take_away, monkeypatch.setattr)
     flags = ["--out_dir", "r", "--save_interval", 2, "--eval_interval", 0, "--no_tensorboard"]
     printed = run(*flags, expect=1)
     assert "r/checkpoints is gone: was it moved or deleted" in printed
     if how == "moved":
-        monkeypatch.setattr(train, "check_finite", plain)
+        monkeypatch.setattr(train.Run, "advance", plain)
         run("--auto_resume", "--out_dir", "elsewhere", bare=True)
         assert list_checkpoints(tmp_path / "elsewhere/checkpoints")[-1].name == "step_00000012.pt"

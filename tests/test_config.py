@@ -140,7 +140,6 @@ def test_every_preset_and_size_is_valid(preset):
     (["--rope_scaling", "8", "1"], ["rope_scaling", "one number, or four"]),
     (["--rope_scaling", "8", "4", "1", "8192"], ["rope_scaling", "below the high one"]),
     (["--world_size", "8"], ["world_size 8", "--estimate", "torchrun"]),
-    (["--check_replicas_interval", "5", "--log_interval", "0"], ["check_replicas_interval 5"]),
     (["--model", "transformers"], ["--model transformers", "--init_from"]),
     (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
     (["--packing", "--data_mode", "stream"], ["data_mode stream", "documents"]),

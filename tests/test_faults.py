@@ -356,7 +356,7 @@ def test_leftovers_of_a_run_are_not_started_over(run, copy, left):
 @pytest.mark.parametrize("best", [12, 6])
 def test_a_resume_reads_each_checkpoint_once(run, tmp_path, monkeypatch, best):
     """By checksum, and then from memory; best.pt may be another name of the newest one."""
-    monkeypatch.setattr(train, "evaluate", lambda run: abs(run.step - best) + 1.0)
+    monkeypatch.setattr(train, "evaluate", lambda run: abs(run.progress.step - best) + 1.0)
     run("--out_dir", "r", "--eval_interval", 6, "--save_interval", 6, "--no_tensorboard")
     paths = [tmp_path / "r/checkpoints" / name for name in ("step_00000012.pt", "best.pt")]
     files = {path.stat().st_ino: path.stat().st_size - sealed.SEAL.size for path in paths}
@@ -364,7 +364,7 @@ def test_a_resume_reads_each_checkpoint_once(run, tmp_path, monkeypatch, best):
     crc32, load, plain = zlib.crc32, torch.load, train.train
     monkeypatch.setattr(zlib, "crc32", lambda data, *a: hashed.append(len(data)) or crc32(data, *a))
     monkeypatch.setattr(torch, "load", lambda path, **how: loaded.append(how) or load(path, **how))
-    monkeypatch.setattr(train, "train", lambda run: found.append(sum(hashed)) or plain(run))
+    monkeypatch.setattr(train, "train", lambda *a: found.append(sum(hashed)) or plain(*a))
     run("--auto-resume", "--out_dir", "r", "--max_steps", 14, "--eval_interval", 0, bare=True)
     assert len(files) == (1 if best == 12 else 2) and found == [sum(files.values())]
     assert all(how.get("mmap") or how["map_location"] == "meta" for how in loaded)
@@ -436,7 +436,7 @@ def test_other_files_are_left_alone(run, copy, tmp_path):
 
 
 def test_the_newest_and_the_best_are_both_kept(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda run: float(run.step))
+    monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
     run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 2)
     folder = tmp_path / "r" / "checkpoints"
     assert steps(tmp_path / "r") == [12]
@@ -957,12 +957,11 @@ def test_out_of_memory_says_what_to_try(run, tmp_path, monkeypatch):
 
 
 def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
-    run = SimpleNamespace(device=torch.device("cpu"), cfg=tiny_config(batch_size=14),
-                          world_size=4, micro_batch=4)
-    advice = memory.memory_advice(run, RuntimeError("can't allocate memory"))
+    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=4, micro_batch=4)
+    advice = memory.memory_advice(ranks, 14, RuntimeError("can't allocate memory"))
     assert "try --micro_batch_size 2; the" in advice
-    run.world_size = 2  # shares of 7
-    assert "try --micro_batch_size 1; the" in memory.memory_advice(run, RuntimeError("no"))
+    ranks.world_size = 2  # shares of 7
+    assert "try --micro_batch_size 1; the" in memory.memory_advice(ranks, 14, RuntimeError("no"))
 
 
 def test_the_micro_batch_that_fits_is_found(run, tmp_path, monkeypatch):
@@ -1051,7 +1050,7 @@ def test_skipping_to_the_end_is_said_without_logs_too(run, tmp_path, monkeypatch
 
 def spoil_weights(monkeypatch, at: int, times: int):
     """A weight becomes infinite just before the update after step `at`, the first so many times."""
-    running, left, make, plain = [], [times], train.make_monitor, train.learning_rate
+    running, left, main, plain = [], [times], train.train, train.learning_rate
 
     def learning_rate(step, cfg):
         if step == at and left[0]:
@@ -1060,7 +1059,7 @@ def spoil_weights(monkeypatch, at: int, times: int):
                 running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
         return plain(step, cfg)
 
-    monkeypatch.setattr(train, "make_monitor", lambda run: running.append(run) or make(run))
+    monkeypatch.setattr(train, "train", lambda *a: running.append(a[0]) or main(*a))
     monkeypatch.setattr(train, "learning_rate", learning_rate)
 
 

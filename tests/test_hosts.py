@@ -124,9 +124,8 @@ victim = os.environ["RANK"] == "1" and not os.path.exists("killed")
 if victim and where == "import":
     die()
 import conftest, train
-from steady.ranks import ranks
 if victim:
-    module, name = dict(data=(train, "load_data"), join=(ranks, "join_ranks"),
+    module, name = dict(data=(train, "load_data"), join=(train, "join_ranks"),
                         step=(train, "update"))[where]
     setattr(module, name, die)
 conftest.main(sys.argv[1:])

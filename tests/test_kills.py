@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, column, poison, processes
 
+import data
 import train
 from steady.checkpoints import parts
 from steady.checkpoints.checkpoint import (
@@ -33,7 +34,7 @@ KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step"
 
 def count_and_die(rank: int, count, die_at: int):
     """In each process: samples 64 to 95 are poison; count what happens, die at number `die_at`."""
-    plain_rate, plain_add = train.learning_rate, train.add_by_dataset
+    plain_rate, plain_add = train.learning_rate, data.Batch.add_by_dataset
 
     def event():
         count.value += 1
@@ -48,14 +49,14 @@ def count_and_die(rank: int, count, die_at: int):
         event()
         return plain_rate(step, cfg)
 
-    def add_by_dataset(totals, losses, batch):
+    def add_by_dataset(*args):
         event()
-        plain_add(totals, losses, batch)
+        plain_add(*args)
 
     parts.PATIENCE, parts.IN_A_HURRY = 10.0, 0.5  # a killed rank writes nothing
     sys.addaudithook(audit)
     poison(64, 96)
-    train.learning_rate, train.add_by_dataset = learning_rate, add_by_dataset
+    train.learning_rate, data.Batch.add_by_dataset = learning_rate, add_by_dataset
 
 
 def end_of(run: Path) -> dict:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import column
 
+import data
 import train
 from steady.watch.learning import Learning
 from steady.watch.report import report
@@ -126,9 +127,9 @@ def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch
 
 
 def test_perplexity_beyond_floats_is_infinite(run, tmp_path, monkeypatch):
-    plain = train.add_by_dataset
-    monkeypatch.setattr(train, "add_by_dataset",
-                        lambda totals, losses, batch: plain(totals, losses + 710, batch))
+    plain = data.Batch.add_by_dataset
+    monkeypatch.setattr(data.Batch, "add_by_dataset",
+                        lambda batch, totals, losses: plain(batch, totals, losses + 710))
     printed = run("--out_dir", "r")
     assert "| perplexity inf |" in printed
     assert column(tmp_path / "r", "val/perplexity")[12] is None

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 import torch
-from conftest import column, processes
+from conftest import after_updates, column, processes
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
@@ -298,14 +298,11 @@ def test_frozen_weights_that_drift_end_the_run(tmp_path, corpus):
     save_random(tmp_path / "m", FAMILIES["llama"]())
 
     def hook(rank):
-        plain = train.tidy_memory
-
-        def tidy_memory(run):
-            plain(run)
-            if rank == 1 and run.step == 3:
+        def drift(run):
+            if rank == 1 and run.progress.step == 3:
                 run.model.blocks[1].mlp.down.weight.data.view(torch.int32).view(-1)[5] ^= 1
 
-        train.tidy_memory = tidy_memory
+        after_updates(drift)
 
     group = processes(tmp_path, 2, ["--data", corpus, *FINE, *LORA, "--out_dir", "r",
                                     "--check_replicas_interval", 2], hook)

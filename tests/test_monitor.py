@@ -8,15 +8,19 @@ import multiprocessing
 import pickle
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import monitor
 from config import Config
 from data import Size
 from monitor import Monitor
+from steady.checkpoints.state import Progress
 from steady.models import device
+from steady.ranks.parallel import Shards
 from steady.watch import clock as clocks
 from steady.watch import goodput, machine
 from steady.watch import sinks as telemetry
@@ -71,13 +75,16 @@ def make(out_dir, **changes) -> Monitor:
     options = {name: changes.pop(name) for name in names}
     cfg = Config(**dict(log_interval=4, max_steps=8, batch_size=10, seq_len=100,
                         tensorboard=False) | options)
-    settings = dict(start_step=0, flops_per_token=10**6, peak=None, out_dir=out_dir)
-    return Monitor(cfg, CPU, **settings | changes)
+    ranks = SimpleNamespace(rank=0, world_size=1, device=CPU, dtype=torch.float32, group=None,
+                            shards=Shards())
+    progress = Progress(step=changes.pop("start_step", 0), tokens=changes.pop("start_tokens", 0))
+    assert not changes
+    return Monitor(cfg, ranks, progress, out_dir, flops_per_token=10**6)
 
 
 def step(m, step, loss=1.0, grad_norm=1.0, tokens=1000, real_tokens=1000):
-    m.add_loss(torch.tensor(loss), torch.tensor([[loss]]), batch=None)
-    m.step(step, 0.1, torch.tensor(grad_norm), Size(tokens, real_tokens, real_tokens))
+    m.step(step, 0.1, torch.tensor(loss), torch.tensor(grad_norm),
+           Size(tokens, real_tokens, real_tokens))
 
 
 def spend(m, clock, **ms):
@@ -104,7 +111,7 @@ def events_of(folder):
 
 
 def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
-    m = make(tmp_path, peak=1e9)
+    m = make(tmp_path, peak_tflops=1e-3)
     for n in range(1, 9):
         spend(m, clock, data=10 * n, forward=20, backward=30, optimizer=5)
         previous = m.phase("evaluation")
@@ -135,8 +142,9 @@ def test_verbose_shows_every_phase(tmp_path, capsys, clock):
     assert "forward 20.0 | backward 30.0" in capsys.readouterr().out
 
 
-def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock):
-    m = make(tmp_path, gather=lambda values, names: clock.advance(0.2) or values[None])
+def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(monitor, "gather", lambda values, *_: clock.advance(0.2) or values[None])
+    m = make(tmp_path)
     step(m, 1)
     row = rows(tmp_path)[0]
     assert row["perf/step_ms"] == pytest.approx(200) and row["perf/logging_ms"] == 0
@@ -363,28 +371,28 @@ def test_numbers_go_to_the_device_in_one_copy(tmp_path, clock, monkeypatch):
 
     m.losses = m.grad_norms = [torch.tensor(3.0)]
     monkeypatch.setattr(torch, "tensor", tensor)
-    row = m.gather_values(2, 0.0)
+    row, _ = m.gather_values(2)
     assert len(copies) == 1
     assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
     assert row["train/loss"] == 3.0
 
 
-def test_ranks_are_averaged_in_one_exchange(tmp_path, clock):
+def test_ranks_are_averaged_in_one_collective(tmp_path, clock, monkeypatch):
     sent = []
 
-    def gather(values, names):  # a second rank has twice of everything
+    def gather(values, names, group):  # a second rank has twice of everything
         sent.append(values)
         return torch.stack((values, 2 * values * (values != 1) + (values == 1)))
 
-    m = make(tmp_path, gather=gather)
+    monkeypatch.setattr(monitor, "gather", gather)
+    m = make(tmp_path)
     m.machine.probe_us = 10.0
     spend(m, clock, data=3, forward=20)
     m.log("b", 2.0)
     m.log("a", torch.tensor(3.0))
     step(m, 1, 5.0, 7.0)
-    # by name, so all ranks agree; their weights; loss, gradient norm; non-finite steps; the
-    # machine's probe; own ms
-    expected = [3, 2, 1, 1, 5, 7, 0, 10, 3, 20, 0, 0, 0]
+    # by name, so all ranks agree; their weights; loss, gradient norm; the machine's probe; own ms
+    expected = [3, 2, 1, 1, 5, 7, 10, 3, 20, 0, 0, 0]
     assert len(sent) == 1 and sent[0].tolist() == pytest.approx(expected)
     row = rows(tmp_path)[0]
     assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, column, poison, processes, rows, torchrun_sets
+from conftest import TINY, after_updates, column, poison, processes, rows, torchrun_sets
 from torch import nn
 
 import config
@@ -286,12 +286,12 @@ def test_a_step_exchanges_what_the_estimate_says(corpus, tmp_path):
     def hook(rank):
         plain = train.update
 
-        def update(run):
-            out = plain(run)
-            if run.step == 1:
+        def update(run, step_loss):
+            out = plain(run, step_loss)
+            if run.progress.step == 1:
                 count.__exit__(None, None, None)
                 print("exchanged", json.dumps(count.exchanged), flush=True)
-            if run.step == 0:
+            if run.progress.step == 0:
                 count.__enter__()
             return out
 
@@ -378,14 +378,11 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
 ])
 def test_metrics_that_only_some_ranks_log_are_named(corpus, tmp_path, logged, named):
     def hook(rank):
-        plain = train.check_finite
-
-        def check_finite(run, **how):
-            for name in logged[rank] if run.step == 3 else ():
+        def log(run):
+            for name in logged[rank] if run.progress.step == 4 else ():
                 run.monitor.log(name, 1.0)
-            plain(run, **how)
 
-        train.check_finite = check_finite
+        after_updates(log)
 
     group = processes(tmp_path, 2, [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r"], hook)
     for process in group:
@@ -483,14 +480,12 @@ def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path, unlucky):
     Rank 0 cannot wait for the others, which are stuck until it is gone.
     """
     def hook(rank):
-        plain, parts.IN_A_HURRY = train.check_finite, 0.3
-
-        def check_finite(run):
-            if run.step == 4 and run.rank == unlucky:
+        def fail(run):
+            if run.progress.step == 4 and run.ranks.rank == unlucky:
                 raise ValueError("bad luck")
-            return plain(run)
 
-        train.check_finite = check_finite
+        parts.IN_A_HURRY = 0.3
+        after_updates(fail)
 
     flags = [*TINY, *EXACT, "--data", corpus, "--eval_interval", 0, "--out_dir", "r", "--parallel",
              "zero3"]

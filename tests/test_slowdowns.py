@@ -374,13 +374,14 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
     more = torch.zeros(len(OWN_PHASES))
     more[OWN_PHASES.index("forward")] = 30
 
-    def gather(values, names):
+    def gather(values, names, group):
         other = values.clone()
         other[-len(OWN_PHASES):] += more * driven.late
         return torch.stack((values, other))
 
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
-    events = drive(lambda: dict(forward=3, backward=5, waiting=30 * driven.late), gather=gather)
+    monkeypatch.setattr(monitor, "gather", gather)
+    events = drive(lambda: dict(forward=3, backward=5, waiting=30 * driven.late))
     event = the_event(events, driven)
     assert event["phases"] == [("waiting", pytest.approx(30))]
     (cause,) = event["causes"]

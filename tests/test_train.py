@@ -40,6 +40,7 @@ import data
 import train
 from steady.checkpoints import checkpoint
 from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.checkpoints.state import Progress
 from steady.models import device as devices
 from steady.ranks import parallel
 from steady.ranks.muon import Muon
@@ -200,10 +201,10 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch, flags, rel)
 
 def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
     def hook(rank):
-        plain, calls = parallel.distribute, []
+        plain, calls, running = parallel.distribute, [], []
 
         def reduce(state, bucket):
-            calls.append(running.step)
+            calls.append(running[0].progress.step)
             return allreduce_hook(state, bucket)
 
         def distribute(*args):
@@ -211,14 +212,13 @@ def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
             ddp.register_comm_hook(None, reduce)
             return ddp
 
-        def keep(run):
-            nonlocal running
-            running = run
-            return make(run)
+        def train_and_tell(run, batches):
+            running.append(run)
+            main(run, batches)
+            print("reductions:", sorted(calls))
 
-        running, make, main = None, train.make_monitor, train.train
-        train.make_monitor, parallel.distribute = keep, distribute
-        train.train = lambda run: main(run) or print("reductions:", sorted(calls))
+        main = train.train
+        parallel.distribute, train.train = distribute, train_and_tell
 
     flags = [*TINY, "--data", corpus, "--out_dir", "r", "--micro_batch_size", 1, "--max_steps", 3,
              "--eval_interval", 0]
@@ -262,13 +262,10 @@ def test_random_numbers_differ_by_seed_step_and_rank(corpus, tmp_path):
 def test_the_cache_is_cleared_at_its_interval(monkeypatch, kind, interval, cleared):
     assert config.Config().cache_clear_interval == 100
     calls = []
-    run = SimpleNamespace(cfg=tiny_config(cache_clear_interval=interval), first_step=1,
-                          device=torch.device(kind))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(run.step))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(step))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     for step in (99, 100, 101, 200):
-        run.step = step
-        train.tidy_memory(run)
+        train.tidy_memory(torch.device(kind), step, 1, interval)
     assert calls == cleared
 
 
@@ -337,8 +334,8 @@ LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 2.5, 12: math.nan, 14: 2.2, 16: 1.
 
 def give_losses():
     def evaluate(run):
-        run.evaluated_step = run.step
-        return LOSSES[run.step]
+        run.progress.evaluated_step = run.progress.step
+        return LOSSES[run.progress.step]
 
     train.evaluate = evaluate
 
@@ -437,7 +434,7 @@ def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
         return runs[-1]
 
     def close(self, copy):
-        watched.append(not runs[-1].watchdog.ended.is_set())
+        watched.append(not runs[-1].ranks.watchdog.ended.is_set())
         plain_close(self, copy)
 
     monkeypatch.setattr(train, "set_up", set_up)
@@ -448,20 +445,18 @@ def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
 
 def test_memory_is_tidied_after_each_step(run, monkeypatch):
     steps = []
-    monkeypatch.setattr(train, "tidy_memory", lambda run: steps.append(run.step))
+    monkeypatch.setattr(train, "tidy_memory", lambda device, step, *_: steps.append(step))
     run("--max_steps", 5)
     assert steps == [1, 2, 3, 4, 5]
 
 
 def test_garbage_is_collected_and_start_up_frozen_once(monkeypatch):
     calls = []
-    run = SimpleNamespace(cfg=tiny_config(), first_step=5, device=torch.device("cpu"))
     for name in ("collect", "freeze"):
-        monkeypatch.setattr(gc, name, lambda name=name: calls.append((run.step, name)))
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append((step, name)))
     for step in (5, 6, 999, 1000, 1001, 2000):
-        run.step = step
-        train.collect_garbage(run)
-        train.tidy_memory(run)
+        train.collect_garbage(step, 5)
+        train.tidy_memory(torch.device("cpu"), step, 5, 100)
     assert calls == [(5, "collect"), (5, "freeze"), (1000, "collect"), (2000, "collect")]
 
 
@@ -502,14 +497,15 @@ def counting_syncs(monkeypatch):
             return plain(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    plain_step = train.Monitor.step
+    plain_check = train.Guard.check
 
-    def step(self, *args, **how):
-        plain_step(self, *args, **how)
-        per_step.append(dict(mode.count))
+    def check(self, step, ended=False):
+        plain_check(self, step, ended)
+        if not ended:
+            per_step.append(dict(mode.count))
         mode.count.clear()
 
-    monkeypatch.setattr(train.Monitor, "step", step)
+    monkeypatch.setattr(train.Guard, "check", check)
     with mode:
         yield per_step
 
@@ -523,7 +519,6 @@ def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, cor
     assert len(per_step) == 12
     assert per_step[5]["tolist"] == 1  # a log reads all its numbers at once; the counter counts
     ordinary = [count for step, count in enumerate(per_step, start=1) if step not in (1, 6, 12)]
-    # Step 2 follows the first log, whose writing it does not count.
     assert ordinary == [{}] * 9
 
 
@@ -531,33 +526,31 @@ def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, cor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(monkeypatch, tmp_path, corpus):
     monkeypatch.chdir(tmp_path)
-    plain_step, plain_gather = train.Monitor.step, train.Monitor.gather_values
+    plain_check, plain_gather = train.Guard.check, train.Monitor.gather_values
 
-    def step(self, number, *args, **how):
-        plain_step(self, number, *args, **how)
-        torch.cuda.set_sync_debug_mode("error" if 3 <= number < 11 else "default")
+    def check(self, step, ended=False):
+        plain_check(self, step, ended)
+        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 11 else "default")
 
     def gather(self, *args):
         torch.cuda.set_sync_debug_mode("default")
         return plain_gather(self, *args)
 
-    monkeypatch.setattr(train.Monitor, "step", step)
-    monkeypatch.setattr(train.Monitor, "gather_values", gather)
+    monkeypatch.setattr(train.Guard, "check", check)
+    monkeypatch.setattr(train.Monitor, "gather_values", gather)  # until the check of that step
     train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--device", "cuda",
                 "--log_interval", "6"])
 
 
 def update(optimizers, parameters, scaler, clip):
     """`train.update` of a run that consists of these."""
-    class Quiet:
-        def health(self, step, parameters, norms):
-            return contextlib.nullcontext()
-
-    named = {str(i): p for i, p in enumerate(parameters)}
-    run = SimpleNamespace(cfg=tiny_config(grad_clip=clip), optimizers=optimizers, scaler=scaler,
-                          monitor=Quiet(), parameters=named, shards=parallel.Shards(), step=0,
-                          nonfinite=torch.zeros(()), spikes=None)
-    return train.update(run)
+    cfg, shards = tiny_config(grad_clip=clip), parallel.Shards()
+    shards.parameters = {str(i): p for i, p in enumerate(parameters)}
+    ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"))
+    run = SimpleNamespace(
+        cfg=cfg, optimizers=optimizers, scaler=scaler, ranks=ranks, progress=Progress(),
+        monitor=SimpleNamespace(before_update=lambda step: None), guard=train.Guard(cfg, ranks))
+    return train.update(run, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -911,7 +904,7 @@ def test_a_full_disk_does_not_stop_training(corpus, tmp_path):
 
 def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path,
                                                                       monkeypatch):
-    monkeypatch.setattr(train, "sample", lambda run: f"written at {run.step}")
+    monkeypatch.setattr(train, "sample", lambda run: f"written at {run.progress.step}")
     printed = run("--sample_interval", 4, "--out_dir", "r")
     assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "12"]
     assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 12)}

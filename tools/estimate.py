@@ -113,23 +113,24 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                 shards.divide(transformer, dtype)
                 if divided > 1:
                     transformer.to_empty(device="cpu")
-                parameters = shards.parameters_of(transformer)
+                shards.hold(transformer)
                 with live:
-                    return steps(cfg, transformer, parameters, shards, live, dtype, micro_batch,
-                                 accumulation, make_optimizers)
+                    return steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
+                                 make_optimizers)
     finally:
         layers.on_cpu = on_cpu
 
 
-def steps(cfg, transformer, parameters, shards, live, dtype, micro_batch, accumulation,
+def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
           make_optimizers) -> tuple[dict, dict]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
-    held = list(parameters.values())
+    held = list(shards.parameters.values())
     frozen = [local_part(p) for p in transformer.parameters() if not p.requires_grad]
     for tensor in [*held, *frozen, *transformer.buffers()]:
         live.see(tensor.untyped_storage())
     weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
-    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), parameters, shards)
+    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), shards.parameters,
+                                 shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
     no_mask = takes_varlen(cfg, dtype)
     documents = trial_documents(tokens, no_mask) if cfg.packing else None

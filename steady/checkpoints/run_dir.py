@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -205,16 +205,19 @@ def saved_config(cfg, out_dir: Path | None):
         yield path if path and path.exists() and (cfg.resume or cfg.auto_resume) else None
 
 
-class Start(NamedTuple):
-    """What a run starts from. lock: to be closed at the end, or None."""
+@dataclass
+class RunDir:
+    """Where a run writes."""
 
-    out_dir: Path | None
-    checkpoint: str | None = None
-    lock: object = None
+    path: Path | None  # None for a new run, until its directory is made
+    resumed_from: Path | None = None  # the checkpoint that it continues from
+    lock: object = None  # keeps other processes out until it is closed; of rank 0
+    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
+    saved: tuple = ()  # `Progress.state` of the newest checkpoint
 
 
-def find_start(cfg, out_dir: Path | None) -> Start:
-    """The checkpoint to start from, verified; for rank 0.
+def find_start(cfg, out_dir: Path | None) -> RunDir:
+    """With the checkpoint to start from, verified; for rank 0.
 
     Locks the run directory before changing it: damaged checkpoints are set aside, a backup is
     downloaded. Raises ConfigError.
@@ -229,10 +232,10 @@ def find_start(cfg, out_dir: Path | None) -> Start:
         else:
             out_dir, lock = claim(out_dir)
             place = out_dir
-        return Start(out_dir, str(download(cfg.resume, place)), lock)
+        return RunDir(out_dir, download(cfg.resume, place), lock)
     if cfg.resume:
         require_valid(Path(cfg.resume))
-        return Start(out_dir, cfg.resume)
+        return RunDir(out_dir, Path(cfg.resume))
     if cfg.auto_resume and out_dir and out_dir.is_dir():
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
@@ -240,8 +243,8 @@ def find_start(cfg, out_dir: Path | None) -> Start:
         checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
         if not checkpoint:
             refuse_leftovers(out_dir / "checkpoints")
-        return Start(out_dir, checkpoint and str(checkpoint), lock)
-    return Start(out_dir)
+        return RunDir(out_dir, checkpoint, lock)
+    return RunDir(out_dir)
 
 
 def check_backup(cfg, out_dir: Path | None):
@@ -333,9 +336,12 @@ def acquire_lock(run_dir: Path, given: str = ""):
 # --- its contents ----------------------------------------------------------------------------
 
 
-def prepare(run):
-    """Clear the claimed directory of anything newer than the run's step; write config.yaml."""
-    cfg, out_dir, folder = run.cfg, run.out_dir, run.out_dir / "checkpoints"
+def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
+    """Clear the claimed directory of anything newer than the step; write config.yaml.
+
+    tokenizer: the folder of the data's, which is copied.
+    """
+    out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
     if cfg.overwrite:
         for path in files_of_run(out_dir):
             path.unlink()
@@ -344,22 +350,22 @@ def prepare(run):
                 path.rmdir()
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
-        if checkpoint_step(newer) > run.step:
+        if checkpoint_step(newer) > step:
             set_aside(newer)
-    source, mine = run.train_data.tokenizer_folder, out_dir / "tokenizer"
-    if source and Path(source).resolve() != mine.resolve():
-        copy_tokenizer(Path(source), mine)
-    elif cfg.overwrite and not source:
+    mine = out_dir / "tokenizer"
+    if tokenizer and Path(tokenizer).resolve() != mine.resolve():
+        copy_tokenizer(Path(tokenizer), mine)
+    elif cfg.overwrite and not tokenizer:
         delete_tokenizer(mine)
     if cfg.init_from:
-        keep_config(cfg, out_dir, run.resumed_from)
+        keep_config(cfg, out_dir, run_dir.resumed_from)
     config = out_dir / "config.yaml"
-    mine = run_id(config) if run.resumed_from and config.exists() else ""  # if it goes on
+    mine = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
     with atomic_write(config) as draft:
         write_yaml(cfg, draft, {"run": mine or secrets.token_hex(8), **provenance()})
-        start = run.resumed_from and run.resumed_from.resolve()  # os.link takes links as they are
-        if start and not checkpoint_at(folder, run.step):  # before the first save, or ever, it ends
-            link_checkpoint(start, checkpoint_path(folder, run.step, start.is_dir()))
+        start = run_dir.resumed_from and run_dir.resumed_from.resolve()  # os.link follows no links
+        if start and not checkpoint_at(folder, step):  # before the first save, or ever, it ends
+            link_checkpoint(start, checkpoint_path(folder, step, start.is_dir()))
 
 
 def provenance() -> dict[str, str]:
@@ -379,24 +385,24 @@ def provenance() -> dict[str, str]:
     }
 
 
-def early_end(run) -> str:
+def early_end(cfg, progress, signal_number: int) -> str:
     """Why training has ended before max_steps; nothing if it has not."""
-    if run.stop.signal:
-        return (f"stopped at step {run.step} by {signal.Signals(run.stop.signal).name}; "
+    if signal_number:
+        return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
                 "--auto-resume continues from there")
-    if run.step < run.cfg.max_steps:
-        return (f"stopped at step {run.step}: no evaluation since step {run.best_step} had a lower "
-                f"loss (--patience {run.cfg.patience})")
+    if progress.step < cfg.max_steps:
+        return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
+                f"had a lower loss (--patience {cfg.patience})")
     return ""
 
 
 def describe(run) -> str:
     """Device, model, data and step of a run, in a few lines for the screen."""
-    cfg, data = run.cfg, run.train_data
+    cfg, data, ranks, progress = run.cfg, run.train_data, run.ranks, run.progress
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
-    samples = run.position + (cfg.max_steps - run.step) * cfg.batch_size
+    samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
     epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
     sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
     if len(epochs) > 1:
@@ -407,24 +413,25 @@ def describe(run) -> str:
     sources += "".join(d.describe() for d in data.datasets)
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
-    divided = f", {cfg.parallel} over {run.shards.size}" if run.shards.size > 1 else ""
+    sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
     shares = ""
-    if cfg.batch_size % (run.micro_batch * run.world_size):
-        least, rest = divmod(cfg.batch_size, run.world_size)
+    if cfg.batch_size % (ranks.micro_batch * ranks.world_size):
+        least, rest = divmod(cfg.batch_size, ranks.world_size)
         shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
     lines = [
-        f"device  {run.world_size} x {run.device.type} ({device_name(run.device)}), "
-        f"{DTYPE_NAMES[run.dtype]}, {attention_backend(cfg, run.device, run.dtype)} attention, "
-        f"compile {'on' if run.compiled else 'off'}{divided}",
+        f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
+        f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
+        f"attention, compile {'on' if run.compiled else 'off'}{sharded}",
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {sources} in {cfg.max_steps} steps, {run.workers} loader processes a rank",
+        f"data    {sources} in {cfg.max_steps} steps, {ranks.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
-        f"{cfg.seq_len}: {run.world_size} x {run.accumulation} micro-batches of {run.micro_batch}"
+        f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
+        f"{ranks.micro_batch}"
         f"{shares}, {cfg.optimizer}",
-        f"run     {run.out_dir}",
+        f"run     {run.dir.path}",
     ]
-    if run.resumed_from:
-        lines.append(f"resume  {run.resumed_from} at step {run.step}")
+    if run.dir.resumed_from:
+        lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
     return "\n".join(filter(None, (*lines, crowded())))

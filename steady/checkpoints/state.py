@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,12 +19,29 @@ from steady.checkpoints.checkpoint import (
     set_aside,
 )
 from steady.checkpoints.parts import PartWriter, join, load_parts, require_shared, same_parts
+from steady.models import lora
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
 from steady.ranks.ranks import shared_notes
 from steady.tokens.files import split_weight
 
-PROGRESS = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "rollbacks")
+
+@dataclass
+class Progress:
+    """How far a run has come: all that a checkpoint stores beside tensors."""
+
+    step: int = 0  # updates made
+    position: int = 0  # the next update begins with this sample
+    tokens: int = 0  # trained on, without padding
+    best_loss: float = math.inf  # lowest validation loss, at best_step
+    best_step: int = 0
+    evaluated_step: int = 0  # step of the newest evaluation
+    waited: int = 0  # evaluations since that of best_step
+    rollbacks: list[int] = field(default_factory=list)  # steps gone back to
+
+    def state(self) -> tuple:
+        """What tells two states of a run apart: a checkpoint is saved if any of it changed."""
+        return self.step, self.position, self.evaluated_step, self.best_step
 
 
 def make_writer(run, backup) -> Writer | None:
@@ -31,43 +49,41 @@ def make_writer(run, backup) -> Writer | None:
 
     None on the other ranks, which hold what one of those holds.
     """
-    parts = None
-    attempt = run.stop.broadcast_from_rank0(os.urandom(4).hex())
-    if run.shards.size > 1 and run.shards.first:
-        parts = PartWriter(run.rank, run.shards.size, shared_notes("checkpoints"), attempt)
-    if run.rank and not parts:
+    parts, ranks, progress = None, run.ranks, run.progress
+    attempt = ranks.broadcast(os.urandom(4).hex())
+    if ranks.shards.size > 1 and ranks.shards.first:
+        parts = PartWriter(ranks.rank, ranks.shards.size, shared_notes("checkpoints"), attempt)
+    if ranks.rank and not parts:
         return None
-    return Writer(run.out_dir / "checkpoints", run.cfg.keep_checkpoints, run.cfg.keep_every,
-                  backup, (run.best_loss, run.best_step), parts)
+    return Writer(run.dir.path / "checkpoints", run.cfg.keep_checkpoints, run.cfg.keep_every,
+                  backup, (progress.best_loss, progress.best_step), parts)
 
 
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     """Start writing the checkpoint of this step, unless this state is saved already.
 
     As the best one, too, if it is. Rank 0 writes a file, since weights and optimizers are the same
-    on all ranks; where they are divided, each rank of the first copy writes its part. There is no
+    on all ranks; where they are sharded, each rank of the first copy writes its part. There is no
     generator state: random numbers are a function of (seed, step, rank). alone: some ranks may be
     gone, so nothing is agreed with them.
     """
-    failed = run.writer is not None and run.step in run.writer.failed
-    if run.shards.size > 1 and not alone:
-        failed = run.stop.broadcast_from_rank0(failed)
-    elif run.shards.size > 1 and run.writer:
-        failed = not checkpoint_at(run.writer.folder, run.step)
-    if run.saved == saved_at(run) and not failed:
+    progress, writer, shards, data = run.progress, run.dir.writer, run.ranks.shards, run.train_data
+    failed = writer is not None and progress.step in writer.failed
+    if shards.size > 1 and not alone:
+        failed = run.ranks.broadcast(failed)
+    elif shards.size > 1 and writer:
+        failed = not checkpoint_at(writer.folder, progress.step)
+    if run.dir.saved == progress.state() and not failed:
         return
-    run.saved = saved_at(run)
-    if not run.writer:
+    run.dir.saved = progress.state()
+    if not writer:
         return
-    previous = run.monitor.phase("checkpoint")
-    data = run.train_data
     state = dict(
         format=FORMAT,
-        **{name: getattr(run, name) for name in PROGRESS},
-        nonfinite=run.nonfinite,
-        spikes=run.spikes and run.spikes.window,
-        waited=run.waited,
-        model=run.tensors,
+        **dataclasses.asdict(progress),
+        nonfinite=run.guard.nonfinite,
+        spikes=run.guard.spikes and run.guard.spikes.window,
+        model=lora.kept(shards.tensors),
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
@@ -77,18 +93,12 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
     )
-    run.writer.save(run.step, state, is_best)
-    run.monitor.phase(previous)
-
-
-def saved_at(run) -> tuple:
-    """What tells one state of a run from another: a checkpoint is saved if any of it changed."""
-    return run.step, run.position, run.evaluated_step, run.best_step
+    writer.save(progress.step, state, is_best)
 
 
 def parameter_names(run, optimizer) -> list[str]:
     """Names of the parameters that an optimizer holds, in its order."""
-    names = {id(p): name for name, p in run.parameters.items()}
+    names = {id(p): name for name, p in run.ranks.shards.parameters.items()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -111,8 +121,9 @@ def load_checkpoint(run, path: Path) -> dict:
     if wrong:
         raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
     refuse_changes(run, path, states[0])
-    state = join(states, run.shards.rows, copy=True)
-    copy_weights(path, state["model"], run.tensors)
+    shards, progress, guard = run.ranks.shards, run.progress, run.guard
+    state = join(states, shards.rows, copy=True)
+    copy_weights(path, state["model"], lora.kept(shards.tensors))
     release(run.model)
     counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
     if len(set(counts)) > 1:
@@ -128,20 +139,20 @@ def load_checkpoint(run, path: Path) -> dict:
         optimizer.load_state_dict(saved | {"param_groups": groups})
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    for name in PROGRESS:
-        setattr(run, name, state[name])
-    run.waited = state.get("waited", 0)  # older ones have none
-    run.nonfinite = torch.as_tensor(state["nonfinite"]).to(run.device)
-    if run.spikes:
-        run.spikes.restore(state.get("spikes"))
-    run.saved = saved_at(run)
+    for name in vars(progress):
+        setattr(progress, name, state[name])
+    guard.nonfinite.copy_(state["nonfinite"])
+    if guard.spikes:
+        guard.spikes.restore(state["spikes"])
+    guard.replicas.agreed = progress.step
+    run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
-    if cfg.epochs and not run.rollbacks:  # the batch size may have been another one
-        left = cfg.epochs * run.train_data.n_samples - run.position
-        cfg.max_steps = run.step + max(0, -(-left // cfg.batch_size))
+    if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
+        left = cfg.epochs * run.train_data.n_samples - progress.position
+        cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
     grouped = run.train_data.order.group and any(
         saved.get(name) != getattr(cfg, name) for name in ("batch_size", "group_window"))
-    if grouped and run.position and not run.rank and not cfg.eval_only:
+    if grouped and progress.position and not run.ranks.rank and not cfg.eval_only:
         print("warning: --batch_size or --group_window has changed, so some documents of this "
               "window come twice or not at all", flush=True)
     return saved
@@ -159,23 +170,23 @@ def copy_weights(path: Path, saved: dict, tensors: dict):
         tensor.copy_(saved[name])
 
 
-def reconcile_best(run) -> tuple[float, int]:
+def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
     """Make best.pt agree with the restored run; returns (loss, step) of what it then holds.
 
     best.pt is older if a save failed or the process was killed before replacing it, and newer if
     the run continues from an earlier checkpoint.
     """
-    folder = run.out_dir / "checkpoints"
-    best, wanted = best_checkpoint(folder), checkpoint_at(folder, run.best_step)
-    found = read_best(best, run.resumed_from)
-    if found == (run.best_loss, run.best_step):
+    folder, expected = run_dir.path / "checkpoints", (progress.best_loss, progress.best_step)
+    best, wanted = best_checkpoint(folder), checkpoint_at(folder, progress.best_step)
+    found = read_best(best, run_dir.resumed_from)
+    if found == expected:
         return found
-    if run.best_step and read_best(wanted, run.resumed_from) == (run.best_loss, run.best_step):
+    if progress.best_step and read_best(wanted, run_dir.resumed_from) == expected:
         link_as_best(wanted)
-        return run.best_loss, run.best_step
-    if found and 0 < found[1] <= run.step:
-        print(f"warning: the weights of the best validation loss, {run.best_loss:.4f} at step "
-              f"{run.best_step}, were lost; {best} is of step {found[1]}", flush=True)
+        return expected
+    if found and 0 < found[1] <= progress.step:
+        print(f"warning: the weights of the best validation loss, {progress.best_loss:.4f} at step "
+              f"{progress.best_step}, were lost; {best} is of step {found[1]}", flush=True)
         return found
     if best:
         set_aside(best)

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,9 @@ from steady.checkpoints.checkpoint import (
 from steady.checkpoints.retry import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.guard import ctrl_c
+from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
-from steady.options import ConfigError, due, typed
+from steady.options import ConfigError, typed
 from steady.ranks.hangs import LEFT_OUT
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import RanksMissing, rank_and_world, say_once
@@ -41,17 +41,16 @@ class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    Ranks exchange the signals they received over gloo while a step is computed, and read the result
-    before the next one, so the exchange never waits for a device.
+    Ranks vote over gloo while a step is computed, and read the result before the next one, so that
+    no device is waited for.
     """
 
-    def __init__(self, world_size: int):
+    def __init__(self, group=None):
+        """group: of gloo, with all ranks; None for a single one."""
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
-        self.group = None
-        if world_size > 1:  # rank 0 may upload for hours while the others wait at the end
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        self.votes = self.exchange = None
+        self.group, self.votes, self.vote = group, None, None
+        self.phase = lambda name: name  # or the monitor's, which times the wait for other ranks
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
@@ -62,39 +61,25 @@ class Stop:
         else:
             self.received[0] = number
 
-    def requested(self, monitor) -> bool:
+    def requested(self) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""
         mine = list(self.received)
-        self.received[1] = 0  # before the exchange: a signal that comes meanwhile is for the next
+        self.received[1] = 0  # before the vote: a signal that comes meanwhile is for the next one
         agreed = mine
         if self.group:
             agreed = [0, 0]
-            if self.exchange:
-                ended = monitor.phase("waiting")
-                self.exchange.wait()
-                monitor.phase(ended)
+            if self.vote:
+                ended = self.phase("waiting")
+                self.vote.wait()
+                self.phase(ended)
                 agreed = self.votes.tolist()
             if not agreed[0]:
                 self.votes = torch.tensor(mine)
-                self.exchange = dist.all_reduce(
+                self.vote = dist.all_reduce(
                     self.votes, dist.ReduceOp.MAX, group=self.group, async_op=True
                 )
         self.signal, self.save = agreed[0], bool(agreed[1])
         return self.signal != 0
-
-    def broadcast_from_rank0(self, value):
-        """Rank 0's value, on every rank."""
-        box = [value]
-        if self.group:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
-
-    def minimum(self, number: int) -> int:
-        """The smallest `number` of any rank."""
-        box = torch.tensor(number)
-        if self.group:
-            dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
-        return int(box)
 
     def __enter__(self):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -110,36 +95,6 @@ class Stop:
 # --- recovery --------------------------------------------------------------------------------
 
 
-class NotFinite(Exception):
-    """Too many steps in a row were not finite, or the weights are not."""
-
-
-def check_finite(run, ended: bool = False):
-    """Raise NotFinite after too many non-finite steps in a row, counted up to the last log.
-
-    Only at multiples of log_interval, not at the log of a process's first step, so that a resumed
-    run acts at the same step as an uninterrupted one. With --on_nonfinite skip only if the weights
-    are not finite either: then no later step can be. ended: whether the run has made all steps.
-    """
-    cfg, count = run.cfg, run.monitor.nonfinite_in_a_row
-    many = count >= cfg.max_nonfinite and due(run.step, cfg.log_interval, cfg.max_steps)
-    if (many or ended) and not weights_are_finite(run):
-        raise NotFinite(f"the weights are not finite at step {run.step}, and skipping steps cannot "
-                        "help; try a lower --learning_rate, or --grad_clip 1")
-    if ended and not cfg.log_interval and run.nonfinite >= cfg.max_nonfinite and run.rank == 0:
-        print(f"warning: the last {int(run.nonfinite)} steps had a loss or gradient that was not "
-              "finite, and were skipped", flush=True)  # which no log has said
-    if many and cfg.on_nonfinite != "skip":
-        raise NotFinite(f"{count} steps in a row, up to step {run.step}, had a loss or gradient "
-                        "that was not finite")
-
-
-def weights_are_finite(run) -> bool:
-    """Of all ranks; as a checkpoint's writer looks at them. Waits for the device."""
-    norms = torch._foreach_norm([t for t in run.tensors.values() if t.is_floating_point()])
-    return run.stop.minimum(int(torch.stack(norms).sum().isfinite())) == 1
-
-
 MAX_ROLLBACKS = 3  # to the same checkpoint
 
 
@@ -150,20 +105,21 @@ def roll_back(run, error: NotFinite):
     """
     if run.cfg.on_nonfinite == "abort":
         raise error
-    path, position = None, run.position
-    if run.writer:
-        run.writer.wait()
-    if run.rank == 0:
-        path = latest_valid(run.out_dir / "checkpoints")
-    path = run.stop.broadcast_from_rank0(path)
-    rollbacks = [step for step in run.rollbacks if path and step == checkpoint_step(path)]
+    progress, path = run.progress, None
+    position = progress.position
+    if run.dir.writer:
+        run.dir.writer.wait()
+    if run.ranks.rank == 0:
+        path = latest_valid(run.dir.path / "checkpoints")
+    path = run.ranks.broadcast(path)
+    rollbacks = [step for step in progress.rollbacks if path and step == checkpoint_step(path)]
     if path is None or len(rollbacks) == MAX_ROLLBACKS:
         why = f"gone back to {path} {MAX_ROLLBACKS} times" if path else "there is no checkpoint"
         raise NotFinite(f"{error}; {why}") from None
     load_checkpoint(run, path)
-    run.position, run.rollbacks = position, [*rollbacks, run.step]
-    run.nonfinite = torch.zeros_like(run.nonfinite)
-    if run.rank == 0:
+    progress.position, progress.rollbacks = position, [*rollbacks, progress.step]
+    run.guard.nonfinite.zero_()
+    if run.ranks.rank == 0:
         print(f"warning: {error}; back to {path}, on with sample {position}", flush=True)
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
@@ -177,39 +133,40 @@ def rescue(run):
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
+    writer, step, watchdog = run.dir.writer, run.progress.step, run.ranks.watchdog
     rescuing.acquire()
     try:
-        signs = run.watchdog.last_signs()
-        if signs and not run.watchdog.verdict:
-            print(f"rank {run.rank}: {signs}", file=sys.stderr, flush=True)
-        if not run.writer:
+        signs = watchdog.last_signs()
+        if signs and not watchdog.verdict:
+            print(f"rank {run.ranks.rank}: {signs}", file=sys.stderr, flush=True)
+        if not writer:
             return
-        if run.writer.parts:
-            run.writer.parts.hurry = True
-        if not run.clean or run.step == 0 or LEFT_OUT in (run.watchdog.verdict or ""):
-            return  # after an exchange that was left out, sums may be of different steps
+        if writer.parts:
+            writer.parts.hurry = True
+        if not run.guard.clean or step == 0 or LEFT_OUT in (watchdog.verdict or ""):
+            return  # after a collective that was left out, sums may be of different steps
         save_checkpoint(run, alone=True)
-        run.writer.wait()
-        if run.writer.parts and not checkpoint_at(run.writer.folder, run.step):
-            print(f"saved this rank's part of step {run.step}; the next start completes it if "
-                  "every rank has", file=sys.stderr, flush=True)
-        elif run.rank == 0 and checkpoint_at(run.writer.folder, run.step):
-            print(f"saved the last completed step, {run.step}", file=sys.stderr, flush=True)
+        writer.wait()
+        if writer.parts and not checkpoint_at(writer.folder, step):
+            print(f"saved this rank's part of step {step}; the next start completes it if every "
+                  "rank has", file=sys.stderr, flush=True)
+        elif run.ranks.rank == 0 and checkpoint_at(writer.folder, step):
+            print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
     except Exception as e:
-        print(f"warning: step {run.step} could not be saved: {e}", file=sys.stderr, flush=True)
+        print(f"warning: step {step} could not be saved: {e}", file=sys.stderr, flush=True)
     finally:
         rescuing.release()
 
 
-def set_doubtful_aside(run, error: ReplicasDiffer):
+def set_doubtful_aside(writer, error: ReplicasDiffer):
     """Where a rank that writes checkpoints may be the wrong one, those since they last agreed.
 
-    Unless there would be none left: then the message has to do.
+    writer: of rank 0. Unless there would be none left: then the message has to do.
     """
-    if run.rank or not run.writer or error.agreed is None:
+    if error.agreed is None:
         return
-    run.writer.wait()
-    found = list_checkpoints(run.writer.folder)
+    writer.wait()
+    found = list_checkpoints(writer.folder)
     doubtful = [path for path in found if checkpoint_step(path) > error.agreed]
     for path in doubtful if len(doubtful) < len(found) else []:
         set_aside(path)
@@ -222,9 +179,9 @@ def autopsy(run, step: int, rank: int) -> dict:
 
     With the current weights: the samples of a past step can be read again, its weights are gone.
     """
-    data, n = run.train_data, run.cfg.batch_size
-    first = run.position - (run.step - step + 1) * n
-    first, end = data.share(first, n, rank, run.world_size)
+    data, n, progress = run.train_data, run.cfg.batch_size, run.progress
+    first = progress.position - (progress.step - step + 1) * n
+    first, end = data.share(first, n, rank, run.ranks.world_size)
     sources = np.unique(data.order(first, end)[0])
     bad, names = [], {module: name for name, module in run.model.named_modules() if name}
 
@@ -235,9 +192,9 @@ def autopsy(run, step: int, rank: int) -> dict:
     hooks = [module.register_forward_hook(look) for module in names]
     run.model.eval()
     try:
-        for start in range(first, end, run.micro_batch):
-            batch = data.rows(start, start + run.micro_batch, end).to(run.device)
-            with run.autocast, gathered(run.model):
+        for start in range(first, end, run.ranks.micro_batch):
+            batch = data.rows(start, start + run.ranks.micro_batch, end).to(run.ranks.device)
+            with run.ranks.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
             if not bad and not losses.isfinite().all():
                 bad.append("head")  # whose weight the loss uses without calling the module

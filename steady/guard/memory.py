@@ -95,30 +95,30 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
     return size
 
 
-def memory_advice(run, error: BaseException) -> str:
+def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     """The error message: requested and free memory, and which --micro_batch_size to try."""
     free = ""
-    if run.device.type == "cuda":
-        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(run.device))
+    if ranks.device.type == "cuda":
+        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(ranks.device))
         free = f" ({free:.1f} of {total:.1f} GB are free)"
-    per_rank, rest = divmod(run.cfg.batch_size, run.world_size)
-    smaller = [m for m in range(1, run.micro_batch // 2 + 1) if rest or per_rank % m == 0]
+    per_rank, rest = divmod(batch_size, ranks.world_size)
+    smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
     advice = "try --activation_checkpointing full, or a shorter --seq_len"
     if smaller:
         advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
     return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
 
 
-def collect_garbage(run):
-    """At fixed steps, the same on all ranks, and in the first one, where it is part of start-up."""
-    if run.step == run.first_step or due(run.step, GC_INTERVAL):
+def collect_garbage(step: int, first_step: int):
+    """At fixed steps, the same on all ranks, and in the first of a process, as part of start-up."""
+    if step == first_step or due(step, GC_INTERVAL):
         gc.collect()
 
 
-def tidy_memory(run):
-    """Return cached device memory at fixed steps, after the log that tells how much it was."""
-    if run.device.type == "cuda" and due(run.step, run.cfg.cache_clear_interval):
+def tidy_memory(device: torch.device, step: int, first_step: int, every: int):
+    """Return cached device memory at fixed steps, after the log that reports how much it was."""
+    if device.type == "cuda" and due(step, every):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(run.device)
-    if run.step == run.first_step:
+        torch.cuda.reset_peak_memory_stats(device)
+    if step == first_step:
         gc.freeze()  # what is alive now stays: later collections skip it

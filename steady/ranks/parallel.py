@@ -35,6 +35,7 @@ class Shards:
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
+        self.parameters, self.tensors = {}, {}  # see `hold`
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size = shard_size or world_size
@@ -98,23 +99,21 @@ class Shards:
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
 
     @torch.no_grad()
-    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """name → this rank's part of each trained parameter, in the memory of the model itself.
+    def hold(self, model: nn.Module):
+        """Name what this rank holds of a model that is finished, in the memory of the model itself.
 
-        What optimizers and checkpoints work on. `whole_rows` is the number of rows of the whole.
+        parameters: its part of each trained one, which optimizers work on; `whole_rows` is the
+        number of rows of the whole. tensors: those and all else of model.state_dict().
         """
-        if self.size == 1:
-            return {name: p for name, p in model.named_parameters() if p.requires_grad}
         for unit in units(model):  # the first gathering moves the rows to where they stay
             unit.unshard()
             unit.reshard()
-        parts = {}
-        for name, whole in model.named_parameters():
-            if whole.requires_grad:
-                parts[name] = nn.Parameter(whole.to_local())
-                parts[name].whole_rows = len(whole)
-                self.pairs.append((whole, parts[name]))
-        return parts
+        self.tensors = self.tensors_of(model)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, whole in self.parameters.items() if self.size > 1 else ():
+            part = self.parameters[name] = nn.Parameter(whole.to_local())
+            part.whole_rows = len(whole)
+            self.pairs.append((whole, part))
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """What this rank holds of model.state_dict(), to be read and written in place."""
@@ -228,14 +227,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
             block.forward = forward
 
 
-def watch_for_waiting(model: nn.Module, monitor):
-    """Count the time in which this rank waits for others as such. monitor: () → the run's Monitor.
+def watch_for_waiting(model: nn.Module, clock):
+    """Count the time in which this rank waits for others as such. clock: () → the monitor's.
 
-    Under ddp, from when its own gradients are ready. A divided model exchanges something around
-    each block; on a GPU that is queued, so it is the device that waits, unnoticed.
+    Under ddp, from when its own gradients are ready. A sharded model has collectives around each
+    block; on a GPU these are queued, so it is the device that waits, unnoticed.
     """
     def ready(parameter: nn.Parameter):
-        monitor().phase("waiting")
+        clock().phase("waiting")
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # the gradient of the first parameter is the last to be ready
@@ -243,8 +242,8 @@ def watch_for_waiting(model: nn.Module, monitor):
         first.register_post_accumulate_grad_hook(ready)
     for unit in units(model):
         if next(unit.parameters()).device.type == "cpu":
-            unit.set_custom_all_gather(Exchange(ALL_GATHER, monitor))
-            unit.set_custom_reduce_scatter(Exchange(REDUCE_SCATTER, monitor))
+            unit.set_custom_all_gather(TimedCollective(ALL_GATHER, clock))
+            unit.set_custom_reduce_scatter(TimedCollective(REDUCE_SCATTER, clock))
 
 
 # torch 2.13 renamed the first two, and 2.15 the third.
@@ -253,22 +252,22 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
-class Exchange:
-    """An exchange of fully_shard, the time of which counts as waiting."""
+class TimedCollective:
+    """A collective of fully_shard, the time of which counts as waiting."""
 
-    def __init__(self, call, monitor):
-        self.call, self.monitor = call, monitor
+    def __init__(self, call, clock):
+        self.call, self.clock = call, clock
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, **options):
-        monitor = self.monitor()
-        if monitor.clock.current not in ("forward", "backward"):  # as in an evaluation
+        clock = self.clock()
+        if clock.current not in ("forward", "backward"):  # as in an evaluation
             return self.call(output_tensor, input_tensor, group=group, **options)
-        ended = monitor.phase("waiting")
+        ended = clock.phase("waiting")
         work = self.call(output_tensor, input_tensor, group=group, **options)
-        monitor.phase(ended)
+        clock.phase(ended)
         return work
 
 

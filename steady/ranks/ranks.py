@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 import zlib
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -45,6 +46,40 @@ def from_environment(name: str, least: int) -> int:
         raise ConfigError(f"{name}={text} in the environment: expected a number of at least "
                           f"{least}, as torchrun sets it; unset it to train in one process")
     return int(text)
+
+
+@dataclass
+class Ranks:
+    """Which of the ranks this process is, where it computes, and how it reaches the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype  # of autocast
+    workers: int  # loader processes
+    shards: object  # which part of the weights it holds: parallel.Shards
+    stop: object  # signals, agreed by all: guard.faults.Stop
+    watchdog: object
+    micro_batch: int = 0  # sequences in a forward pass
+    group: object = None  # of gloo, so that no device is waited for; None: there are no others
+
+    def __post_init__(self):
+        enabled = self.dtype != torch.float32
+        self.autocast = torch.autocast(self.device.type, self.dtype, enabled=enabled)
+
+    def broadcast(self, value):
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.group:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def minimum(self, number: int) -> int:
+        """The smallest `number` of any rank."""
+        box = torch.tensor(number)
+        if self.group:
+            dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
+        return int(box)
 
 
 class RanksMissing(Exception):
@@ -176,7 +211,7 @@ def say_once(text: str):
 def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
     """Join the process group, if there are several ranks; its time-out exceeds `patience`.
 
-    Raises ConfigError.
+    Returns a second group, of gloo; None for a single rank. Raises ConfigError.
     """
     cuda = device.type == "cuda"
     if cuda:
@@ -189,6 +224,8 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
+    if world_size > 1:  # rank 0 may upload for hours while the others wait at the end
+        return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def check_shard_size(shard_size: int, world_size: int):

@@ -8,10 +8,11 @@ from collections import Counter
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from steady.options import due
-from steady.ranks.ranks import names
+from steady.ranks.ranks import all_gather, names
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -28,39 +29,32 @@ class ReplicasDiffer(Exception):
 
 
 class Replicas:
-    """Checksums of this rank's weights, made every so many steps and compared at the next log.
+    """Checksums of this rank's weights, compared with those of the others every so many steps.
 
     parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
     hold the same parts.
     agreed: the step at which they were the same for certain.
     """
 
-    def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int):
-        self.parameters, self.size, self.every = parameters, size, every
-        self.newest, self.step, self.agreed = [], 0, agreed
+    def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int = 0):
+        self.parameters, self.size, self.every, self.agreed = parameters, size, every, agreed
 
-    def measure(self, step: int):
-        if due(step, self.every):
-            sums = checksums(list(self.parameters.values()))
-            self.newest, self.step = [*sums.unbind()], step
+    def check(self, step: int):
+        """Compare, if it is due; all ranks call it in every step. Raises ReplicasDiffer."""
+        if due(step, self.every) and dist.is_initialized():
+            sums = all_gather(checksums(list(self.parameters.values())))
+            self.compare(np.array(sums.tolist()), step)
 
-    def take(self) -> list[Tensor]:
-        """The newest checksums, once: single numbers on the device, or none."""
-        taken, self.newest = self.newest, []
-        return taken
-
-    def compare(self, table: np.ndarray):
-        """Raises ReplicasDiffer, on every rank. table: what `take` gave on each, [ranks, n]."""
-        if not table.size:
-            return
+    def compare(self, table: np.ndarray, step: int):
+        """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
         groups = [range(first, len(table), self.size) for first in range(self.size)]
         found = [difference(table, ranks, list(self.parameters)) for ranks in groups]
         lines = [text for text, _ in found if text]
         if lines:
             doubtful = any(in_doubt for _, in_doubt in found)
-            raise ReplicasDiffer(f"step {self.step}: {'; '.join(lines)}; they last agreed at step "
+            raise ReplicasDiffer(f"step {step}: {'; '.join(lines)}; they last agreed at step "
                                  f"{self.agreed}", self.agreed if doubtful else None)
-        self.agreed = self.step
+        self.agreed = step
 
 
 @torch.no_grad()

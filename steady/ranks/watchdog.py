@@ -4,8 +4,8 @@ A process alone, which torchrun will not restart, is only warned.
 
 A second thread looks after the training thread and judges, a third exchanges notes with the other
 ranks through torchrun's store, where it may block as a network is gone. So they also run while
-training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: the
-monitor knows its phase anyway. steady/ranks/hangs.py finds the words.
+training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: they
+read its number, and the phase from a clock if there is one. steady/ranks/hangs.py finds the words.
 
 A thread that keeps Python's lock for ever, as a loop in a C extension may, stops these two as well:
 then the other ranks say so. One process alone does not notice.
@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from steady.guard import faults
 from steady.ranks import hangs, ranks
 from steady.watch.sinks import OUTSIDE_PHASES, duration
 
@@ -46,7 +45,8 @@ def patience(hang_seconds: float) -> float:
 class Watchdog:
     """Watches the thread that makes it, until the end of its context; made on all ranks together.
 
-    seconds: without progress that are always allowed; 0 is off. `run` is set once there is one.
+    seconds: without progress that are always allowed; 0 is off.
+    clock: the monitor's, which knows the phase; without one a step is one phase.
     """
 
     def __init__(self, seconds: float):
@@ -54,7 +54,8 @@ class Watchdog:
         first = self.rank - local_rank
         self.on_this_host = range(first, first + local_size)
         self.informed = {0, min(1, self.world_size - 1), first}  # that this one reads and read all
-        self.seconds, self.run = seconds, None
+        self.seconds, self.clock = seconds, None
+        self.progress, self.first_step, self.run_dir, self.rescue = None, 0, None, None
         # nobody waits for it, and nobody would start it again: it is not ended
         restarts = ranks.from_environment("TORCHELASTIC_MAX_RESTARTS", 0)
         self.alone, self.reported = self.world_size == 1 and not restarts, None
@@ -75,6 +76,14 @@ class Watchdog:
             self.publish()
             threading.Thread(target=self.talk, name="watchdog", daemon=True).start()
             threading.Thread(target=self.look, name="watchdog", daemon=True).start()
+
+    def follow(self, progress, run_dir, rescue):
+        """From here on there is a run. rescue: () → saves its last step where the others are gone.
+
+        Called again where the run goes back to a checkpoint, whose first steps take longer, too.
+        """
+        self.progress, self.first_step, self.run_dir = progress, progress.step + 1, run_dir
+        self.rescue = rescue
 
     def __enter__(self):
         if self.seconds and not self.store:  # alone, it has nobody to wait for during start-up
@@ -105,15 +114,17 @@ class Watchdog:
 
     def measure(self, passed: float):
         """Count how long the training thread has been where it is."""
-        monitor, where = self.run and self.run.monitor, self.where
-        if monitor:
-            where = self.run.step, monitor.clock.current, monitor.clock.since
+        where = self.where
+        if self.progress:
+            clock = self.clock
+            phase = (clock.current, clock.since) if clock else ("training", 0.0)
+            where = self.progress.step, *phase
         if where == self.where:
             if not hangs.in_debugger(self.stack()):
                 self.age += passed
             return
         step, phase, _ = self.where
-        if monitor and step > self.run.first_step:
+        if self.progress and step > self.first_step:
             self.longest[phase] = max(self.age, FORGETS * self.longest.get(phase, 0.0))
         self.where, self.age = where, 0.0
         if self.awake - self.kills_read > 60:  # earlier ones were not of what comes next
@@ -122,7 +133,7 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds that it may be there: more where compilation or files take their time."""
         step, phase, _ = self.where
-        patient = self.run is None or step <= self.run.first_step or phase in OUTSIDE_PHASES
+        patient = not self.clock or step <= self.first_step or phase in OUTSIDE_PHASES
         patient = patient or self.age > self.seconds and hangs.takes_long(self.stack())
         least = self.seconds * (PATIENT if patient else 1)
         return max(least, SLOWER * self.longest.get(phase, 0.0))
@@ -256,9 +267,9 @@ class Watchdog:
                 saving -= self.period
             else:
                 left -= self.period
-        if waits and self.dead_neighbours() and self.run and self.run.shards.size == 1:
-            # The exchange cannot come to its end any more, so the weights stay what they are.
-            rescuing = threading.Thread(target=faults.rescue, args=(self.run,), daemon=True)
+        if waits and self.dead_neighbours() and self.rescue:
+            # The collective cannot come to its end any more, so the weights stay what they are.
+            rescuing = threading.Thread(target=self.rescue, daemon=True)
             rescuing.start()
             rescuing.join(self.seconds)  # a GPU may not answer
         for worker in multiprocessing.active_children():
@@ -273,8 +284,8 @@ class Watchdog:
             asking.join(2 * self.period + 1)
             speaks = self.verdict in (None, self.signed(text))
         self.report(text if speaks else None)
-        if self.run and self.run.writer:
-            self.run.writer.wait()  # for a checkpoint on its way to the disk
+        if self.run_dir and self.run_dir.writer:
+            self.run_dir.writer.wait()  # for a checkpoint on its way to the disk
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
     def ask_to_speak(self, text: str):
@@ -287,7 +298,7 @@ class Watchdog:
 
     def report(self, text: str | None):
         """On the screen and in files; without a text, this rank's stacks alone."""
-        folder = self.run and self.run.out_dir
+        folder = self.run_dir and self.run_dir.path
         if text:  # in a thread of its own: the screen may block, and so may the disk
             threading.Thread(target=self.say, args=(text, folder), daemon=True).start()
         if folder and folder.is_dir():

@@ -1,6 +1,7 @@
 """Steps unlike the others: spikes of the loss or the gradient norm, and non-finite values."""
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,22 +13,50 @@ SPIKE_FACTOR = {"loss": 1.2, "gradient": 3.0}
 MIN_VALUES = 20  # needed to know the median
 
 
+@dataclass
+class Anomaly:
+    """The first non-finite step of a log interval, or its largest spike."""
+
+    kind: str  # "not finite", "loss spike", "gradient spike"
+    step: int
+    rank: int  # whose loss it was
+    value: float
+    median: float  # of the steps before
+    steps: int  # how many of this kind the interval has
+    again: bool  # the steps before were not finite either, as was reported
+
+    def row(self, found: dict) -> dict:
+        """For metrics.jsonl. found: what faults.autopsy returned."""
+        row = dict(anomaly=self.kind, value=self.value, median=self.median, steps=self.steps)
+        return row | dict(rank=self.rank) | found
+
+    def text(self, found: dict) -> str:
+        text = "not finite: loss or gradient, the update was skipped"
+        if self.kind != "not finite":
+            text = f"{self.kind}: {self.value:.4g}, the median is {self.median:.4g}"
+        if "positions" in found:
+            first, end = found["positions"]
+            text += f"; rank {self.rank}, samples {first} to {end - 1}"
+        if found.get("first_bad_layer"):
+            text += f"; first layer whose output is not finite: {found['first_bad_layer']}"
+        return text
+
+
 class AnomalyDetector:
     """Examines the losses and gradient norms of each log interval.
 
     window_size: how many finite values a new one is compared with.
-    autopsy: (step, rank) → what to add to a row: samples, the first layer that is not finite.
     report: whether to return anomalies, as on rank 0, or only to keep the medians up to date.
     """
 
-    def __init__(self, window_size: int, autopsy, report: bool):
-        self.autopsy, self.report = autopsy, report
+    def __init__(self, window_size: int, report: bool):
+        self.report = report
         self.recent = {name: deque(maxlen=window_size) for name in SPIKE_FACTOR}
         self.not_finite_since, self.not_finite_steps = None, 0
 
     def add(self, step: int, losses: np.ndarray, norms: np.ndarray, bad: np.ndarray,
-            excess: np.ndarray | tuple = ()) -> list:
-        """[(step, row or None, warning or None)] of the newest steps, up to `step`.
+            excess: np.ndarray | tuple = ()) -> tuple[list[Anomaly], list[str]]:
+        """Of the newest steps, up to `step`; and what else to warn of.
 
         losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite;
         excess: [steps] of --skip_spikes, 0 where nothing was skipped.
@@ -43,19 +72,18 @@ class AnomalyDetector:
             for i, median in self.spikes(name, values, bad):
                 item = (float(values[i]), median, steps[i], ranks[i])
                 found.setdefault(f"{name} spike", []).append(item)
-        out = []
+        texts = []
         if "not finite" in found:
             self.not_finite_steps += len(found["not finite"])
         elif self.not_finite_since is not None:
             text = (f"finite again; {self.not_finite_steps} steps from step "
                     f"{self.not_finite_since} on were not, and were skipped")
-            out.append((step, None, text))
+            texts.append(text)
             self.not_finite_since, self.not_finite_steps = None, 0
         if np.any(excess):
-            out.append((step, None, describe(steps, excess, losses.mean(0), norms)))
-        if self.report:
-            out += [self.describe(kind, items) for kind, items in found.items()]
-        return out
+            texts.append(describe(steps, excess, losses.mean(0), norms))
+        anomalies = [self.worst(kind, items) for kind, items in found.items()]
+        return anomalies if self.report else [], texts
 
     def spikes(self, name: str, values: np.ndarray, bad: np.ndarray) -> list[tuple[int, float]]:
         """[(index, median before)] of the spikes; all finite values join the window."""
@@ -72,21 +100,10 @@ class AnomalyDetector:
         recent.extend(values[~bad].tolist())
         return out
 
-    def describe(self, kind: str, items: list):
-        """(step, row, warning) of the first non-finite step or the largest spike."""
+    def worst(self, kind: str, items: list) -> Anomaly:
+        """The first non-finite step, or the largest spike."""
         value, median, step, rank = items[0] if kind == "not finite" else max(items)
-        step, rank = int(step), int(rank)
-        row = dict(anomaly=kind, value=value, median=median, steps=len(items), rank=rank)
-        row |= self.autopsy(step, rank)
-        if kind == "not finite":
-            if self.not_finite_since is not None:
-                return step, row, None  # said already
-            self.not_finite_since = step
-            text = "not finite: loss or gradient, the update was skipped"
-        else:
-            text = f"{kind}: {value:.4g}, the median is {median:.4g}"
-        if "positions" in row:
-            text += f"; rank {rank}, samples {row['positions'][0]} to {row['positions'][1] - 1}"
-        if row.get("first_bad_layer"):
-            text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
-        return step, row, text
+        again = kind == "not finite" and self.not_finite_since is not None
+        if kind == "not finite" and not again:
+            self.not_finite_since = int(step)
+        return Anomaly(kind, int(step), int(rank), value, median, len(items), again)

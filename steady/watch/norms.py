@@ -3,30 +3,38 @@
 Norms are overall and by layer.
 """
 
-import contextlib
 import re
 
 import torch
 from torch import Tensor, nn
 
 
-@contextlib.contextmanager
-def measure_update(parameters: dict[str, Tensor], log, norms):
-    """Around an optimizer step: log(name, tensor) of each norm, without syncing with the device.
+class Update:
+    """Norms before an optimizer step and, by `measure`, after it, without syncing with the device.
 
-    norms: tensors → their norms, [n]. A copy of the weights is kept while the step is made.
+    log: (name, tensor). A copy of the weights is kept until then.
     """
-    trained = {name: p for name, p in parameters.items() if p.grad is not None}
-    names, weights = list(trained), [p.detach() for p in trained.values()]
-    for group, norm in by_layer(names, norms([p.grad for p in trained.values()])).items():
-        log(f"health/grad_norm{group}", norm)
-    before = [w.clone() for w in weights]
-    sizes = by_layer(names, norms(before))
-    yield
-    changes = by_layer(names, norms(torch._foreach_sub(before, weights)))
-    for group, size in sizes.items():
-        log(f"health/param_norm{group}", size)
-        log(f"health/update_ratio{group}", changes[group] / size.clamp(min=1e-12))
+
+    def __init__(self, shards, log):
+        trained = {name: p for name, p in shards.parameters.items() if p.grad is not None}
+        self.names, self.weights = list(trained), [p.detach() for p in trained.values()]
+        self.norms, self.log = shards.norms, log
+        self.write("grad_norm", self.norms([p.grad for p in trained.values()]))
+        self.before = [w.clone() for w in self.weights]
+
+    def measure(self):
+        sizes = self.norms(self.before)
+        changes = self.norms(torch._foreach_sub(self.before, self.weights))
+        self.write("param_norm", sizes)
+        self.write("update_ratio", changes, sizes)
+
+    def write(self, name: str, norms: Tensor, of: Tensor | None = None):
+        """Log norms of each layer, as a share of those of `of` where given."""
+        groups = by_layer(self.names, norms)
+        whole = by_layer(self.names, of) if of is not None else {}
+        for group, norm in groups.items():
+            share = norm / whole[group].clamp(min=1e-12) if whole else norm
+            self.log(f"health/{name}{group}", share)
 
 
 def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:

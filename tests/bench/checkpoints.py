@@ -41,7 +41,7 @@ def main(options) -> list[Figure]:
     found = {name: [] for name in ("plain", "stall", "write", "check", "beside", "alone")}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        run.writer = Writer(folder, 1)
+        run.dir.writer = Writer(folder, 1)
 
         def plain_save():
             state = dict(model=run.model.state_dict(),
@@ -53,18 +53,18 @@ def main(options) -> list[Figure]:
 
         train_steps(run)
         save_checkpoint(run)  # allocates the host memory
-        run.writer.wait()
+        run.dir.writer.wait()
         for _ in range(rounds):
             found["alone"].append(seconds(train_steps, run))
             found["plain"].append(seconds(plain_save))
             found["stall"].append(seconds(save_checkpoint, run))
-            found["write"].append(seconds(run.writer.wait))
-            path = checkpoint_path(folder, run.step)
+            found["write"].append(seconds(run.dir.writer.wait))
+            path = checkpoint_path(folder, run.progress.step)
             found["check"].append(seconds(find_corruption, path))
-            run.saved = ()  # so that it is written again
+            run.dir.saved = ()  # so that it is written again
             save_checkpoint(run)
             found["beside"].append(seconds(train_steps, run))
-            run.writer.wait()
+            run.dir.writer.wait()
         size = path.stat().st_size / 1e9
         bits = flips_found(folder, flips)
     what, plain = f"checkpoint of {name}, {size:.2f} GB", found["plain"]

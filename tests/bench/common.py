@@ -217,22 +217,18 @@ def matrix_products(n: int, device: torch.device, dtype: torch.dtype):
 class Off:
     """In the place of a monitor: does nothing."""
 
-    nonfinite_in_a_row = 0
-    phase = add_loss = step = staticmethod(lambda *args: None)
-    health = staticmethod(lambda *args: contextlib.nullcontext())
+    phase = add_losses = before_update = after_update = staticmethod(lambda *args: None)
+    step = staticmethod(lambda *args: ())
 
 
 class Countdown:
     """In the place of faults.Stop: ends training after `left` steps."""
 
-    signal, save, left, group = 0, False, 0, None
+    signal, save, left = 0, False, 0
 
-    def requested(self, monitor) -> bool:
+    def requested(self) -> bool:
         self.left -= 1
         return self.left < 0
-
-    def minimum(self, number: int) -> int:
-        return number
 
 
 def random_tokens(path: Path, n: int, vocab_size: int):
@@ -251,17 +247,18 @@ def make_run(flags: list[str]) -> train.Run:
             np.arange(0, 10**6 + 1, 125, dtype=np.uint64).tofile(f"{folder}/train.bin.docs")
         run = train.set_up([*flags, "--data", folder, "--max_steps", str(10**9), "--warmup_steps",
                             "0", "--eval_interval", "0", "--save_interval", "0"])
-    run.batches = loader(run.train_data, run.cfg, 0, 10**9, run.micro_batch, 0, 1, run.device,
-                         run.workers)
-    run.monitor, run.stop = Off(), Countdown()
+    ranks = run.ranks
+    run.batches = loader(run.train_data, run.cfg, 0, 10**9, ranks.micro_batch, 0, 1, ranks.device,
+                         ranks.workers)
+    run.monitor, ranks.stop = Off(), Countdown()
     return run
 
 
 def train_steps(run: train.Run, steps: int = 1):
     """Make so many more updates in train.py's own loop."""
-    run.stop.left = steps
-    train.train(run)
-    wait(run.device)
+    run.ranks.stop.left = steps
+    train.train(run, run.batches)
+    wait(run.ranks.device)
 
 
 def train_log(flags: list) -> list[dict]:

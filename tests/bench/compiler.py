@@ -133,19 +133,19 @@ def kernels(flags: list[str]) -> tuple[train.Run, dict[str, list[Kernel]]]:
         if isinstance(optimizer, Muon):
             optimizer.compile()
     run.monitor, found = Phases(), {part: [] for part in PARTS}
-    run.stop = Countdown()
-    run.stop.left = 2
-    train.train(run)
+    run.ranks.stop = Countdown()
+    run.ranks.stop.left = 2
+    train.train(run, run.batches)
 
     def note(kernel):
         if run.monitor.current in found:
             found[run.monitor.current].append(kernel)
 
-    plain, run.stop.left = CachingAutotuner.run, 1
+    plain, run.ranks.stop.left = CachingAutotuner.run, 1
     CachingAutotuner.run = triton(plain, note)
     try:
         with Calls(note):
-            train.train(run)
+            train.train(run, run.batches)
     finally:
         CachingAutotuner.run = plain
     return run, found

@@ -19,7 +19,6 @@ import torch
 
 import data
 from config import Config
-from monitor import add_by_dataset
 from steady.tokens.files import TokenWriter
 from tests.bench.common import (
     Figure,
@@ -111,7 +110,7 @@ def dataset_loss_us() -> float:
     """us inside the addition of one micro-batch's losses by dataset."""
     batch = data.Batch(None, torch.ones(24, 64, dtype=torch.long), source=torch.arange(24) % 2)
     totals, losses = torch.zeros(2, 2), torch.rand(24, 64)
-    add = repeat(partial(add_by_dataset, totals, losses, batch))
+    add = repeat(partial(batch.add_by_dataset, totals, losses))
     return seconds(add, 2000) / 2000 * 1e6
 
 

@@ -40,7 +40,7 @@ from steady.guard import faults
 from steady.tokens.files import write_tokens
 from tests import hosts
 from tests.bench.common import Figure
-from tests.conftest import TINY, column, free_port
+from tests.conftest import TINY, after_updates, column, free_port
 from tools import commands
 
 HANG, STEPS, LOG, SAVE, EVAL = 3, 120, 10, 20, 30
@@ -127,9 +127,9 @@ def plant(plan: dict):
         number = step if place in BETWEEN or place == "after" else step - 1  # updates made
         return bool(runs) and runs[0].step == number and phase() in phases and once()
 
-    def noted(run, plain=train.train):
+    def noted(run, batches, plain=train.train):
         runs[:] = [run]
-        plain(run)
+        plain(run, batches)
 
     def before(owner, name, *phases):
         plain = getattr(owner, name)
@@ -160,9 +160,8 @@ def plant(plan: dict):
         skip = runs and runs[0].step >= step and hasattr(model, "no_sync") and once()
         return plain(self, model, last and not skip)
 
-    def tidy_memory(run, plain=train.tidy_memory):
-        plain(run)
-        if run.step == step and once():
+    def after_update(run):
+        if run.progress.step == step and once():
             runs[:] = [run]
             flip(run, plan["dice"])
 
@@ -186,7 +185,7 @@ def plant(plan: dict):
     elif place == "one exchange more":
         dist.all_reduce = all_reduce
     elif place == "after":
-        train.tidy_memory = tidy_memory
+        after_updates(after_update)
 
 
 def block_in_file():
@@ -223,9 +222,9 @@ def take_memory():
 
 def flip(run, dice: float):
     """One bit of one weight."""
-    names = list(run.parameters)
+    names = list(run.ranks.shards.parameters)
     name = names[int(dice * len(names))]
-    bits = run.parameters[name].data.view(torch.int32).view(-1)
+    bits = run.ranks.shards.parameters[name].data.view(torch.int32).view(-1)
     generator = random.Random(dice)
     bits[generator.randrange(len(bits))] ^= 1 << generator.randrange(31)
     Path("flipped").write_text(name)

@@ -150,12 +150,12 @@ def memory_gb() -> list[float]:
 
 def synchronizations(run: train.Run) -> str:
     """none, or what the first one was; ordinary steps under torch's own check."""
-    if run.device.type != "cuda":
+    if run.ranks.device.type != "cuda":
         return "not a GPU"
-    run.stop.left = 3
+    run.ranks.stop.left = 3
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train.train(run)
+        train.train(run, run.batches)
         return "none"
     except RuntimeError as e:
         return str(e).splitlines()[0]

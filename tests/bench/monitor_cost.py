@@ -9,7 +9,6 @@ both see little noise, but not what the monitor's files cost other threads. Rand
 metrics.jsonl and TensorBoard files in a temporary directory.
 """
 
-import contextlib
 import gc
 import statistics
 import tempfile
@@ -43,17 +42,16 @@ SETTINGS = {  # monitor, log_interval, the share of a step that it may cost
 def with_monitor(run: train.Run, folder: Path, **options) -> train.Run:
     """The run, with train.py's own monitor past its first log, whose files are in `folder`."""
     folder.mkdir(parents=True)
-    run = replace(run, cfg=replace(run.cfg, **options), out_dir=folder)
-    run.monitor = train.make_monitor(run)
+    batches, run = run.batches, replace(run, cfg=replace(run.cfg, **options))
+    flops = train.flops_per_token(run.model, run.cfg, run.cfg.seq_len)
+    run.batches = batches
+    run.monitor = train.Monitor(run.cfg, run.ranks, run.progress, folder, flops)
     empty_steps(run, 1)  # opens TensorBoard
     return run
 
 
 def time_calls(monitor):
-    """From now on, keep in monitor.inside each step and the seconds that its calls take.
-
-    Returns a decorator that counts those of another function as well.
-    """
+    """From now on, keep in monitor.inside each step and the seconds that its calls take."""
     monitor.inside, spent = [], 0.0
 
     def timed(call):
@@ -66,29 +64,23 @@ def time_calls(monitor):
 
         return wrapped
 
-    health, step = monitor.health, timed(monitor.step)
-
-    @contextlib.contextmanager
-    def timed_health(*args):
-        context = health(*args)
-        timed(context.__enter__)()
-        yield
-        timed(context.__exit__)(None, None, None)
+    step = timed(monitor.step)
 
     def timed_step(number, *args):
         nonlocal spent
-        step(number, *args)
+        anomalies = step(number, *args)
         monitor.inside.append((number, spent))
         spent = 0.0
+        return anomalies
 
-    monitor.phase, monitor.add_loss = timed(monitor.phase), timed(monitor.add_loss)
-    monitor.health, monitor.step = timed_health, timed_step
-    return timed
+    for name in ("phase", "add_losses", "before_update", "after_update"):
+        setattr(monitor, name, timed(getattr(monitor, name)))
+    monitor.step = timed_step
 
 
 def block(run: train.Run, steps: int) -> float:
     """Seconds a step of a block that ends at a multiple of 50, where both intervals log."""
-    run.step = -(-(run.step + steps) // 50) * 50 - steps
+    run.progress.step = -(-(run.progress.step + steps) // 50) * 50 - steps
     gc.collect()
     clock = getattr(run.monitor, "clock", None)
     if clock:
@@ -98,22 +90,22 @@ def block(run: train.Run, steps: int) -> float:
 
 def empty_steps(run: train.Run, steps: int):
     """What the loop tells its monitor in so many steps, with no training between."""
-    monitor, parameters = run.monitor, run.parameters
-    batch = run.train_data.batch(0, run.micro_batch).to(run.device)
-    losses, grad_norm = torch.ones(1, 1, device=run.device), torch.ones((), device=run.device)
+    monitor, device, progress = run.monitor, run.ranks.device, run.progress
+    batch = run.train_data.batch(0, run.ranks.micro_batch).to(device)
+    losses, norm = torch.ones(1, 1, device=device), torch.ones((), device=device)
     size = Size(1000, 1000, 1000)
-    for p in parameters.values():
+    for p in run.ranks.shards.parameters.values():
         p.grad = torch.zeros_like(p)
     for _ in range(steps):
         for name in ("data", "forward", "backward"):
             monitor.phase(name)
-        monitor.add_loss(losses[0, 0], losses, batch)
+        monitor.add_losses(losses, batch, run.train_data)
         monitor.phase("optimizer")
-        with monitor.health(run.step + 1, parameters, run.shards.norms):
-            run.step += 1
+        monitor.before_update(progress.step + 1)
+        progress.step += 1
         monitor.phase("other")
-        train.measure_output(run, batch)
-        monitor.step(run.step, 0.0, grad_norm, size)
+        monitor.after_update(run.model, batch)
+        monitor.step(progress.step, 0.0, norm, norm, size)
     run.model.zero_grad()
 
 
@@ -133,9 +125,7 @@ def main(options) -> list[Figure]:
         train_steps(off, 3)
         for name, (mode, interval, _) in SETTINGS.items():
             run = with_monitor(off, Path(folder) / name, monitor=mode, log_interval=interval)
-            timed = time_calls(run.monitor)
-            if mode == "full":  # which is alone in measuring the output
-                train.output_health = timed(train.output_health)
+            time_calls(run.monitor)
             paired[name] = in_turns({"off": partial(block, off, steps),
                                      "on": partial(block, run, steps)}, blocks)
             inside[name], run.monitor.inside = run.monitor.inside, []

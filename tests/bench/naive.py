@@ -41,13 +41,13 @@ class Naive(Off):
         self.profile = None
 
     def phase(self, name):
-        if name == "data" and PROFILER in self.habits and (self.run.step + 1) % 50 == 0:
+        if name == "data" and PROFILER in self.habits and (self.run.progress.step + 1) % 50 == 0:
             self.profile = torch.profiler.profile()
             self.profile.start()
         if name == "optimizer" and GRADIENTS in self.habits:
             self.norms = {name: p.grad.norm().item() for name, p in self.parameters}
 
-    def add_loss(self, loss, losses, batch):
+    def add_losses(self, losses, *_):
         if SAMPLES in self.habits:
             by_dataset = {name: [] for name in DATASETS}
             for i, sample in enumerate(losses.mean(1)):
@@ -65,13 +65,16 @@ class Naive(Off):
         if self.profile:
             self.profile.stop()
             self.profile = None
+        return ()
 
     def close(self):
         self.writer.close()
 
 
 def with_habits(run, habits, folder: Path):
-    run = replace(run, step=49)
+    batches, run = run.batches, replace(run)
+    run.batches = batches
+    run.progress.step = 49
     run.monitor = Naive(run, habits, folder)
     train_steps(run)  # the first profile of a process takes seconds
     return run

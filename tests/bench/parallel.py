@@ -71,16 +71,17 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
 
     def save(run, *args, **options):
         """Time the copy, and a save that waits for the disk, as without a thread."""
-        if run.writer:
-            run.writer.wait()
+        if run.dir.writer:
+            run.dir.writer.wait()
         dist.barrier()
         found.setdefault("stall", []).append(seconds(partial(plain, run, *args, **options)))
-        if run.writer:
-            run.writer.wait()
+        if run.dir.writer:
+            run.dir.writer.wait()
         dist.barrier()
         began = time.perf_counter()
-        if run.writer:
-            state = dict(weights=run.tensors, states=[o.state_dict() for o in run.optimizers])
+        if run.dir.writer:
+            state = dict(weights=run.ranks.shards.tensors,
+                         states=[o.state_dict() for o in run.optimizers])
             checkpoint.write_checkpoint(Path(f"plain{rank}.pt"), state)
         dist.barrier()
         found.setdefault("sync", []).append(time.perf_counter() - began)

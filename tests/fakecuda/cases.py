@@ -156,8 +156,8 @@ def test_an_item_in_the_loop_is_found(go):
 
         update = train.update
 
-        def asking(run):
-            norm = update(run)
+        def asking(*args):
+            norm = update(*args)
             norm.item()
             return norm
 
