@@ -24,6 +24,13 @@ LOG = {
     "synchronize monitor.py gather_values": 1,
     "synchronize steady/watch/clock.py phase": 1,  # what is queued belongs to the steps
 }
+GUARD = {  # skipped steps in a row, at each log but that of a first step
+    "to host steady/guard/guard.py check": 1,
+    "synchronize steady/guard/guard.py check": 1,
+}
+READ = LOG | GUARD
+REPLICAS = {"to pageable host steady/ranks/replicas.py check": 1,
+            "synchronize steady/ranks/replicas.py check": 1}
 PHASE = "synchronize steady/watch/clock.py phase"
 EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize train.py evaluate": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
@@ -94,7 +101,8 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
         if step in (0, last):
             continue
         expected = {BATCH: tensors * (micro_batches + (step == 1))}
-        assert exchanged(counts) == total(expected, LOG if step in logs else {}), step
+        read = total(LOG if step in logs else {}, GUARD if step in logs and step > 1 else {})
+        assert exchanged(counts) == total(expected, read), step
         assert not counts.get("frees") or step == 1, step
 
 
@@ -226,7 +234,7 @@ def test_packed_rows_of_two_ranks(go, way):
                         ranks=2, hook=no_comparison)
     assert VARLEN in printed
     if way == "zero3":
-        assert {step: waited(steps[step]) for step in (2, 3, 8, 9)} == {2: {}, 3: {}, 8: LOG, 9: {}}
+        assert [waited(steps[step]) for step in (2, 3, 8, 9)] == [{}, {}, READ, {}]
 
 
 def test_a_mixture(go, corpus):
@@ -299,18 +307,17 @@ def test_text_from_a_checkpoint(go, tmp_path):
 
 def test_rolling_back(go, tmp_path):
     def hook():
-        import monitor
+        from steady.guard import guard
 
-        gather = monitor.Monitor.gather_values
+        check = guard.Guard.check
 
-        def bad(self, step, nonfinite):
-            row = gather(self, step, nonfinite)
+        def bad(self, step, ended=False):
+            check(self, step, ended)
             if step == 8 and not list(tmp_path.glob("rolled")):
                 (tmp_path / "rolled").touch()
-                self.nonfinite_in_a_row = 99
-            return row
+                raise guard.NotFinite("planted")
 
-        monitor.Monitor.gather_values = bad
+        guard.Guard.check = bad
     printed, steps = go("--save_interval", "6", "--on_nonfinite", "rollback", hook=hook,
                         expect=0)
     assert "step_00000006.pt, on with sample 64" in printed
@@ -341,7 +348,7 @@ def test_two_ranks(go, tmp_path, way):
     steps = go(*flags, ranks=2, hook=no_comparison)[1]
     if way != "ddp":  # which waits in its first steps
         assert {step: waited(steps[step]) for step in (2, 3, 7, 8, 9, 11)} == {
-            2: {}, 3: {}, 7: {}, 8: LOG, 9: {}, 11: {}}
+            2: {}, 3: REPLICAS, 7: {}, 8: READ, 9: REPLICAS, 11: {}}
     printed, _ = go(*flags, "--auto-resume", "--max_steps", "14", ranks=2, hook=no_comparison)
     assert "step_00000012" in printed
 
@@ -350,7 +357,7 @@ def test_ddp_waits_in_its_first_steps_alone(go):
     """torch times the first 10 steps, and would time every 100th."""
     steps = go("--max_steps", "104", "--log_interval", "50", ranks=2, hook=no_comparison)[1]
     later = {step: waited(counts) for step, counts in steps.items() if 12 < step < 104}
-    assert later == {step: LOG if step in (50, 100) else {} for step in later}
+    assert later == {step: READ if step in (50, 100) else {} for step in later}
 
 
 def waited(counts: dict) -> dict:
@@ -395,4 +402,4 @@ def test_compiled_on_two_ranks(go):
                "--sample_interval", "0", ranks=2, hook=hook)[1]
     assert {step: counts["graphs"] for step, counts in steps.items() if counts.get("graphs")} == {
         1: 1 + 2 * 4}
-    assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, LOG, {}]
+    assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, READ, {}]
