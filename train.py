@@ -9,9 +9,9 @@ monitor are one module each; what a fork rarely opens is in steady/.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.ctrl_c import start
+    from steady.guard.ctrl_c import begin
 
-    start("tools.commands:run")
+    begin("train")
 
 import contextlib
 import gc
@@ -479,7 +479,12 @@ def open_run_dir(run: Run):
 
 
 def main(argv: list[str]) -> int:
-    """Train as `argv` says; returns the exit code."""
+    """What `python train.py` does; returns the exit code."""
+    cfg = config.parse(argv)
+    if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate:
+        from tools.verify import look
+
+        return look(argv, cfg, main, make_optimizers)
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
@@ -548,3 +553,7 @@ def train_with_recovery(run: Run) -> str:
     if run.dir.writer:
         run.dir.writer.close(copy=not ranks.stop.signal)  # after a signal, time is short
     return report
+
+
+if __name__ == "__main__":
+    faults.run(main)

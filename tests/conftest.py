@@ -33,7 +33,6 @@ from steady.checkpoints import run_dir as rundir  # noqa: E402
 from steady.guard import faults  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
 from steady.watch import clouds  # noqa: E402
-from tools import commands  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
 # times slower on two cores.
@@ -124,7 +123,7 @@ def run(corpus, tmp_path, monkeypatch):
         if script is None:
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = faults.exit_code(commands.main, flags)
+                code = faults.exit_code(train.main, flags)
             tidy()
             assert code == expect, output.getvalue()
             return output.getvalue()
@@ -187,7 +186,7 @@ def after_updates(do, put=setattr):
 
 def main(argv):
     """What `python train.py` does, for scripts that change something first."""
-    faults.leave(faults.exit_code(commands.main, argv))
+    faults.leave(faults.exit_code(train.main, argv))
 
 
 def free_port() -> int:
@@ -238,7 +237,7 @@ class Process:
                                    MASTER_PORT=str(port))
             if hook:
                 hook()
-            code = faults.exit_code(commands.main, [*map(str, flags)])
+            code = faults.exit_code(train.main, [*map(str, flags)])
         except Exception:
             traceback.print_exc()
         finally:

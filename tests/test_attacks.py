@@ -312,7 +312,7 @@ def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
         "from steady.guard import faults\n"
         "faults.prepare_process()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "from tools.commands import main\n"
+        "from train import main\n"
         "faults.leave(faults.exit_code(main, sys.argv[1:]))\n"
     )
     flags = [*TINY, "--data", str(corpus), "--out_dir", "r", "--save_interval", "0"]

@@ -24,7 +24,7 @@ from steady.checkpoints import checkpoint
 from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
 from steady.guard import faults
 from steady.options import typed
-from tools import commands
+from tools import verify
 from tools.report import main as report_command
 
 
@@ -418,7 +418,7 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
     run("--out_dir", "whole", "--save_interval", 6)
     monkeypatch.setattr(train, "train_with_recovery", lambda run: "")
     monkeypatch.setattr(train, "show_sample", lambda run, title: None)
-    monkeypatch.setattr(commands, "verify_resume", lambda argv, cfg: 0)
+    monkeypatch.setattr(verify, "verify_resume", lambda *_: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of stdlib, made once
     kinds = ["flags", "flags", "flags", "yaml", "tokens", "checkpoint"]
     for number in range(300):
@@ -444,7 +444,7 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
-                code = faults.exit_code(commands.main, flags)
+                code = faults.exit_code(train.main, flags)
             except SystemExit as e:
                 code = e.code
         printed = output.getvalue()

@@ -34,8 +34,8 @@ from steady.guard import faults
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
 from steady.tokens.files import byte_tokenizer
-from tools import commands, prepare
 from tools import generate as generation
+from tools import prepare
 
 SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
@@ -486,7 +486,7 @@ def run_of_60_steps(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "r"
     flags = [*TINY, "--data", str(corpus), "--out_dir", str(folder), "--max_steps", "60"]
     with contextlib.redirect_stdout(io.StringIO()):
-        assert faults.exit_code(commands.main, flags) == 0
+        assert faults.exit_code(train.main, flags) == 0
     return folder
 
 

@@ -17,18 +17,36 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import Config
+from config import Config, resolve
+from data import load_data
 from model import Transformer, flops_per_token
 from steady.guard.memory import micro_batch_size
 from steady.models import layers
-from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, takes_varlen
-from steady.models.huggingface import adapt
+from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_varlen
+from steady.models.huggingface import adapt, config_from_hf
+from steady.options import ConfigError
 from steady.ranks.parallel import Shards, local_part
 from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
 from steady.watch.sinks import duration
 
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
+
+
+def estimate_run(cfg: Config, make_optimizers) -> str:
+    """What the run will need. Allocates nothing; reads the data only for vocabulary and epochs."""
+    if cfg.init_from:
+        cfg = config_from_hf(cfg)
+    cfg = resolve(cfg)
+    if cfg.model == "transformers":
+        raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
+                          "module; only steady's Transformer can be estimated")
+    if cfg.vocab_size is None or cfg.epochs:
+        load_data(cfg)
+    # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
+    precision = "bf16" if cfg.precision == "auto" else cfg.precision
+    dtype = pick_dtype(precision, torch.device("cpu"))
+    return report(cfg, cfg.world_size, dtype, make_optimizers)
 
 
 class Live(TorchDispatchMode):

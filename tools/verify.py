@@ -1,11 +1,10 @@
-"""python train.py --check_checkpoints RUN, --verify_resume K: valid files, exact resume?"""
+"""Flags of train.py that only look or test: --check_checkpoints, --verify_resume, --estimate."""
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-import train
 from config import Config
 from steady.checkpoints.checkpoint import (
     best_checkpoint,
@@ -18,6 +17,20 @@ from steady.checkpoints.checkpoint import (
 )
 from steady.options import ConfigError
 from steady.ranks.ranks import rank_and_world
+
+
+def look(argv: list[str], cfg: Config, train, make_optimizers) -> int:
+    """Do what one of these flags says; returns the exit code. train: train.py's `main`."""
+    if cfg.check_checkpoints:
+        text, valid = check_checkpoints(Path(cfg.check_checkpoints))
+        print(text)
+        return 0 if valid else 1
+    if cfg.verify_resume:
+        return verify_resume(argv, cfg, train)
+    from tools.estimate import estimate_run
+
+    print(estimate_run(cfg, make_optimizers))
+    return 0
 
 
 def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
@@ -48,7 +61,7 @@ COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best
             "spikes")
 
 
-def verify_resume(argv: list[str], cfg: Config) -> int:
+def verify_resume(argv: list[str], cfg: Config, train) -> int:
     """Train 2 K steps, then K again from the checkpoint of step K; 0 if both end the same.
 
     Both are real runs of this program with these flags, in a temporary directory.
@@ -66,11 +79,11 @@ def verify_resume(argv: list[str], cfg: Config) -> int:
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        code = train.main([*argv, *flags, f"--out_dir={straight}"])
+        code = train([*argv, *flags, f"--out_dir={straight}"])
         if code:
             return code
         middle = checkpoint_at(straight / "checkpoints", k)
-        code = train.main([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
+        code = train([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
         if code or rank:
             return code
         one, two = (read_state(checkpoint_at(run / "checkpoints", 2 * k))

@@ -11,16 +11,27 @@ import threading
 import time
 
 
-def start(main: str):
-    """Import `main`, a "module:function", and end the process with its exit code."""
+def begin(name: str = ""):
+    """Call before what takes long to import.
+
+    name: by which tools import the file that runs: a second copy would have classes of its own.
+    """
+    if name:
+        sys.modules[name] = sys.modules["__main__"]
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, interrupted)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: or the next file opened would take its place
-            setattr(sys, name, open(os.devnull, mode))
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
+            setattr(sys, stream, open(os.devnull, mode))
+    stop_with_torchrun()
+
+
+def start(main: str):
+    """Import `main`, a "module:function", and end the process with its exit code."""
     import pkgutil
 
-    stop_with_torchrun()
+    begin()
+
     sys.exit(pkgutil.resolve_name(main)(sys.argv[1:]))
 
 

@@ -214,6 +214,12 @@ def autopsy(run, step: int, rank: int) -> dict:
 early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
 
 
+def run(main):
+    """End the process with the exit code of `main`, called with the command line."""
+    prepare_process()
+    leave(exit_code(main, sys.argv[1:]))
+
+
 def prepare_process():
     """Call first: output may lose its terminal, and SIGUSR1 may come before there is a run."""
     sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)

@@ -41,7 +41,6 @@ from steady.tokens.files import write_tokens
 from tests import hosts
 from tests.bench.common import Figure
 from tests.conftest import TINY, after_updates, column, free_port
-from tools import commands
 
 HANG, STEPS, LOG, SAVE, EVAL = 3, 120, 10, 20, 30
 FLAGS = [*TINY, "--batch_size", 12, "--max_steps", STEPS, "--log_interval", LOG, "--save_interval",
@@ -86,7 +85,7 @@ def worker(folder: str, plan: dict, flags: list):
     note_steps(rank)
     if plan.get("rank") == rank and plan.get("work"):
         plant(plan)
-    code = faults.exit_code(commands.main, [*map(str, flags)])
+    code = faults.exit_code(train.main, [*map(str, flags)])
     sys.stdout.flush()
     if code or plan.get("leave"):
         os._exit(code)

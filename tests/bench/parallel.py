@@ -28,7 +28,7 @@ import train
 from steady.checkpoints import checkpoint, state
 from steady.guard import faults
 from tests.bench.common import Figure, compare, in_turns, random_tokens, seconds
-from tools import commands, estimate
+from tools import estimate
 
 LARGE = ["--n_layer", "10", "--n_head", "8", "--n_kv_head", "8", "--d_model", "1024", "--d_ff",
          "2816", "--vocab_size", "8000"]
@@ -65,7 +65,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
     if what == "peak":  # loads the libraries
         with contextlib.redirect_stdout(io.StringIO()):
             tiny = ["--d_model", "64", "--d_ff", "64", "--n_layer", "1", "--vocab_size", "2000"]
-            assert faults.exit_code(commands.main, [*flags, *tiny, "--out_dir", "tiny"]) == 0
+            assert faults.exit_code(train.main, [*flags, *tiny, "--out_dir", "tiny"]) == 0
         os.environ["MASTER_PORT"] = str(ports[1])
     before = status("VmRSS")
 
@@ -92,7 +92,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if what == "largest":
             largest = stack.enter_context(Largest())
-        assert faults.exit_code(commands.main, [*flags, "--out_dir", "r"]) == 0
+        assert faults.exit_code(train.main, [*flags, "--out_dir", "r"]) == 0
         if what == "largest":
             found["largest"] = largest.most
     if rank == 0:

@@ -294,9 +294,10 @@ def test_text_from_a_checkpoint(go, tmp_path):
     go("--out_dir", tmp_path / "r", "--save_interval", "12")
 
     def hook():
-        from tools import commands, generate
+        import train
+        from tools import generate
 
-        commands.main = generate.main
+        train.main = generate.main
 
     _, steps = go("generate", tmp_path / "r", "--device", "cuda", bare=True, hook=hook)
     # every token is printed, and asked whether it is the last: here, each of them is

@@ -94,9 +94,8 @@ def stand_in_for_cudnn() -> torch.library.Library:
 def watch(path: Path, memory: int = 80 * 10**9):
     """Watch the run that this process is about to make; writes JSON to `path` at its end."""
     import train
-    from tools import commands
-
-    found, main, seed = Watch(memory), commands.main, train.seed_everything
+    
+    found, main, seed = Watch(memory), train.main, train.seed_everything
     plain_list = torch.Tensor.tolist
 
     def tolist(self):
@@ -116,4 +115,4 @@ def watch(path: Path, memory: int = 80 * 10**9):
             found.write(path)
 
     torch.Tensor.tolist = tolist
-    train.seed_everything, commands.main = seed_everything, watched
+    train.seed_everything, train.main = seed_everything, watched

@@ -26,7 +26,6 @@ from steady.guard import faults
 from steady.tokens.files import write_tokens
 from steady.watch.report import report
 from tests.bench.diagnosis import BATCH, FLAGS, after
-from tools import commands
 
 AT, STEPS = 300, 600
 PLANTS = {  # name → (a function, the seconds that each call of it takes longer)
@@ -52,7 +51,7 @@ def watched(name: str):
             traceml.trace_step(run.model))))
     after(train, "update", lambda *_: traced.close())
     flags = [*FLAGS, "--max_steps", STEPS, "--data", "."]
-    assert faults.exit_code(commands.main, list(map(str, flags))) == 0
+    assert faults.exit_code(train.main, list(map(str, flags))) == 0
 
 
 def main(names: list[str]):
