@@ -211,15 +211,6 @@ class Config:
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
         "full: also norms and updates of each layer, entropy of the output")
-    health_interval: int | None = option(
-        None, "steps between what only full measures (default: log_interval)", at_least=0)
-    memory_interval: int | None = option(
-        None, "steps between memory rows (default: each log, at most four times a second)",
-        at_least=0)
-    loss_by_dataset: bool = option(True, "log the loss of each dataset of a mixture as well")
-    window_size: int = option(
-        100, "newest steps, at most, for the median and the 95th percentile of step times, and to "
-        "compare spikes with", at_least=1)
     verbose: bool = option(False, "show all phases in the log line, and which Python objects grow")
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of a device that is not known, for MFU and --estimate", above=0)

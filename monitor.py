@@ -81,14 +81,14 @@ class Monitor:
                 event["said"] = event.get("said") or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         # an autopsy takes all ranks where they hold shards
-        self.anomalies = AnomalyDetector(cfg.window_size, bool(out_dir) or ranks.shards.size > 1)
+        self.anomalies = AnomalyDetector(bool(out_dir) or ranks.shards.size > 1)
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
         self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
         self.mixture, self.dataset_totals = None, None  # [2, datasets]: losses and targets
         # time
-        self.clock = Clock(device, cfg.window_size, cfg.monitor != "off")
+        self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.read_step = Machine(device), start_step
 
@@ -106,17 +106,13 @@ class Monitor:
         total, total_weight = self.gathered.get(name, (0, 0))
         self.gathered[name] = total + value, total_weight + weight
 
-    def due(self, step: int, every: int | None = None) -> bool:
-        """Whether a measurement made every so many steps (None: at each log) is due in this one.
-
-        It always is in the first step of a process and the last step of the run, unless it is off.
-        """
-        every = self.cfg.log_interval if every is None else every
-        return due(step, every, self.first_step, self.cfg.max_steps)
+    def due(self, step: int) -> bool:
+        """Whether this step is logged: also the first of a process and the last of the run."""
+        return due(step, self.cfg.log_interval, self.first_step, self.cfg.max_steps)
 
     def add_losses(self, losses: Tensor, batch, mixture):
         """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
-        if self.cfg.loss_by_dataset and self.cfg.monitor != "off" and len(mixture.datasets) > 1:
+        if self.cfg.monitor != "off" and len(mixture.datasets) > 1:
             if self.dataset_totals is None:
                 self.mixture = mixture
                 self.dataset_totals = torch.zeros(2, len(mixture.datasets), device=self.device)
@@ -124,7 +120,7 @@ class Monitor:
 
     def before_update(self, step: int):
         """With `full`, if it is due: keep the weights, to know the size of the update."""
-        if self.cfg.monitor == "full" and self.due(step, self.cfg.health_interval):
+        if self.cfg.monitor == "full" and self.due(step):
             self.update = Update(self.ranks.shards, self.log)
 
     def after_update(self, model: nn.Module, batch):
@@ -247,8 +243,7 @@ class Monitor:
             return {}
         row = self.machine.read(step - self.read_step)
         self.read_step = step
-        every = self.cfg.memory_interval
-        if self.due(step, every) if every is not None else self.machine.looked:
+        if self.machine.looked:
             row |= self.resources.read()
         return row | self.goodput.row()
 

@@ -471,12 +471,6 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
     assert found[16] == pytest.approx(16 * 8 * 0.75 / 93)
     val = [column(tmp_path / "r", f"val/loss{n}")[16] for n in ("", "/a", "/b")]
     assert val[0] == pytest.approx(0.75 * val[1] + 0.25 * val[2], rel=0.1) and val[1] < val[2]
-    if ranks == 2:
-        return
-    run(*flags, "--out_dir", "off", "--micro_batch_size", 2, "--no_loss_by_dataset", ranks=ranks)
-    assert column(tmp_path / "off", "train/loss/a") == {}
-    off = column(tmp_path / "off", "train/loss")
-    assert off == pytest.approx(both, rel=1e-5)
 
 
 def test_a_small_dataset_is_not_left_out():

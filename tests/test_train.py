@@ -45,6 +45,7 @@ from steady.models import device as devices
 from steady.ranks import parallel
 from steady.ranks.muon import Muon
 from steady.tokens.files import TokenWriter
+from steady.watch import anomalies
 from tools import prepare
 
 
@@ -807,10 +808,10 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
 
 
 def test_full_measures_the_health_of_each_layer(run, tmp_path):
-    run("--out_dir", "r", "--monitor", "full", "--optimizer", "adamw", "--health_interval", 6,
-        "--memory_interval", 8, "--weight_decay", 0, "--warmup_steps", 0)
+    run("--out_dir", "r", "--monitor", "full", "--optimizer", "adamw", "--weight_decay", 0,
+        "--warmup_steps", 0)
     found = {row["step"]: row for row in rows(tmp_path / "r") if "perf/step_ms" in row}
-    row = found[8]  # its health is that of step 6, the newest that was due
+    row = found[8]
     groups = {"embedding", "blocks.0", "blocks.1", "norm", "head"}
     for name in ("grad_norm", "param_norm", "update_ratio"):
         parts = {k.rsplit("/", 1)[1]: v for k, v in row.items() if k.startswith(f"health/{name}/")}
@@ -822,8 +823,8 @@ def test_full_measures_the_health_of_each_layer(run, tmp_path):
     moved = found[1]["health/update_ratio/head"] * found[1]["health/param_norm/head"]
     assert moved == pytest.approx(1.5e-2 * math.sqrt(257 * 32), rel=0.02)
     assert 0 < row["health/output_entropy"] <= math.log(257)
-    assert 0 < row["health/output_top1"] < 1 and "health/param_norm" not in found[4]
-    assert [step for step, row in found.items() if "memory/open_files" in row] == [1, 8, 12]
+    assert 0 < row["health/output_top1"] < 1
+    assert all("health/param_norm" in row for row in found.values())
     plain = tmp_path / "plain"
     run("--out_dir", plain, "--optimizer", "adamw", "--weight_decay", 0, "--warmup_steps", 0)
     # measuring changes nothing
@@ -865,8 +866,9 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, caps
         return data.Batch(torch.randint_like(found[0].int(), 257)) if start == 8 * 60 else found
 
     monkeypatch.setattr(data.Mixture, "batch", batch)
+    monkeypatch.setattr(anomalies, "WINDOW", 30)
     output = run("--max_steps", 80, "--log_interval", 20, "--out_dir", "r", "--optimizer", "adamw",
-               "--learning_rate", 3e-3, "--window_size", 30)
+               "--learning_rate", 3e-3)
     spikes = [row for row in rows(tmp_path / "r") if "anomaly" in row]
     assert {row["anomaly"] for row in spikes} >= {"loss spike"}
     assert all(row["step"] == 61 and row["positions"] == [480, 488] for row in spikes)

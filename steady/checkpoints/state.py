@@ -132,11 +132,14 @@ def load_checkpoint(run, path: Path) -> dict:
     for optimizer, saved, names in zip(
         run.optimizers, state["optimizers"], state["optimizer_names"], strict=True
     ):
-        if parameter_names(run, optimizer) != names:
-            raise ConfigError(f"{path}: its optimizer holds other parameters, or in another order")
+        mine = parameter_names(run, optimizer)
+        if set(mine) != set(names):
+            raise ConfigError(f"{path}: its optimizer holds other parameters")
+        by_name = {names[i]: each for i, each in saved["state"].items()}
+        state_of_mine = {i: by_name[name] for i, name in enumerate(mine) if name in by_name}
         # Learning rate, decay and betas are those of this run's flags, not the saved ones.
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict(saved | {"param_groups": groups})
+        optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
     for name in vars(progress):
@@ -212,8 +215,10 @@ def refuse_changes(run, path: Path, state: dict):
     compared = weights + fixed_options(cfg, "function")
     if not cfg.eval_only:
         compared += fixed_options(cfg, "trajectory")
-    changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
-               if name in saved and saved[name] != getattr(cfg, name)}
+    # an option that is newer than the checkpoint was off: its default
+    was = dataclasses.asdict(type(cfg)()) | saved
+    changed = {name: f"{was[name]} -> {getattr(cfg, name)}" for name in compared
+               if was[name] != getattr(cfg, name)}
     if state.get("tokenizer") != data.tokenizer:
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:

@@ -11,6 +11,7 @@ from steady.watch.sinks import quantile
 # A spike is above the median by this factor and by ten robust standard deviations.
 SPIKE_FACTOR = {"loss": 1.2, "gradient": 3.0}
 MIN_VALUES = 20  # needed to know the median
+WINDOW = 100  # finite values that a new one is compared with
 
 
 @dataclass
@@ -45,13 +46,12 @@ class Anomaly:
 class AnomalyDetector:
     """Examines the losses and gradient norms of each log interval.
 
-    window_size: how many finite values a new one is compared with.
     report: whether to return anomalies, as on rank 0, or only to keep the medians up to date.
     """
 
-    def __init__(self, window_size: int, report: bool):
+    def __init__(self, report: bool):
         self.report = report
-        self.recent = {name: deque(maxlen=window_size) for name in SPIKE_FACTOR}
+        self.recent = {name: deque(maxlen=WINDOW) for name in SPIKE_FACTOR}
         self.not_finite_since, self.not_finite_steps = None, 0
 
     def add(self, step: int, losses: np.ndarray, norms: np.ndarray, bad: np.ndarray,

@@ -12,21 +12,22 @@ import torch
 
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
 
+WINDOW = 100  # newest steps, at most, that median and 95th percentile are of
+
 
 class Clock:
     """Times phases and steps from one log to the next.
 
-    current, since: the phase now, and the time.perf_counter() at which it began. newest: steps, at
-    most, that median and 95th percentile are of. by_phase: whether phases are to be reported, for
-    which a GPU is sampled.
+    current, since: the phase now, and the time.perf_counter() at which it began. by_phase: whether
+    phases are to be reported, for which a GPU is sampled.
     """
 
-    def __init__(self, device: torch.device, newest: int, by_phase: bool):
+    def __init__(self, device: torch.device, by_phase: bool):
         self.device = device
         self.current, self.since = "other", time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
-        self.window_ms = deque(maxlen=newest)  # of the newest steps since the last log
+        self.window_ms = deque(maxlen=WINDOW)  # of the newest steps since the last log
         self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.events = DeviceTimes() if device.type == "cuda" and by_phase else None
 

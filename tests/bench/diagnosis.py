@@ -254,7 +254,7 @@ def carry_out(cause: str, run: int, folder: Path) -> dict:
             plant()
 
     began, busy = time.perf_counter(), busy_seconds()
-    long = ["--max_steps", 10**6, "--memory_interval", LOG] if where == R else []
+    long = ["--max_steps", 10**6] if where == R else []
     process = Process(folder, [*FLAGS, *long, "--data", folder.parent], hook)
     try:
         if setting == "wobbling":

@@ -8,7 +8,6 @@ padding, a second. Then what the loader alone hands out, the waste for other win
 loss of each dataset of a mixture costs.
 """
 
-import statistics
 import tempfile
 from collections import deque
 from functools import partial
@@ -24,8 +23,6 @@ from tests.bench.common import (
     Figure,
     compare,
     in_turns,
-    logged_step_ms,
-    random_tokens,
     repeat,
     seconds,
     train_log,
@@ -94,18 +91,6 @@ def print_windows(folder: Path):
     print()
 
 
-def dataset_loss_percent(folder: Path) -> list[float]:
-    """Per cent of a step that the losses by dataset cost at log_interval 10, of pairs of runs."""
-    sources = [folder / name / "train.bin" for name in ("a", "b")]
-    for source in sources:
-        random_tokens(source, 500_000, 257)
-    flags = ["--data", *sources, "--vocab_size", 257, "--max_steps", 60, "--log_interval", 10,
-             "--no_tensorboard"]
-    ms = in_turns({switch: partial(logged_step_ms, [*flags, switch])
-                   for switch in ("--loss_by_dataset", "--no_loss_by_dataset")}, 6)
-    return [100 * (on / off - 1) for on, off in zip(*ms.values(), strict=True)]
-
-
 def dataset_loss_us() -> float:
     """us inside the addition of one micro-batch's losses by dataset."""
     batch = data.Batch(None, torch.ones(24, 64, dtype=torch.long), source=torch.arange(24) % 2)
@@ -124,10 +109,7 @@ def main(options) -> list[Figure]:
               "20 rows in micro-batches of 10")
         padded = {kind: load_alone(folder, kind) for kind in KINDS}
         print_windows(folder)
-        costs = [0.0] if options.quick else dataset_loss_percent(Path(place))
-    print(f"loss by dataset: {statistics.median(costs):+.2f} % of a step, paired "
-          f"({min(costs):+.2f} to {max(costs):+.2f}); {dataset_loss_us():.0f} us inside "
-          "for each micro-batch")
+    print(f"loss by dataset: {dataset_loss_us():.0f} us for each micro-batch")
     figures, reference = [], rates.pop("fixed")
     for kind, rate in rates.items():
         figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,

@@ -120,7 +120,7 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
     ["--skip_spikes", "6"],
     ["--check_replicas_interval", "3"],
     ["--monitor", "full"],
-    ["--monitor", "full", "--health_interval", "3", "--precision", "fp16"],
+    ["--monitor", "full", "--precision", "fp16"],
     ["--monitor", "off"],
     ["--num_workers", "2"],
 ], ids=" ".join)
@@ -216,16 +216,15 @@ def test_packing(go, flags, attention):
 
 
 def test_evaluation_and_health_of_packed_rows(go):
-    _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full",
-                  "--health_interval", "5")
+    _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full")
     assert exchanged(steps[2]) == {BATCH: 3}
     found = exchanged(steps[3])
     del found[COPIED]  # a new best is saved
     n = found.pop(PAGEABLE_BATCH)
     assert found == total({BATCH: 3}, EVALUATION, SAVE) and n % 3 == 0
     assert flash_kernels(steps[3]) == (LAYERS * (1 + n // 3), LAYERS)
-    assert exchanged(steps[5]) == {BATCH: 3}
-    assert flash_kernels(steps[5]) == (2 * LAYERS, LAYERS)  # one more for the output
+    assert exchanged(steps[4]) == total({BATCH: 3}, READ)
+    assert flash_kernels(steps[4]) == (2 * LAYERS, LAYERS)  # one more for the output
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
@@ -260,7 +259,7 @@ def test_large_models(go, corpus, tmp_path, flags):
     printed, steps = go(
         *flags, "--data", corpus, "--seq_len", "512", "--device", "cuda", "--no_compile",
         "--max_steps", "4", "--log_interval", "1", "--eval_interval", "0", "--save_interval", "0",
-        "--no_tensorboard", "--num_workers", "0", "--memory_interval", "1",
+        "--no_tensorboard", "--num_workers", "0",
         "--out_dir", tmp_path / "r", bare=True)
     assert "bf16, cudnn attention" in printed
     assert 1 < column(tmp_path / "r", "memory/peak_gb")[4] < 20
