@@ -69,17 +69,17 @@ class Config:
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
                        below=2**63, fixed="trajectory")
     eval_only: bool = option(
-        False, "only evaluate the weights of --resume or --init_from on the validation data",
+        False, "evaluate the weights of --resume or --init_from and exit",
         saved=False)
     check_checkpoints: str | None = option(
-        None, "only list the checkpoints of this run directory and whether they are valid",
+        None, "verify the checkpoints of RUN and exit",
         saved=False, metavar="RUN")
     verify_resume: int = option(
-        0, "only test this configuration: train 2 K steps, then K, resume and K more, and compare "
-        "every tensor", saved=False, metavar="K", at_least=0)
+        0, "train 2 K steps, then K, resume for K more, compare every tensor and exit",
+        saved=False, metavar="K", at_least=0)
     estimate: bool = option(
-        False, "only say what memory, communication and time this run will need")
-    mfu: float = option(0.4, "share of the peak that --estimate assumes", above=0, at_most=1)
+        False, "print estimated memory, communication and time, then exit")
+    mfu: float = option(0.4, "MFU assumed by --estimate", above=0, at_most=1)
 
     data: list[str] = option(
         ["stdlib"], "token files or folders to train on, each PATH[:WEIGHT]; 'stdlib' is Python's "
@@ -100,23 +100,25 @@ class Config:
         32, "steps whose documents are sorted by length, so that a step has similar lengths and "
         "little padding; 0 leaves them in random order", at_least=0, fixed="trajectory")
     num_workers: str = option(
-        "auto", "loader processes of each rank; auto, which measured best, is 0 on a CPU",
+        "auto", "loader processes per rank; auto is 0 on a CPU, which measured best there",
         metavar="N")
-    pin_memory: bool = option(True, "copy batches to CUDA from page-locked memory")
+    pin_memory: bool = option(True, "pin the memory that batches are copied to CUDA from")
     prefetch_factor: int = option(
-        2, "micro-batches that each loader process keeps ready", at_least=1, at_most=1000)
+        2, "micro-batches prefetched by each loader process", at_least=1, at_most=1000)
 
     init_from: str | None = option(
-        None, "start from these weights: a Hugging Face folder, a name on the hub, or a run",
+        None, "initial weights: a Hugging Face folder, a name on the hub, or a run",
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model of the hub", saved=False, command_line=True)
     lora_rank: int = option(
-        0, "rank of adapters on frozen weights; 0: off", at_least=0, at_most=2**16, fixed="weights")
+        0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0, at_most=2**16,
+        fixed="weights")
     lora_alpha: float | None = option(
-        None, "adapters count this / lora_rank (default: 2 lora_rank)", above=0, fixed="function")
+        None, "LoRA scale is lora_alpha / lora_rank (default: 2 lora_rank)", above=0,
+        fixed="function")
     lora_targets: list[str] = option(
-        ["all-linear"], "layers to adapt, by the ends of their names: q_proj, ...", fixed="weights")
+        ["all-linear"], "layers to adapt, by name suffix: q_proj, ...", fixed="weights")
     resize_embeddings: bool = option(
         False, "add embedding rows for new token ids to --init_from, each the mean of the old ones")
     model: Literal[(*MODELS, "transformers")] = option(
@@ -163,17 +165,16 @@ class Config:
         None, "optimizer steps in the whole run (default: 1000)", group="optimization", at_least=1,
         at_most=10**12)
     epochs: int | None = option(
-        None, "in place of max_steps: passes over the data, as many samples as all of it has",
+        None, "passes over the data, in place of max_steps",
         at_least=1, at_most=10**6, saved=False)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same; auto tries powers of two (default: as large as batch_size allows, up to "
-        "16,384 tokens)", metavar="N")
+        "stays the same; auto tries powers of two (default: up to 16,384 tokens)", metavar="N")
     optimizer: Literal["adamw", "muon"] | None = option(
-        None, "muon is for the blocks' matrices, with AdamW (default: muon; --init_from: adamw)")
+        None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
         None, "peak learning rate (default: from --model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
@@ -184,19 +185,20 @@ class Config:
     decay_fraction: float = option(
         0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
     weight_decay: float = option(
-        0.1, "decoupled weight decay, of the blocks' matrices alone", at_least=0)
+        0.1, "decoupled weight decay, on 2-D block weights only", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
     grad_clip: float = option(
-        1.0, "largest global gradient norm; 0 switches clipping off", at_least=0)
+        1.0, "global gradient norm to clip to; 0: off", at_least=0)
     on_nonfinite: Literal["skip", "rollback", "abort"] = option(
-        "skip", "after max_nonfinite non-finite steps in a row, each of which is skipped: keep "
-        "skipping; rollback to the newest checkpoint and go on with later samples; or abort")
+        "skip", "after max_nonfinite consecutive non-finite steps, all skipped: keep skipping, "
+        "rollback to the newest checkpoint and go on with later samples, or abort")
     max_nonfinite: int = option(
-        10, "non-finite steps in a row that are tolerated; checked at each log", at_least=1)
-    skip_spikes: float = option(0.0, "skip a step whose loss or gradient norm is so many standard "
-                                "deviations above the last 128; 0 is never", at_least=0)
-    detect_anomaly: bool = option(False, "name the operation whose gradient is NaN; very slow")
+        10, "consecutive non-finite steps before --on_nonfinite acts; checked at each log",
+        at_least=1)
+    skip_spikes: float = option(0.0, "skip steps whose loss or gradient norm is this many standard "
+                                "deviations above the last 128; 0: never", at_least=0)
+    detect_anomaly: bool = option(False, "find the operation whose gradient is NaN; very slow")
 
     log_interval: int = option(
         50, "steps between log lines", group="logs and evaluation (intervals in steps; 0 is never)",
@@ -205,15 +207,16 @@ class Config:
     eval_steps: int = option(
         64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
         at_least=0)
-    patience: int = option(0, "end the run after so many evaluations in a row without a new best "
-                           "loss; 0 is never", at_least=0)
+    patience: int = option(0, "stop after this many evaluations in a row without a new best "
+                           "loss; 0: never", at_least=0)
     sample_interval: int = option(0, "steps between samples of generated text", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
-        "full: also norms and updates of each layer, entropy of the output")
-    verbose: bool = option(False, "show all phases in the log line, and which Python objects grow")
+        "full: also norms and updates per layer, entropy of the output")
+    verbose: bool = option(
+        False, "show all phases in the log line, and which types of Python objects grow")
     peak_tflops: float | None = option(
-        None, "peak TFLOP/s of a device that is not known, for MFU and --estimate", above=0)
+        None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
         None, "their folder (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
@@ -225,7 +228,7 @@ class Config:
         100, "steps between checkpoints, and one at the end",
         group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(
-        3, "newest checkpoints to keep, besides the best one", at_least=1)
+        3, "newest checkpoints to keep, besides the best", at_least=1)
     keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
     backup_to: str | None = option(
         None, "also copy checkpoints and logs to this URL: file://, s3://, whatever fsspec knows",
@@ -236,21 +239,22 @@ class Config:
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option(
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
-        "auto", "autocast type of the forward pass; auto is bf16 where the hardware multiplies it")
-    float8: bool = option(False, "products of the blocks' linear layers in float8 (H100 and later)")
+        "auto", "autocast dtype; auto is bf16 where the hardware supports it")
+    float8: bool = option(False, "matrix products of the blocks in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
-        "ddp", "devices divide nothing; gradients and optimizer (zero2); weights as well (zero3)")
-    shard_size: int = option(0, "devices that divide one copy of the model; 0 is all", at_least=0)
+        "ddp", "replicate everything (ddp), shard gradients and optimizer (zero2), shard weights "
+        "too (zero3)")
+    shard_size: int = option(0, "ranks per model copy (0: all)", at_least=0)
     cache_clear_interval: int = option(
         100, "steps between clearings of CUDA's allocator cache", at_least=0)
     hang_seconds: int = option(
-        300, "seconds without progress after which the stuck rank is named and the run ends; six "
-        "times as long at the start and between steps; 0 is never", at_least=0, at_most=10**7)
+        300, "seconds without progress before the stuck rank is named and the run ends; six times "
+        "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
-        0, "steps between comparisons of weights among ranks that should hold the same", at_least=0)
+        0, "steps between checks that replicas hold the same weights; 0: never", at_least=0)
     world_size: int = option(
-        1, "devices, for --estimate alone (else torchrun's --nproc_per_node)", at_least=1)
+        1, "number of devices, for --estimate only (else torchrun's --nproc_per_node)", at_least=1)
 
 
 def train_parser():

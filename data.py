@@ -47,7 +47,7 @@ class Batch(NamedTuple):
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
         """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned.
 
-        rows: how many are not surplus; the targets of the others are ignored.
+        rows: how many are not dummies; the targets of the others are ignored.
         """
         on = device if device.type == "cuda" else "cpu"  # narrow ids cross the bus: widened there
         batch = Batch(*(x if x is None else x.to(on, non_blocking=True) for x in self))
@@ -278,7 +278,7 @@ class Mixture:
     def share(start, n, rank, world_size):
         """(begin, end) of a rank's share of the n positions from `start` on; also of arrays.
 
-        Shares differ by one at most. Where the last micro-batch has more rows, these are surplus.
+        Shares differ by one at most. Where the last micro-batch has more rows, these are dummies.
         """
         return start + n * rank // world_size, start + n * (rank + 1) // world_size
 
@@ -332,7 +332,7 @@ class Mixture:
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
     def rows(self, start: int, stop: int, end: int) -> Batch:
-        """As `batch`, but from position `end` on, rows are surplus: copies of the sample before."""
+        """As `batch`, but from position `end` on, rows are dummies: copies of the sample before."""
         first = min(start, end - 1)
         batch = self.batch(first, min(stop, end))
         if stop > end:
@@ -453,7 +453,7 @@ def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size:
                  device: torch.device):
     """Yields this rank's share of the first n samples, at most one epoch.
 
-    Every rank yields the same number of micro-batches; surplus rows are masked.
+    Every rank yields the same number of micro-batches; dummy rows are masked.
     """
     n = min(n, data.n_samples)
     for start in range(0, n, micro_batch * world_size):

@@ -496,8 +496,9 @@ def main(argv: list[str]) -> int:
         if ranks.rank == 0:
             if run_dir.lock:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
-            ended = rundir.early_end(cfg, progress, 0) or f"has made all {progress.step} steps"
-            print(f"{run_dir.path} {ended}: nothing to do")
+            finished = f"already finished ({progress.step} steps)"
+            print(f"{run_dir.path}: {rundir.early_end(cfg, progress, 0) or finished}; "
+                  "nothing to do")
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:

@@ -511,7 +511,7 @@ def test_a_full_disk_while_saving(run, corpus, tmp_path):
     output = process.text()
     assert "Traceback" not in output
     assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
-    assert "step 4: the checkpoint could not be written, training goes on (1 of 3)" in output
+    assert "step 4: the checkpoint could not be written, training continues (1 of 3)" in output
     assert "3 checkpoints in a row could not be written" in output
     assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
@@ -534,7 +534,7 @@ def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
     monkeypatch.setattr(train, "train", largest_file(100)(plain))
     output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0)
     for sink in ("TensorBoard", "metrics.jsonl"):
-        assert output.count(f"warning: no more {sink}, training goes on: [Errno 27]") == 1
+        assert output.count(f"warning: {sink} disabled after a write error") == 1
     assert "Traceback" not in output
 
 
@@ -597,7 +597,7 @@ def test_permanent_errors_are_not_retried(run, tmp_path, monkeypatch):
     save, calls = failing(errno.EACCES, 1)
     monkeypatch.setattr(torch, "save", save)
     output = run("--out_dir", "r", "--save_interval", 6)
-    assert "tried again" not in output and "training goes on (1 of 3): [Errno 13]" in output
+    assert "tried again" not in output and "training continues (1 of 3): [Errno 13]" in output
     assert steps(tmp_path / "r") == [12]
 
 

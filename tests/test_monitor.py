@@ -488,7 +488,7 @@ def test_a_sink_that_fails_is_given_up_with_one_warning(tmp_path, capsys, clock)
         step(m, n)
     m.close()
     told = capsys.readouterr()
-    assert told.err.count("no more metrics.jsonl") == told.err.count("no more TensorBoard") == 1
+    assert told.err.count("metrics.jsonl disabled") == told.err.count("TensorBoard disabled") == 1
     assert "No space left" in told.err and told.out.count("loss 1.0000") == 4
 
 

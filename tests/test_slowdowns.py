@@ -484,7 +484,7 @@ def events_of(rows) -> list[dict]:
 def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
     """One step in 50 waits 2.5 s for data, from 751 to 1500; the median step takes 30 ms all along.
 
-    Without those 50 ms a step it would take -20 ms, and be slower at the end.
+    Without those 50 ms/step it would take -20 ms, and be slower at the end.
     """
     rows = []
     for n in range(50, 3001, 50):

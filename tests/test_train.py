@@ -319,7 +319,7 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     assert (saved.max_steps, saved.epochs) == (7, None)  # of 8 samples each
     assert saved.warmup_steps == 0  # 2 % of them
     assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000007.pt"
-    assert "all 7 steps: nothing to do" in run(*flags, "--auto-resume", bare=True)
+    assert "already finished (7 steps)" in run(*flags, "--auto-resume", bare=True)
     run("--out_dir", "r", "--auto-resume", "--epochs", 3, bare=True)
     assert config.parse([], saved=str(tmp_path / "r/config.yaml")).max_steps == 10
     assert max(column(tmp_path / "r", "train/loss")) == 10
@@ -401,7 +401,7 @@ def test_epochs_count_what_was_trained_on_with_another_batch_size(run, tmp_path)
              "--epochs", 1]
     assert "1.00 epochs in 4 steps" in run(*flags, bare=True)
     assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000004.pt"
-    assert "all 4 steps: nothing to do" in run(*flags, bare=True)
+    assert "already finished (4 steps)" in run(*flags, bare=True)
 
 
 def test_patience_needs_validation_data(run, corpus, tmp_path):
@@ -900,7 +900,7 @@ def test_a_full_disk_does_not_stop_training(corpus, tmp_path):
     process = Process(tmp_path, flags, hook)
     assert process.code() == 0, process.text()
     output = process.text()
-    assert output.count("no more metrics.jsonl") == 1 and "step 60/60" in output
+    assert output.count("metrics.jsonl disabled") == 1 and "step 60/60" in output
     assert "sample  of what it writes" in output
 
 

@@ -65,7 +65,7 @@ def test_what_wandb_does_changes_nothing_else(run, tmp_path, fake_wandb, bodies)
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 4, 8, 12, 16]
     says_why_itself = "raise" in str(bodies)
-    assert printed.count("no more W&B") == (not says_why_itself)
+    assert printed.count("W&B disabled") == (not says_why_itself)
 
 
 def test_wandb_that_takes_nothing_blocks_nothing(tmp_path, fake_wandb):

@@ -92,7 +92,7 @@ class Live(TorchDispatchMode):
 
 @contextlib.contextmanager
 def imagined(world_size: int, live: Live):
-    """Tensors without memory, and a group of so many ranks that exchanges nothing."""
+    """Tensors without memory, and a group of so many ranks whose collectives do nothing."""
     resize = torch.UntypedStorage.resize_
 
     def seen(storage, size: int):  # how fully_shard frees whole weights

@@ -84,7 +84,7 @@ class Backup:
                 with contextlib.suppress(Exception):  # where folders exist by themselves
                     self.fs.rmdir(old)
         except Exception as e:
-            print(f"warning: no backup to {self.url}, training goes on: {e}", flush=True)
+            print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
 
     def upload_checkpoint(self, path: Path, remote: str):
         held, config = path.with_name(f"{path.name}.backup-{os.getpid()}"), "config.yaml"

@@ -352,7 +352,7 @@ class Writer:
                 return
             self.failed.add(step)  # once, also where an evaluation and save_interval save it
             self.reason = disk_error(e, self.folder)
-            print(f"warning: step {step}: the checkpoint could not be written, training goes on "
+            print(f"warning: step {step}: the checkpoint could not be written, training continues "
                   f"({len(self.failed)} of {MAX_FAILURES}): {self.reason}", flush=True)
             return
         if self.backup:

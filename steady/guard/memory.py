@@ -19,7 +19,7 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
     """Sequences per device and forward pass: a divisor of each rank's share of the batch.
 
     most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
-    uneven: where there is no divisor, it may leave surplus rows. Otherwise, or for more ranks than
+    uneven: where there is no divisor, it may leave dummy rows. Otherwise, or for more ranks than
     sequences, raises ConfigError with the nearest possible batch sizes.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)

@@ -33,7 +33,7 @@ class Spikes:
         """1.0 if the step is a spike, else 0.0, without syncing with the device.
 
         loss: this rank's share times the number of ranks. All ranks call this in every step: they
-        exchange both values, so that rounding cannot make them decide differently.
+        average both values, so that rounding cannot make them decide differently.
         """
         latest = torch.stack((loss, grad_norm)).float()
         if dist.is_initialized():

@@ -170,7 +170,7 @@ def describe_silent(notes: dict[int, dict], silent: dict[int, float]) -> str:
         elif state == "dead":
             why = "dead" + (": the kernel has killed a process for lack of memory" * killed)
         elif note["host"] in heard_hosts:
-            why = "running without answering: stuck in code that keeps Python's lock"
+            why = "not responding (native code holding the GIL?)"
         else:
             why = "out of reach: its host or the network to it is gone"
         verb = "is" if len(ranks) == 1 else "are"

@@ -53,7 +53,7 @@ class Shards:
         self.first = dist.get_rank() < size
 
     def alone(self) -> "Shards":
-        """The same shards in a group that exchanges nothing, to try what fits into memory.
+        """The same shards in a group whose collectives do nothing, to try what fits into memory.
 
         So a rank that runs out of memory leaves no other one waiting. Made on all ranks together.
         """
@@ -154,7 +154,7 @@ class Shards:
         return model.no_sync()
 
     def norms(self, parts: list[Tensor]) -> Tensor:
-        """The norms of the whole tensors, [n], on every rank: one exchange."""
+        """The norms of the whole tensors, [n], on every rank: one collective."""
         norms = torch.stack(torch._foreach_norm(parts))
         if self.size == 1:
             return norms

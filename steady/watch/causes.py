@@ -76,8 +76,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     """Which phases became longer, the causes with their shares, and who is to blame.
 
     before, after: points of SlowdownDetector; others: series that another event is about. Returns
-    phases [(name, ms a step more)], intervals {name: half of the 95 % interval of that}, causes,
-    blames ("machine", "program", or "unclear"), after (ms a step), percent.
+    phases [(name, ms/step more)], intervals {name: half of the 95 % interval of that}, causes,
+    blames ("machine", "program", or "unclear"), after (ms/step), percent.
     """
     kind = event["kind"]
     if kind != "step":
@@ -162,7 +162,7 @@ def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> 
 
 
 class Left:
-    """What is not explained yet: ms a step by phase, and what is common to all phases."""
+    """What is not explained yet: ms/step by phase, and what is common to all phases."""
 
     def __init__(self, ms: dict[str, float]):
         self.ms, self.total = ms, sum(ms.values()) or 1e-9

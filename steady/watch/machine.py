@@ -114,7 +114,7 @@ class Machine:
         self.stops += 1
 
     def read(self, steps: int) -> dict[str, float]:
-        """ms a step over the `steps` since the last call; counts since the process began.
+        """ms/step over the `steps` since the last call; counts since the process began.
 
         What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
         """

@@ -176,7 +176,7 @@ def describe_event(event: dict) -> str:
     how = "gradually slower" if event["creeps"] else "slower"
     of_a_step = "" if kind == "step" else " of a step"
     phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event["phases"]] or ["all phases"])
-    return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms a step "
+    return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms/step "
             f"({event['percent']:+.0f}%{of_a_step}), {phases}. {BLAMES[event['blames']]}: {causes}")
 
 

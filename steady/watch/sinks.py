@@ -110,7 +110,8 @@ class Sinks:
             self.wandb = None
 
     def give_up(self, sink: str, error: Exception):
-        print(f"warning: no more {sink}, training goes on: {error}", file=sys.stderr, flush=True)
+        print(f"warning: {sink} disabled after a write error; training continues: {error}",
+              file=sys.stderr, flush=True)
 
     def close(self):
         """All but metrics.jsonl, to which the last sample is still to come."""
@@ -221,7 +222,7 @@ def open_tensorboard(folder: Path, first_step: int, cfg):
     phases = {} if cfg.monitor == "off" else {name: [f"perf/{name}_ms$"] for name in names}
     writer.add_custom_scalars({
         section: {title: ["Multiline", tags] for title, tags in content.items()}
-        for section, content in {"steady": charts, "phases (ms a step)": phases}.items() if content
+        for section, content in {"steady": charts, "phases (ms/step)": phases}.items() if content
     })
     writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
     return writer

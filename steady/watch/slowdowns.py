@@ -126,8 +126,8 @@ class SlowdownDetector:
     """Watches the time of a step, its work, and what is done between steps.
 
     An event is a dict: kind ("step", "work" or an outside phase), since and found (steps),
-    since_range, before and after (ms a step of equal work), percent (of a step), creeps (a gradual
-    rise, not a jump), phases [(name, ms a step added)], causes, blames (see causes.py), and ended
+    since_range, before and after (ms/step of equal work), percent (of a step), creeps (a gradual
+    rise, not a jump), phases [(name, ms/step added)], causes, blames (see causes.py), and ended
     (a step) once it is over; or unseen as well, where steps do other work since, so that it
     may go on. Each time that it has lasted twice as long, its causes are computed anew.
     """
@@ -216,7 +216,7 @@ class SlowdownDetector:
         return ended + found + self.reconsider(point)
 
     def split(self, row: dict) -> tuple[float, dict[str, float]]:
-        """(factor, {series: ms a step of equal work}): what each phase has beside it, and the rest.
+        """(factor, {series: ms/step of equal work}): what each phase has beside it, and the rest.
 
         The factor is that by which the middle one of forward, backward and optimizer is longer
         than normal: what is planted in one of them does not move it, a slower machine moves all.

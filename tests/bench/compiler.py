@@ -209,7 +209,7 @@ def main(options) -> list[Figure]:
             for optimizer, bound in found["bounds"].items():
                 figures.append(Figure(
                     f"{name}, {optimizer}, {found['tokens']:,} tokens: highest MFU",
-                    "bound of an H100", [bound["mfu"]], "", f">= {bound['ms']:.1f} ms a step",
+                    "bound of an H100", [bound["mfu"]], "", f">= {bound['ms']:.1f} ms/step",
                     f"{found['registers']} registers at most, {found['spilled']} spilled"))
     return figures
 

@@ -338,7 +338,7 @@ def say(kind: str, plan: dict) -> str:
     rank, place = plan["rank"], plan.get("place")
     where = rf".*{place} (of|after) step {plan['step']}\b" if place in PLACES else ""
     return {
-        "python's lock": rf"rank {rank} \(host .*keeps Python's lock",
+        "python's lock": rf"rank {rank} \(host .*holding the GIL",
         # gloo ends a process where sizes do not fit
         "skip": rf"rank {rank} \(host .*left out an exchange or made one more|rank {rank} is dead",
         "SIGSTOP": rf"rank {rank} \(host .*is stopped",

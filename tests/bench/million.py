@@ -78,7 +78,7 @@ def main(options) -> list[Figure]:
           f"for {size:.1f} MB of metrics.jsonl")
     return [
         compare(f"the monitor after {steps:,} steps: time", "a new monitor", found["old"],
-                found["new"], "{:.1f} us a step", "<= 1.05"),
+                found["new"], "{:.1f} us/step", "<= 1.05"),
         Figure(f"the monitor after {steps:,} steps: memory", "after a fifth of them",
                [rss[-1] / rss[1]], "<= 1.005", f"{rss[-1]:.1f} MB", f"{rss[1]:.1f} MB"),
     ]

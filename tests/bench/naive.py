@@ -94,7 +94,7 @@ def main(options) -> list[Figure]:
             time_calls(run.monitor)
         found = in_turns({kind: partial(block, run, steps) for kind, run in runs.items()}, blocks)
         ms = {kind: [1e3 * seconds for seconds in values] for kind, values in found.items()}
-        within = {}  # ms a step of each round
+        within = {}  # ms/step of each round
         for kind, run in watched.items():
             inside = torch.tensor([spent for _, spent in run.monitor.inside])
             within[kind] = (1e3 * inside.view(blocks, steps).mean(1)).tolist()
@@ -102,7 +102,7 @@ def main(options) -> list[Figure]:
 
     cfg, plain = runs["plain"].cfg, statistics.median(ms["plain"])
     print(f"default model, {cfg.batch_size} x {cfg.seq_len} tokens, {torch.get_num_threads()} "
-          f"threads, {blocks} rounds of {steps} steps: plain takes {plain:.4g} ms a step "
+          f"threads, {blocks} rounds of {steps} steps: plain takes {plain:.4g} ms/step "
           f"({min(ms['plain']):.4g} to {max(ms['plain']):.4g})")
     if steps < 50:
         print(f"Short blocks: the profile, and the log of ours, is one step in {steps}.")

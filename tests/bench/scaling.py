@@ -130,7 +130,7 @@ def computed(quick: bool):
 
 def main(options) -> list[Figure]:
     steps = 10 if options.quick else 30
-    print("| | devices | sequences a step | ms a step | GB a device | GB sent a step | |\n"
+    print("| | devices | sequences a step | ms/step | GB a device | GB sent a step | |\n"
           "|---|---|---|---|---|---|---|")
     figures = by_shape(options.quick, steps)
     figures.append(by_world(options.quick, steps))

@@ -85,7 +85,7 @@ def main(options) -> list[Figure]:
             "muon": partial(ours, "--optimizer", "muon", "--no_compile"),
         }
         found = in_turns(programs | ({"nanogpt": theirs} if options.nanogpt else {}), rounds)
-    what, reference = "4 layers, width 128, 12 x 64: ms a step, ", found.pop("nanogpt", None)
+    what, reference = "4 layers, width 128, 12 x 64: ms/step, ", found.pop("nanogpt", None)
     figures = [compare(what + kind, "nanoGPT", ms, reference, "{:.1f} ms",
                        "<= 0.8" if kind == "adamw" else "")
                for kind, ms in found.items() if reference]

@@ -99,5 +99,5 @@ def main(options) -> list[Figure]:
         flags += ["--max_steps", steps, "--log_interval", "20"]
         measures = {k: partial(logged_step_ms, [*flags, "--skip_spikes", k]) for k in (0, 6)}
         ms = in_turns(measures, rounds)
-    return [*figures, compare("ms a step, nothing bad, 6 sigmas", "without", ms[6], ms[0],
+    return [*figures, compare("ms/step, nothing bad, 6 sigmas", "without", ms[6], ms[0],
                               "{:.2f} ms")]

@@ -487,7 +487,7 @@ function drawCharts() {
     ...line(i, "logs", "train/learning_rate", "learning rate", {scale: "right", ...second(i)})]),
   {fromZero: true, log: true});
   page.runs.forEach(run => drawHeat(run, "layers", "Update ratio by layer", true));
-  page.runs.forEach(run => drawHeat(run, "ranks", "Own work of each rank (ms a step)", false));
+  page.runs.forEach(run => drawHeat(run, "ranks", "Own work of each rank (ms/step)", false));
   setZoom(zoom);
   layout();
 }
