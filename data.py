@@ -1,13 +1,12 @@
-"""Datasets and their mixture, documents into rows, and the loader.
+"""What the loop needs of data: the mixture of datasets, generated samples, the loader.
 
 The sample at global position g (0, 1, 2, … over the whole run) is a function of (seed, g) alone,
 and each step takes the next batch_size positions. So a run resumes at any step in constant time,
 with no loader state, and 1 or 8 processes see the same samples in the same steps.
 
 A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
-packed into a row (`Documents`). Another data source replaces `Mixture.batch` and `Mixture.size`,
-which counts the targets that the loss is divided by: as long as both are functions of their
-arguments and agree, everything above stays true.
+packed into a row (`Documents`). Generated data is a class of `Samples`, which needs no files: as
+long as its `batch` and `size` are functions of their arguments, everything above stays true.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -28,9 +27,10 @@ from config import IGNORE, Config
 from steady.checkpoints.retry import retry
 from steady.guard import ctrl_c
 from steady.options import ConfigError
-from steady.tokens.files import TokenFile, decode, find_sources, read_sidecars
+from steady.tokens.documents import Dataset, Documents, Stream
+from steady.tokens.files import decode, find_sources, read_sidecars
 from steady.tokens.order import Order
-from steady.tokens.packing import boundaries, pack
+from steady.tokens.packing import boundaries
 
 # --- samples ---------------------------------------------------------------------------------
 
@@ -81,154 +81,74 @@ class Size(NamedTuple):
     targets: int  # counted by the loss
 
 
-class Dataset:
-    """One source of the mixture. A subclass defines its samples.
-
-    It has n_samples; `read(samples, length, pad)`: the first three fields of a Batch;
-    `find(sample, column)`: the file and the index in it of a token; `row_lengths_vary`: whether
-    batches need padding; `mode`, `has_prompts`; `describe()`: what the screen says of it. Where
-    samples are documents, also `lengths` and `targets`: tokens and counted targets of each.
-    """
-
-    def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
-        self.name, self.seq_len, self.weight = name, seq_len, weight
-        self.files = [retry(lambda file=file: TokenFile(file, seq_len)) for file in files]
-        self.n_tokens = sum(file.n_tokens for file in self.files)
-        self.dtype = np.result_type(*(file.dtype for file in self.files))
-
-    def number(self, per_file: list[int], n_samples: int):
-        """Number the blocks or documents, `per_file` in each, through all files."""
-        self.first = np.cumsum([0, *per_file])  # of each file, and the end
-        self.n_samples = n_samples
-        if self.weight is None:
-            self.weight = Fraction(max(1, n_samples))
-
-    def file_of(self, numbers):
-        """Index of the file that holds each of these blocks or documents. Raises ConfigError."""
-        found = self.first.searchsorted(numbers, "right") - 1
-        for i in np.unique(found):
-            self.files[i].require_complete()
-        return found
+# --- the mixture -----------------------------------------------------------------------------
 
 
-class Stream(Dataset):
-    """Samples are blocks of seq_len + 1 tokens that overlap by one."""
+class Samples:
+    """Data without files: n_samples of seq_len tokens. A subclass defines `batch`."""
 
     mode, row_lengths_vary, has_prompts = "stream", False, False
+    tokenizer = tokenizer_folder = end_of_text = bytes_per_token = None
+    boundaries = False  # in `rows`, in place of documents' numbers
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        per_file = [len(file.blocks) for file in self.files]
-        self.number(per_file, sum(per_file))
-        if not self.n_samples:
-            raise ConfigError(f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more "
-                              f"than --seq_len {self.seq_len}")
+    def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int,
+                 n_targets: int | None = None):
+        """n_targets: counted by the loss in each sample; all of them if None."""
+        self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
+        self.vocab_size, self.n_targets = vocab_size, n_targets or seq_len
+        self.n_tokens, self.datasets, self.weight = n_samples * seq_len, [self], Fraction(1)
+        self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues on the same one alone
+        self.order = Order([n_samples], [self.weight], seed)
 
-    def read(self, blocks: np.ndarray, length: int, pad: int):
-        """Token ids [len(blocks), seq_len + 1], targets and documents None."""
-        if len(self.files) == 1:
-            self.files[0].require_complete()
-            return self.files[0].blocks[blocks], None, None  # one copy of whole rows
-        file_of_block = self.file_of(blocks)
-        out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
-        for i in np.unique(file_of_block):
-            mine = file_of_block == i
-            out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
-        return out, None, None
+    def batch(self, start: int, stop: int) -> Batch:
+        """The samples at positions start … stop - 1, on the host."""
+        raise NotImplementedError
 
-    def find(self, block: int, column: int = 0) -> tuple[Path, int]:
-        i = self.file_of(block)
-        return self.files[i].path, int(block - self.first[i]) * self.seq_len + column
+    def size(self, start: int, n: int, micro_batch: int, world_size: int = 1) -> Size:
+        """Size of the n samples from position `start` on, cut into micro-batches of the ranks."""
+        rows = -(-n // (micro_batch * world_size)) * micro_batch * world_size
+        return Size(rows * self.seq_len, n * self.seq_len, n * self.n_targets)
+
+    @staticmethod
+    def share(start, n, rank, world_size):
+        """(begin, end) of a rank's share of the n positions from `start` on; also of arrays.
+
+        Shares differ by one at most. Where the last micro-batch has more rows, these are dummies.
+        """
+        return start + n * rank // world_size, start + n * (rank + 1) // world_size
+
+    def typical_length(self) -> float:
+        """Mean length of the sequence that a token is in; attention's FLOPs are linear in it."""
+        return float(self.seq_len)
+
+    def group_by_length(self, steps: int, batch_size: int):
+        """Nothing, where all samples are of one length."""
+
+    def rows(self, start: int, stop: int, end: int) -> Batch:
+        """As `batch`, but from position `end` on, rows are dummies: copies of the sample before."""
+        first = min(start, end - 1)
+        batch = self.batch(first, min(stop, end))
+        if stop > end:
+            rows = np.minimum(np.arange(start, stop), end - 1) - first
+            batch = Batch(*(x if x is None else torch.from_numpy(x.numpy()[rows]) for x in batch))
+        if self.boundaries:
+            batch = batch._replace(documents=boundaries(batch.documents))
+        return batch
+
+    def __getitems__(self, positions: tuple) -> Batch | ConfigError:  # called by DataLoader
+        try:
+            return retry(lambda: self.rows(*positions))
+        except ConfigError as e:
+            return e  # raised from a loader process, it would come with a traceback around it
+
+    def decode(self, ids: list[int]) -> str:
+        return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
 
     def describe(self) -> str:
         return ""
 
 
-class Documents(Dataset):
-    """Samples are documents, cut at seq_len, or with `packing` rows filled by several of them.
-
-    The last token of a document is only a target: one of n + 1 tokens has a length of n.
-    """
-
-    mode = "documents"
-
-    def __init__(self, *args, packing: bool = False):
-        super().__init__(*args)
-        self.row_lengths_vary = not packing
-        self.has_prompts = any(file.mask is not None for file in self.files)
-        begins, ends, targets = [], [], []
-        for file in self.files:
-            at = file.documents()
-            keep = np.diff(at) > 1  # a single token predicts nothing
-            begins.append(at[:-1][keep])
-            ends.append(at[1:][keep])
-            targets.append(file.count_targets(begins[-1], ends[-1]))
-        per_file = [len(places) for places in begins]
-        begins, ends, targets = map(np.concatenate, (begins, ends, targets))
-        if not len(begins):
-            raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
-        if not targets.any():
-            raise ConfigError(f"{self.files[0].path}: no document has a response within its "
-                              f"first --seq_len {self.seq_len} tokens; try a larger --seq_len")
-        self.begins = begins
-        self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
-        self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
-        self.n_empty = int((targets == 0).sum())
-        self.packed, self.lengths, self.targets = None, self.document_lengths, targets
-        if packing:
-            self.packed = order, starts = pack(self.document_lengths, self.seq_len)
-            self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
-            self.targets = np.add.reduceat(targets[order], starts[:-1])
-        self.number(per_file, len(self.lengths))
-
-    def documents_of(self, sample: int) -> np.ndarray:
-        if self.packed is None:
-            return np.array([sample])
-        order, starts = self.packed
-        return order[starts[sample] : starts[sample + 1]]
-
-    def read(self, samples: np.ndarray, length: int, pad: int):
-        """Three arrays [len(samples), length]; documents is None without packing."""
-        shape = len(samples), length
-        tokens = np.full(shape, pad, self.dtype)
-        targets = np.full(shape, IGNORE, np.int32)
-        documents = np.zeros(shape, np.int32)
-        rows = [self.documents_of(sample) for sample in samples]
-        file_of = iter(self.file_of(np.concatenate(rows)))  # all at once: a stat is slow
-        for row, in_row in enumerate(rows):
-            at = 0
-            for number, document in enumerate(in_row):
-                file = self.files[next(file_of)]
-                begin, n = self.begins[document], self.document_lengths[document]
-                ids = file.tokens[begin : begin + n + 1]
-                tokens[row, at : at + n] = ids[:-1]
-                targets[row, at : at + n] = ids[1:]
-                if file.mask is not None:
-                    prompt = file.mask[begin + 1 : begin + n + 1] == 0
-                    targets[row, at : at + n][prompt] = IGNORE
-                documents[row, at : at + n] = number
-                at += n
-            documents[row, at:] = number + 1  # padding is a document of its own
-        return tokens, targets, None if self.packed is None else documents
-
-    def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
-        for document in self.documents_of(sample):
-            if column < self.document_lengths[document]:
-                break
-            column -= self.document_lengths[document]
-        return self.files[self.file_of(document)].path, int(self.begins[document] + column)
-
-    def describe(self) -> str:
-        text = f", {len(self.begins):,} documents"
-        text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
-        text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
-        return text + (f" in {self.n_samples:,} rows" if self.packed is not None else "")
-
-
-# --- the mixture -----------------------------------------------------------------------------
-
-
-class Mixture:
+class Mixture(Samples):
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
     ROUND = 8  # padded rows are a multiple of this long, which suits matrix units
@@ -250,7 +170,7 @@ class Mixture:
                                     for d in datasets]
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
         self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
-        self.boundaries = False  # in `rows`, in place of documents' numbers
+        self.n_targets = self.seq_len  # in a stream
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, put documents of similar lengths into a batch, which saves padding.
@@ -274,19 +194,10 @@ class Mixture:
             return self.seq_len + 0 * longest
         return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
 
-    @staticmethod
-    def share(start, n, rank, world_size):
-        """(begin, end) of a rank's share of the n positions from `start` on; also of arrays.
-
-        Shares differ by one at most. Where the last micro-batch has more rows, these are dummies.
-        """
-        return start + n * rank // world_size, start + n * (rank + 1) // world_size
-
     def size(self, start: int, n: int, micro_batch: int, world_size: int = 1) -> Size:
-        """Size of the n samples from position `start` on, cut into micro-batches of the ranks."""
-        per_rank = -(-n // (micro_batch * world_size)) * micro_batch
         if self.mode == "stream":
-            return Size(*(rows * self.seq_len for rows in (per_rank * world_size, n, n)))
+            return super().size(start, n, micro_batch, world_size)
+        per_rank = -(-n // (micro_batch * world_size)) * micro_batch
         order = self.order(start, start + n)
         lengths = self.per_sample("lengths", *order)
         begin, end = self.share(0, n, np.arange(world_size)[:, None], world_size)
@@ -296,9 +207,8 @@ class Mixture:
         return Size(int(rows.sum()) * micro_batch, int(lengths.sum()), int(targets.sum()))
 
     def typical_length(self) -> float:
-        """Mean length of the sequence that a token is in; attention's FLOPs are linear in it."""
         if self.mode == "stream":
-            return float(self.seq_len)
+            return super().typical_length()
         lengths = np.concatenate([d.document_lengths for d in self.datasets]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -330,26 +240,6 @@ class Mixture:
                                   f"{self.vocab_size}")
         arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
-
-    def rows(self, start: int, stop: int, end: int) -> Batch:
-        """As `batch`, but from position `end` on, rows are dummies: copies of the sample before."""
-        first = min(start, end - 1)
-        batch = self.batch(first, min(stop, end))
-        if stop > end:
-            rows = np.minimum(np.arange(start, stop), end - 1) - first
-            batch = Batch(*(x if x is None else torch.from_numpy(x.numpy()[rows]) for x in batch))
-        if self.boundaries:
-            batch = batch._replace(documents=boundaries(batch.documents))
-        return batch
-
-    def __getitems__(self, positions: tuple) -> Batch | ConfigError:  # called by DataLoader
-        try:
-            return retry(lambda: self.rows(*positions))
-        except ConfigError as e:
-            return e  # raised from a loader process, it would come with a traceback around it
-
-    def decode(self, ids: list[int]) -> str:
-        return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
 
 
 def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
@@ -418,8 +308,11 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     """Yields this rank's micro-batches on `device` for the next `steps` steps.
 
     The first step takes the samples from `position` on. One micro-batch is always on its way to
-    the device while the one before it is computed.
+    the device while the one before it is computed. Raises AssertionError where the first step has
+    other targets than `data.size` says, by which the loss is divided.
     """
+    first, end_of_first = data.share(position, cfg.batch_size, rank, world_size)
+    counted = 0
 
     def positions():
         n = cfg.batch_size
@@ -442,6 +335,13 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, ConfigError):
             raise batch
+        if end == end_of_first:
+            counted += int((batch.to(torch.device("cpu"), end - start).targets != IGNORE).sum())
+            if start + micro_batch >= first + -(-cfg.batch_size // world_size):
+                expected = data.size(first, end - first, micro_batch).targets
+                assert counted == expected, (
+                    f"{type(data).__name__}: {counted:,} targets in the batches of positions "
+                    f"{first} to {end - 1}, but {expected:,} in `size`, which divides the loss")
         ready, ahead = ahead, batch.to(device, end - start)
         if ready is not None:
             yield ready

@@ -33,9 +33,8 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     those whose wavelength exceeds original / low, tapering off to none at original / high
     (Llama 3.1, arXiv:2407.21783).
     """
-    frequency = 1.0 / cfg.rope_theta ** (
-        torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim
-    )
+    pairs = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32)
+    frequency = 1.0 / cfg.rope_theta ** (pairs / cfg.head_dim)
     if len(cfg.rope_scaling) == 1:
         frequency = frequency / cfg.rope_scaling[0]
     elif cfg.rope_scaling:
@@ -52,7 +51,7 @@ class Where(NamedTuple):
 
     cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D / 2]
     sin: Tensor
-    mask: Tensor | None = None  # bool [B, 1, T, S]; None: itself and all before it in its row
+    mask: Tensor | None = None  # bool [B, 1, T, S], in itself causal; None: all before in the row
     boundaries: Tensor | None = None  # in place of a mask: see steady.tokens.packing.boundaries
 
 
@@ -83,11 +82,11 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
-        y = layers.attend(
-            q, k, v, attn_mask=where.mask,
-            is_causal=where.mask is None and (cache is None or T > 1),  # one: all that is cached
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.n_kv_head != self.n_head)
+        # causal here, or by the mask; a single token behind a cache attends to all that is there
+        causal = where.mask is None and (cache is None or T > 1)
+        y = layers.attend(q, k, v, attn_mask=where.mask, is_causal=causal,
+                          dropout_p=self.dropout if self.training else 0.0,
+                          enable_gqa=self.n_kv_head != self.n_head)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -162,22 +161,29 @@ class Transformer(nn.Module):
 
         documents [B, T]: for packed rows, the number of each token's document, also of those in the
         caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
+        Neither is a mask: a bool raises TypeError.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
-        positions, mask, begins = slice(start, start + tokens.shape[1]), None, None
-        if documents is not None and documents.ndim == 1:
-            positions, begins = packing.positions(documents, tokens.shape), documents
-        elif documents is not None:
-            mask, positions = packing.document_mask(documents, start)
-        where = Where(self.cos[positions], self.sin[positions], mask, begins)
+        where = self.where(documents, tokens.shape, start)
         recompute = self.cfg.activation_checkpointing == "full" and self.training
-        for i, block in enumerate(self.blocks):
-            if recompute:
-                x = checkpoint(block, x, where, use_reentrant=False)
-            else:
-                x = block(x, where, caches[i] if caches else None)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = (checkpoint(block, x, where, use_reentrant=False) if recompute
+                 else block(x, where, cache))
         return self.norm(x)
+
+    def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:
+        """Of tokens [B, T] from position `start` on; for another attention mask, replace this."""
+        if documents is None:
+            here = slice(start, start + shape[1])
+            return Where(self.cos[here], self.sin[here])
+        if documents.dtype == torch.bool:
+            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
+        if documents.ndim == 1:
+            here = packing.positions(documents, shape)
+            return Where(self.cos[here], self.sin[here], boundaries=documents)
+        mask, here = packing.document_mask(documents, start)
+        return Where(self.cos[here], self.sin[here], mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] → fp32 logits [..., V], without the padding of the vocabulary."""
@@ -193,19 +199,26 @@ class Transformer(nn.Module):
         Unreduced, so that the caller can average over micro-batches and ranks of unequal length
         and still get the mean over all targets of a step. documents: as in `hidden`.
         """
-        hidden = self.hidden(tokens, documents=documents)
         if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
-            logits = self.logits(hidden).transpose(1, 2)
-            return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            return self.losses_and_logits(tokens, targets, documents)[0]
+        hidden = self.hidden(tokens, documents=documents)
         return LinearCrossEntropy.apply(hidden, self.head.weight, targets, self.cfg.vocab_size)
+
+    def losses_and_logits(self, tokens: Tensor, targets: Tensor,
+                          documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `forward`, and fp32 logits [B, T, V]: for another loss; takes more memory."""
+        logits = self.predict(tokens, documents)
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE,
+                                 reduction="none")
+        return losses, logits
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy of hidden [..., C] @ weight.T [V_padded, C] with targets [...] → fp32 [...].
 
-    Equals F.cross_entropy of the logits up to rounding, but keeps only one tensor of size [..., V],
-    in the dtype of the product: the logits, overwritten by their gradient a few rows at a time.
-    The plain way keeps three or four in fp32. The incoming gradient may differ from loss to loss.
+    Equals F.cross_entropy up to rounding, but keeps one tensor of size [..., V] in the dtype of the
+    product: the logits, overwritten by their gradient a few rows at a time. The plain way keeps
+    three or four in fp32. The incoming gradient may differ from loss to loss.
     """
 
     cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in the cache
@@ -259,36 +272,10 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
 # --- generation ------------------------------------------------------------------------------
 
 
-class KVCache:
-    """Keys and values of one layer for up to `capacity` positions."""
-
-    def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
-        self.k = self.v = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k, v [B, H_kv, T, D]; returns all so far. Causal masking needs T = 1 or length 0."""
-        B, H, T, D = k.shape
-        if self.k is None:
-            self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
-        end = self.length + T
-        self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
-        self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-
 @torch.no_grad()
-def generate(
-    model: nn.Module,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: int | tuple[int, ...] | None = None,
-    on_token=None,
-    padding: Tensor | None = None,
-) -> Tensor:
+def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
+             top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
+             on_token=None, padding: Tensor | None = None) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
@@ -297,8 +284,8 @@ def generate(
     padding [B]: tokens to ignore at the left. A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
-        how = temperature, top_k, top_p, stop, on_token, padding
-        return model.generate(tokens, max_new_tokens, *how)
+        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token,
+                              padding)
     was_training, context = model.training, model.cfg.seq_len
     stop = (stop,) if isinstance(stop, int) else stop
     stops = torch.tensor(stop, device=tokens.device) if stop else None
@@ -308,12 +295,14 @@ def generate(
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
-        unseen = tokens[:, start:] if caches is None else tokens[:, -1:]
+        unseen, documents = tokens[:, -1:], None
         if caches is None:
+            unseen = tokens[:, start:]
             capacity = min(context, unseen.shape[1] + max_new_tokens)
-            caches = [KVCache(capacity) for _ in model.blocks]
-        documents = None if padding is None else (torch.arange(  # number 0 is the padding
-            start, tokens.shape[1], device=tokens.device) >= padding[:, None]).int()
+            caches = [layers.KVCache(capacity) for _ in model.blocks]
+        if padding is not None:  # is document number 0
+            place = torch.arange(start, tokens.shape[1], device=tokens.device)
+            documents = (place >= padding[:, None]).int()
         logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:

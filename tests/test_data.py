@@ -180,6 +180,33 @@ def test_same_samples_for_any_world_size_micro_batch_and_start(tmp_path):
     assert sorted(late) == [2, 3] and all(torch.equal(late[s], expected[s]) for s in late)
 
 
+class Halves(data.Samples):
+    """Sample i is the number i, over and over; only the last half of its targets counts."""
+
+    def batch(self, start, stop):
+        tokens = torch.from_numpy(self.order(start, stop)[1])[:, None].expand(-1, self.seq_len)
+        targets = tokens.clone()
+        targets[:, : self.seq_len // 2] = -100
+        return data.Batch(tokens, targets)
+
+
+@pytest.mark.parametrize("world_size, micro_batch", [(1, 16), (1, 5), (3, 4), (16, 1)])
+def test_generated_samples_are_those_of_any_world_size(world_size, micro_batch):
+    samples = Halves("halves", 50, 10, 50, seed=1, n_targets=5)
+    cfg = tiny_config(batch_size=16, seq_len=10)
+    ranks = [list(data.loader(samples, cfg, 0, 2, micro_batch, rank, world_size, CPU, 0))
+             for rank in range(world_size)]
+    seen = [batch.tokens[batch.targets[:, -1] != -100, 0] for rank in ranks for batch in rank]
+    assert torch.cat(seen).sort().values.tolist() == sorted(samples.order(0, 32)[1].tolist())
+    assert samples.size(0, 16, 4).targets == 80 and samples.decode([1, 2]) == "1 2"
+
+
+def test_targets_that_size_does_not_count_stop_the_first_step():
+    samples, cfg = Halves("halves", 50, 10, 50, seed=1), tiny_config(batch_size=16, seq_len=10)
+    with pytest.raises(AssertionError):
+        next(data.loader(samples, cfg, 0, 2, 16, 0, 1, CPU, 0))
+
+
 def test_worker_processes_change_nothing(tmp_path):
     mixture = load_mixture([str(token_folder(tmp_path))], "train", 10, seed=1)
     cfg = tiny_config(batch_size=16, seq_len=10)

@@ -158,6 +158,24 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
     assert found[0][0][3] == 0 and found[0][0][20] == 0
 
 
+def test_losses_and_logits_are_those_of_the_fused_path():
+    """In values and gradients, also of packed documents; a mask is no documents."""
+    model, tokens = make(), some_tokens()
+    targets = tokens.roll(-1, 1)
+    targets[:, :3] = IGNORE
+    documents = (torch.arange(32) >= 20).int().expand(3, -1)
+    for given in (None, documents):
+        fused = model(tokens, targets, given)
+        expected = torch.autograd.grad(fused.square().mean(), model.parameters())
+        losses, logits = model.losses_and_logits(tokens, targets, given)
+        found = torch.autograd.grad(losses.square().mean(), model.parameters())
+        assert torch.equal(logits, model.predict(tokens, given)) and logits.shape == (3, 32, 257)
+        for a, b in zip((losses, *found), (fused, *expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError):
+        model(tokens, targets, documents.bool())
+
+
 def plain_losses(hidden, weight, targets, vocab):
     logits = F.linear(hidden, weight)[..., :vocab].float()
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")

@@ -212,14 +212,15 @@ def test_tests_have_an_environment_of_their_own():
 
 # --- how to change things --------------------------------------------------------------------
 
-SNIPPETS = re.findall(r"^## Another (.*?)\n\nIn `(\w+\.py)`, replace\n\n```python\n(.*?)```\n\nwith"
+SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?, in|In) `(\w+\.py)`, replace"
+                      r"\n\n```python\n(.*?)```\n\nwith"
                       r"\n\n```python\n(.*?)```$", HACKING, re.DOTALL | re.MULTILINE)
 
 
-def train_in(clone: Path, corpus: Path) -> dict[int, float]:
+def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
     """The losses of the train.py in `clone`, in a fork of this process, which has torch already."""
-    argv = ["train.py", *TINY, "--log_interval", "1", "--data", str(corpus), "--out_dir", "r",
-            "--no_tensorboard"]
+    argv = ["train.py", *TINY, "--log_interval", "1", "--data", str(corpus), "--out_dir", out,
+            "--no_tensorboard", "--save_interval", "6", *flags]
 
     def hook():
         for name, module in list(sys.modules.items()):
@@ -236,7 +237,7 @@ def train_in(clone: Path, corpus: Path) -> dict[int, float]:
 
     process = Process(clone, [], hook)
     assert process.code() == 0, process.text()
-    return column(clone / "r", "train/loss")
+    return column(clone / out, "train/loss")
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +246,9 @@ def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
 
-def test_hacking_has_four_snippets():
-    assert [what for what, *_ in SNIPPETS] == ["optimizer", "block", "data source", "metric"]
+def test_hacking_has_its_snippets():
+    assert [what for what, *_ in SNIPPETS] == [
+        "optimizer", "block", "loss", "Generated data", "metric"]
 
 
 @pytest.mark.parametrize("what, file, old, new", SNIPPETS, ids=[what for what, *_ in SNIPPETS])
@@ -262,6 +264,9 @@ def test_snippets_apply_and_train(tmp_path, corpus, unchanged, what, file, old, 
         assert len(column(clone / "r", "health/head_norm")) == 12
     else:
         assert after != unchanged
+    if what in ("loss", "Generated data"):
+        resumed = train_in(clone, corpus, "s", "--resume", "r/checkpoints/step_00000006.pt")
+        assert resumed == {step: loss for step, loss in after.items() if step > 6}
 
 
 # --- what the pages say ----------------------------------------------------------------------

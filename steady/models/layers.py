@@ -95,3 +95,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **how) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **how)
     return y.to(q.dtype)
+
+
+class KVCache:
+    """Keys and values of one layer for up to `capacity` positions."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.k = self.v = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k, v [B, H_kv, T, D]; returns all so far. Causal masking needs T = 1 or length 0."""
+        B, H, T, D = k.shape
+        if self.k is None:
+            self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
+        end = self.length + T
+        self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
