@@ -28,7 +28,7 @@ import config
 import data
 import train
 from config import Config
-from model import Transformer, generate, sample_token
+from model import FeedForward, Transformer, generate, sample_token
 from steady.checkpoints import checkpoint
 from steady.guard import faults
 from steady.models import foreign, huggingface
@@ -288,9 +288,10 @@ KINDS = {"qwen3": [], "qwen3, head_dim": ["--head_dim", 24], "llama": ["--no_qk_
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
-def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, flags):
+def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
     run("--out_dir", "r", "--max_steps", 3, *flags)
     assert generation.main(["export", "r", "out"]) == 0
+    assert "warning" not in capsys.readouterr().err
     state = generation.read_state(tmp_path / "r")[0]
     ours = ours_of(tmp_path / "out")
     size = state["vocab_size"]
@@ -349,6 +350,20 @@ def test_a_fresh_process_loads_it_offline_without_code(run, tmp_path):
     expected = generate(ours, torch.tensor([list("猫 1 + 2 =\n".encode()[-5:])]), 8, 0)
     written, numbers = done.stdout.rsplit("\n", 2)[:2]
     assert written.startswith("1 + 1") and numbers.startswith(str(expected.tolist()))
+
+
+def test_a_changed_model_warns_where_it_is_exported(run, tmp_path, monkeypatch, capsys):
+    run("--out_dir", "r", "--max_steps", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FeedForward, "forward", lambda self, x: self.down(
+            self.gate_up(x).chunk(2, dim=-1)[0].relu().square()))
+        assert generation.main(["export", "r", "block"]) == 0
+    assert "warning: a changed model" in capsys.readouterr().err
+    path = tmp_path / "r/checkpoints/step_00000002.pt"
+    state = generation.read_state(path)[0]
+    weights = state["model"] | dict(extra=torch.zeros(1))
+    generation.warn_of_changes(weights, generation.config_of(state, False))
+    assert "extra" in capsys.readouterr().err
 
 
 def test_what_must_not_be_exported(run, tmp_path, capsys):

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -386,11 +387,40 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
             sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
             weights = model.state_dict() if model else state["model"]
+            warn_of_changes(weights, cfg)
             huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None
     return f"{path} at step {state['step']} to {out}: {tokenizer}"
+
+
+def warn_of_changes(weights: dict, cfg: Config):
+    """Warn if the model is not the stock Transformer: other programs would misread its files.
+
+    By its parameters, and by what transformers computes of a tiny one that this program exports.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokens, problem = torch.arange(32)[None], None
+    known = {ours for ours, _ in huggingface.hf_key_map(cfg).values()} | {"head.weight"}
+    if odd := sorted(weights.keys() ^ known):
+        problem = f"{huggingface.shorten(odd)} differ from the parameters of Hugging Face's architecture"
+    else:
+        tiny = replace(cfg, n_layer=1, n_head=2, n_kv_head=1, d_model=32, head_dim=16, d_ff=48,
+                       vocab_size=64, seq_len=32, lora_rank=0)
+        ours = Transformer(tiny).eval()
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            for parameter in ours.parameters():
+                parameter.normal_(std=0.3)
+            huggingface.save_weights(ours.state_dict(), tiny, Path(folder), torch.float32, [], {})
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            expected = ours.predict(tokens)
+            if not torch.allclose(theirs(tokens).logits, expected, rtol=1e-2, atol=1e-2):
+                problem = "transformers computes something else than model.py"
+    if problem:
+        print(f"warning: a changed model: {problem}: other programs will misread what is exported",
+              file=sys.stderr, flush=True)
 
 
 def export_tokenizer(name: str | None, run_dir: Path | None, out: Path) -> str:
