@@ -28,9 +28,10 @@ from steady.checkpoints.retry import retry
 from steady.guard import ctrl_c
 from steady.options import ConfigError
 from steady.tokens.documents import Dataset, Documents, Stream
-from steady.tokens.files import decode, find_sources, read_sidecars
+from steady.tokens.files import find_sources, read_sidecars
 from steady.tokens.order import Order
 from steady.tokens.packing import boundaries
+from steady.tokens.tokenizers import decode
 
 # --- samples ---------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
-train.py calls `model(tokens, targets, documents) -> losses`, and any module with that signature can
-take its place. `make_optimizers` and `flops_per_token` read `blocks` and `head`; --monitor full
-calls `predict`, samples call `generate`. The model knows nothing of ranks, devices or precision:
-train.py applies those from outside.
+train.py calls `model(tokens, targets, documents) -> losses`, as of any module in its place, and
+reads `blocks` and `head`; --monitor full calls `predict`, samples call `generate`. The model knows
+nothing of ranks, devices or precision: train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
@@ -161,7 +160,7 @@ class Transformer(nn.Module):
 
         documents [B, T]: for packed rows, the number of each token's document, also of those in the
         caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
-        Neither is a mask: a bool raises TypeError.
+        Raises TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -196,8 +195,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is IGNORE.
 
-        Unreduced, so that the caller can average over micro-batches and ranks of unequal length
-        and still get the mean over all targets of a step. documents: as in `hidden`.
+        Unreduced, for the mean over all targets of a step. documents: as in `hidden`.
         """
         if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
             return self.losses_and_logits(tokens, targets, documents)[0]
@@ -208,9 +206,8 @@ class Transformer(nn.Module):
                           documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `forward`, and fp32 logits [B, T, V]: for another loss; takes more memory."""
         logits = self.predict(tokens, documents)
-        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE,
-                                 reduction="none")
-        return losses, logits
+        how = dict(ignore_index=IGNORE, reduction="none")
+        return F.cross_entropy(logits.transpose(1, 2), targets, **how), logits
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -169,7 +169,7 @@ def make_tokenizer(template: str, special: list[str], begin: str | None, end: st
     """A byte-level BPE of 320 ids trained on TEXT, with the tokens and the template of a family."""
     from tokenizers import models, pre_tokenizers, trainers
 
-    from steady.tokens.files import byte_level_bpe
+    from steady.tokens.tokenizers import byte_level_bpe
 
     tokenizer = byte_level_bpe(models.BPE())
     tokenizer.backend_tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(

@@ -23,7 +23,8 @@ import data
 from steady.checkpoints.state import same_files
 from steady.options import ConfigError
 from steady.tokens import files as tokens
-from steady.tokens.files import TokenFile, TokenWriter, load_tokenizer, write_tokens
+from steady.tokens.files import TokenFile, TokenWriter, write_tokens
+from steady.tokens.tokenizers import load_tokenizer
 from tools import prepare
 from tools import read as read_module
 from tools.encode import Encoder

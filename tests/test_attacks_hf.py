@@ -24,7 +24,7 @@ from config import Config
 from model import Transformer
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
-from steady.tokens.files import byte_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 
 GPT2 = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=None,

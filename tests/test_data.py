@@ -15,8 +15,9 @@ import data
 from data import Mixture, Stream, load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
-from steady.tokens.files import TokenFile, decode, find_files, split_weight
+from steady.tokens.files import TokenFile, find_files, split_weight
 from steady.tokens.order import mixture_pattern, permute
+from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
 

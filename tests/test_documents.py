@@ -18,9 +18,10 @@ from data import Documents, Mixture, load_mixture
 from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
-from steady.tokens.files import TokenWriter, byte_tokenizer
+from steady.tokens.files import TokenWriter
 from steady.tokens.order import mixture_pattern
 from steady.tokens.packing import boundaries, pack
+from steady.tokens.tokenizers import byte_tokenizer
 from steady.watch.norms import output_health
 from tools import prepare
 

@@ -21,7 +21,7 @@ from steady.checkpoints import checkpoint
 from steady.models import huggingface, lora
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
-from steady.tokens.files import byte_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 
 LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]

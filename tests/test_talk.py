@@ -18,7 +18,7 @@ from families import config_of, tokenizer_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from model import generate
-from steady.tokens.files import byte_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 from tools import talk as talk_module
 

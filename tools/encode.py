@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from steady.options import ConfigError
-from steady.tokens.files import BYTES_END_OF_TEXT, load_tokenizer, share_of
+from steady.tokens.files import BYTES_END_OF_TEXT, share_of
+from steady.tokens.tokenizers import load_tokenizer
 from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys

@@ -19,9 +19,10 @@ from steady.checkpoints.checkpoint import read_state as read_checkpoint
 from steady.checkpoints.retry import disk_error
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
+from steady.models.weights import shorten
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
 from steady.ranks.parallel import Shards
-from steady.tokens.files import byte_tokenizer, end_of_text_ids, load_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer, end_of_text_ids, load_tokenizer
 from tools.chat import apply, end_of_turn
 from tools.talk import Screen, talk, text_after
 
@@ -405,7 +406,7 @@ def warn_of_changes(weights: dict, cfg: Config):
     tokens, problem = torch.arange(32)[None], None
     known = {ours for ours, _ in huggingface.hf_key_map(cfg).values()} | {"head.weight"}
     if odd := sorted(weights.keys() ^ known):
-        problem = f"{huggingface.shorten(odd)} differ from the parameters of Hugging Face's architecture"
+        problem = f"{shorten(odd)} differ from the parameters of Hugging Face's architecture"
     else:
         tiny = replace(cfg, n_layer=1, n_head=2, n_kv_head=1, d_model=32, head_dim=16, d_ff=48,
                        vocab_size=64, seq_len=32, lora_rank=0)

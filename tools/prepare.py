@@ -36,8 +36,8 @@ from pathlib import Path
 from steady.checkpoints.run_dir import acquire_lock
 from steady.models.device import usable_cores
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
-from steady.tokens.files import (
-    TokenWriter,
+from steady.tokens.files import TokenWriter
+from steady.tokens.tokenizers import (
     byte_level_bpe,
     copy_tokenizer,
     delete_tokenizer,

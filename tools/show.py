@@ -13,7 +13,8 @@ from pathlib import Path
 from config import IGNORE, parse
 from data import load_mixture
 from steady.options import ConfigError
-from steady.tokens.files import TokenFile, decode, find_files, read_sidecars
+from steady.tokens.files import TokenFile, find_files, read_sidecars
+from steady.tokens.tokenizers import decode
 
 GREEN = "\033[32m", "\033[0m"  # on a terminal
 BRACKETS = "⟦", "⟧"  # in a file, or with NO_COLOR

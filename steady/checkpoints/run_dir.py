@@ -44,7 +44,7 @@ from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
-from steady.tokens.files import copy_tokenizer, delete_tokenizer
+from steady.tokens.tokenizers import copy_tokenizer, delete_tokenizer
 from steady.watch.clouds import is_our_link
 from steady.watch.machine import crowded
 from steady.watch.sinks import si

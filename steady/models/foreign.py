@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import run_dir_of
-from steady.models.huggingface import KEPT, fetch, merge_adapter, reason, shorten
+from steady.models.huggingface import KEPT, fetch, merge_adapter
+from steady.models.weights import reason, shorten
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 

@@ -5,15 +5,13 @@ sequences longer than a sliding window, are trained through their own module in 
 (steady/models/foreign.py).
 """
 
-import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from steady.checkpoints.checkpoint import (
     find_damage,
@@ -25,9 +23,11 @@ from steady.checkpoints.checkpoint import (
 from steady.checkpoints.parts import join, load_parts, part_paths
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
+from steady.models.weights import reason, shorten, tensors_of, weight_files, with_mean_rows
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import Shards
-from steady.tokens.files import byte_tokenizer, sampled_hash
+from steady.tokens.files import sampled_hash
+from steady.tokens.tokenizers import byte_tokenizer
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
@@ -72,13 +72,6 @@ def fetch_files(name: str, code: bool = False, weights: bool = True) -> Path:
             why = ""
         kinds = "folder, run" if weights else "folder"
         raise ConfigError(f"no {kinds} or hub model called {name}{why}") from None
-
-
-def reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return ("it comes with code, which would run on this machine: read it, then pass "
-                "--trust_remote_code")
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # --- configuration ---------------------------------------------------------------------------
@@ -320,67 +313,6 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards | None = None):
               and not (tied and name == "lm_head.weight")]
     if unused:
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
-
-
-def with_mean_rows(read, n: int):
-    """Reads as `read`, but n rows: those beyond its own are their mean."""
-    def rows(wanted: slice) -> Tensor:
-        old = read(slice(None))
-        mean = old.float().mean(0, keepdim=True).to(old.dtype)
-        return torch.cat((old, mean.expand(n - len(old), -1)))[wanted]
-
-    return rows
-
-
-def shorten(names) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights of a model: those that the index lists, or the only one.
-
-    Other files in the folder, such as adapters and copies, are not read. Raises ConfigError.
-    """
-    for file in folder / "model.safetensors", folder / "pytorch_model.bin":
-        index = file.with_name(file.name + ".index.json")
-        if not index.exists():
-            if file.exists():
-                return [file]
-            continue
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index}: not an index of weights") from None
-        for name in names:
-            if name != Path(name).name or "\\" in name:
-                raise ConfigError(f"{index}: lists {name}; expected names of files beside it")
-            if not (folder / name).exists():
-                raise ConfigError(f"{index}: lists {name}, which is missing")
-        return [folder / name for name in names]
-    raise ConfigError(f"{folder}: no model.safetensors and no pytorch_model.bin in there")
-
-
-def tensors_of(file: Path) -> Iterator[tuple]:
-    """(name, shape, function that reads rows) of each tensor in a safetensors or torch file."""
-    if file.suffix == ".bin":
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as e:  # of pickle, zipfile and torch
-            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
-        for name in list(state):
-            yield name, list(state[name].shape), lambda rows, name=name: state.pop(name)[rows]
-        return
-    import safetensors
-
-    try:
-        opened = safetensors.safe_open(file, "pt")
-    except (OSError, safetensors.SafetensorError) as e:
-        raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
-    with opened as tensors:
-        for name in tensors.keys():
-            tensor = tensors.get_slice(name)
-            yield name, tensor.get_shape(), lambda rows, tensor=tensor: tensor[rows]
 
 
 def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int],

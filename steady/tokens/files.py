@@ -1,4 +1,4 @@
-"""Token files: reading and writing them, their sidecars and their tokenizers."""
+"""Token files: reading and writing them and their sidecars."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ import stat
 import sysconfig
 import tempfile
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -359,130 +358,3 @@ def stdlib() -> str:
     except OSError:
         shutil.rmtree(draft)
     return str(folder)
-
-
-# --- tokenizers ------------------------------------------------------------------------------
-
-
-def load_tokenizer(name: str, needs_end: bool = True):
-    """A tokenizer of transformers, by folder or hub name. Raises ConfigError.
-
-    needs_end: refuse one without an end-of-text.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        tokenizer("a")
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as e:  # of transformers, tokenizers, the hub; a panic in Rust is no other
-        reason = (str(e) or type(e).__name__).splitlines()[0]
-        if Path(name, "tokenizer.json").exists() and not isinstance(e, (OSError, ImportError)):
-            reason = f"{type(e).__name__}: {reason}: is its tokenizer.json complete?"
-        raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
-    if needs_end and tokenizer.eos_token_id is None:
-        raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
-    if tokenizer.is_fast:  # tokenizer.json may keep both from where it was trained
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
-
-
-def byte_level_bpe(model, split_words: bool = True):
-    """A tokenizer of transformers around a `model` of the tokenizers library.
-
-    split_words: whether to split text into words first, so that no token spans two.
-    """
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(model)
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
-    bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
-    )
-
-
-def byte_tokenizer():
-    """The "bytes" tokenizer for transformers: a byte-level BPE without merges."""
-    from tokenizers import models
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    vocab["<|endoftext|>"] = BYTES_END_OF_TEXT
-    return byte_level_bpe(models.BPE(vocab, []), split_words=False)
-
-
-def decode(tokenizer: str | None, ids: list[int]) -> str:
-    """The text of token ids; the ids themselves where no tokenizer is known.
-
-    tokenizer: "bytes", or a folder.
-    """
-    if tokenizer == "bytes":
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    if tokenizer is None:
-        return " ".join(map(str, ids))
-    return loaded_tokenizer(tokenizer).decode(ids)
-
-
-@lru_cache
-def loaded_tokenizer(folder: str):
-    return load_tokenizer(folder, needs_end=False)
-
-
-MANIFEST = "steady-files.json"  # lists the files of a tokenizer folder that we made
-
-
-def copy_tokenizer(source: Path, target: Path):
-    """Copy a tokenizer's files, replacing one that we made; raises ConfigError for another."""
-    files = sorted(p for p in source.iterdir() if p.is_file() and p.name != MANIFEST)
-    if all((target / p.name).is_file() and (target / p.name).read_bytes() == p.read_bytes()
-           for p in files):
-        return  # the same, whoever made it
-    delete_tokenizer(target)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / MANIFEST).write_text(json.dumps([p.name for p in files]))
-    for file in files:
-        shutil.copyfile(file, target / file.name)
-
-
-def delete_tokenizer(folder: Path):
-    """Delete the files that the manifest of a tokenizer folder lists, and the folder if empty."""
-    for name in [*tokenizer_files(folder), MANIFEST]:
-        (folder / name).unlink(missing_ok=True)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files in a tokenizer folder that we made; none if there is no such folder.
-
-    Raises ConfigError for a folder or a link that we have not made.
-    """
-    if folder.is_symlink() or folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: is not a folder that this program made; move it "
-                          "away, or choose another")
-    if not folder.exists() or not any(folder.iterdir()):
-        return []
-    try:
-        names = json.loads((folder / MANIFEST).read_text())
-        return [name for name in names if Path(name).name == name]
-    except (OSError, ValueError, TypeError):
-        raise ConfigError(f"{folder}: was not made by this program (no {MANIFEST} in it); move it "
-                          "away, or choose another folder") from None
-
-
-def end_of_text_ids(folder: Path) -> list[int]:
-    """All ids that end a text, as a model's own files list them; none where they do not."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        ids = [i for i in ids if isinstance(i, int)]
-        if ids:
-            return ids
-    return []

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from steady.models.device import usable_cores
-from steady.tokens.files import load_tokenizer
+from steady.tokens.tokenizers import load_tokenizer
 from tests.bench.common import Figure, compare, in_turns, seconds
 from tools.prepare import Options, prepare
 
