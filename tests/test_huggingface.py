@@ -33,7 +33,6 @@ from steady.checkpoints import checkpoint
 from steady.guard import faults
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
-from steady.tokens.files import byte_tokenizer
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 from tools import prepare
