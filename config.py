@@ -56,7 +56,7 @@ class Config:
         None, "a group of options, by name", saved=False, command_line=True)
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)", saved=False)
     overwrite: bool = option(
-        False, "delete the run that is in out_dir and start afresh", saved=False)
+        False, "move the run in out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
         saved=False)

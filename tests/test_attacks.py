@@ -58,22 +58,48 @@ def test_a_second_set_aside_keeps_the_first(run, tmp_path):
                      "step_00000012.pt.set-aside-2", "step_00000012.pt.set-aside-3"}
 
 
-def test_overwrite_deletes_only_the_files_of_a_run(run, tmp_path):
+def test_overwrite_moves_the_old_run(run, tmp_path):
     run("--out_dir", "r")
-    (tmp_path / "r/stacks").mkdir()
-    (tmp_path / "r/stacks/rank_3.txt").write_text("of a hang of the old run")
-    others = [tmp_path / "r" / name for name in ("notes.txt", "checkpoints/mine.pt",
-                                                 "tensorboard/mine.txt", "stacks/mine.txt")]
-    for path in others:
-        path.write_text("mine")
+    (tmp_path / "r/notes.txt").write_text("mine")  # stays, as what is not a run's
+    (tmp_path / "r/checkpoints/mine.pt").write_text("mine")
+    before, old = contents(tmp_path / "r"), tmp_path / "r.old"
     run("--out_dir", "r", "--overwrite", "--max_steps", 4)
-    assert all(path.read_text() == "mine" for path in others)
+    assert (tmp_path / "r/notes.txt").exists() and not (tmp_path / "r/checkpoints/mine.pt").exists()
+    assert contents(old) == {name: text for name, text in before.items()
+                             if name not in ("notes.txt", "lock")}
     assert [p.name for p in list_checkpoints(tmp_path / "r/checkpoints")] == ["step_00000004.pt"]
-    assert not (tmp_path / "r/stacks/rank_3.txt").exists()
+    run("--out_dir", "r", "--overwrite", "--max_steps", 2)
+    assert [p.name for p in list_checkpoints(old / "checkpoints")] == ["step_00000004.pt"]
+    (old / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert f"{old} is not a run alone" in run("--out_dir", "r", "--overwrite", expect=2)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("moved", range(1, 5))
+def test_a_move_that_was_interrupted_goes_on(run, tmp_path, monkeypatch, moved):
+    run("--out_dir", "r", "--max_steps", 4)
+    run("--out_dir", "r", "--max_steps", 6, "--overwrite")
+    plain, left = Path.rename, [moved]
+
+    def rename(self, target):
+        if self.parent.name == "r":
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return plain(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        run("--out_dir", "r", "--max_steps", 8, "--overwrite", expect=130 if moved < 4 else 0)
+    run("--out_dir", "r", "--max_steps", 8, *(["--overwrite"] if moved < 4 else ["--auto_resume"]))
+    for place, step in (("r", 8), ("r.old", 6)):
+        assert list(column(tmp_path / place, "train/loss"))[-1] == step
+        assert checkpoint_path(tmp_path / place / "checkpoints", step).exists()
 
 
 @pytest.mark.parametrize("name, way", [
-    ("tensorboard", "--overwrite"), ("lock", "--overwrite"), ("metrics.jsonl", "--overwrite"),
+    ("lock", "--overwrite"), ("metrics.jsonl", "--overwrite"),
     ("checkpoints", "--overwrite"), ("checkpoints", "--auto_resume"),
 ])
 def test_links_are_refused_before_anything_changes(run, tmp_path, name, way):

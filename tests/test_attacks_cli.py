@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TINY, TRAIN, environment
 
 import config
@@ -172,41 +171,6 @@ def test_odd_lines_of_the_metrics_are_passed_over(run, tmp_path, capsys):
     checkpoint_path(tmp_path / "r/checkpoints", 12).unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
     assert report_command(["r"]) == 0
-
-
-DAMAGE = {
-    "no weights": lambda state: state.pop("model"),
-    "no position": lambda state: state.pop("position"),
-    "no configuration": lambda state: state.pop("config"),
-    "negative step": lambda state: state.update(step=-4),
-    "step is text": lambda state: state.update(step="12"),
-    "rollbacks are a number": lambda state: state.update(rollbacks=3),
-    "weights are a list": lambda state: state.update(model=[1, 2]),
-    "optimizers are a number": lambda state: state.update(optimizers=1),
-    "no format": lambda state: state.pop("format"),
-    "loss is text": lambda state: state.update(best_loss="low"),
-    "data is text": lambda state: state.update(data="x"),
-    "data has no checksum": lambda state: state.update(data=[["train.bin", 5]]),
-    "configuration lacks an option": lambda state: state["config"].pop("data"),
-    "configuration has other types": lambda state: state["config"].update(data=[1]),
-    "optimizer state is empty": lambda state: state.update(optimizers=[{}, {}]),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_checkpoint_with_odd_contents_counts_as_damaged(run, tmp_path, damage):
-    run("--out_dir", "r", "--save_interval", 6)
-    newest = checkpoint_path(tmp_path / "r/checkpoints", 12)
-    state = torch.load(newest, weights_only=True)
-    DAMAGE[damage](state)
-    write_checkpoint(newest, state)
-    told = run("--resume", newest, "--out_dir", "other", bare=True, expect=2)
-    assert "not a checkpoint that can be read" in told and told.count("\n") == 1
-    assert "INVALID" in run("--check_checkpoints", "r", bare=True, expect=1)
-    told = run("--out_dir", "r", "--auto_resume", bare=True)
-    assert "set aside" in told and "step_00000006.pt at step 6" in told
-    assert newest.with_name(newest.name + ".corrupt").exists()
-    assert checkpoint.find_corruption(list_checkpoints(newest.parent)[-1]) is None
 
 
 def test_a_list_with_a_valid_checksum_is_no_checkpoint(run, tmp_path):

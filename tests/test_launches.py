@@ -68,7 +68,7 @@ def test_a_restart_after_a_kill_at_the_start(run, corpus, tmp_path, moment, flag
 
 @pytest.mark.parametrize("flags", [["--out_dir", "old", "--overwrite"], ["--overwrite"]])
 def test_a_restart_that_torchrun_does_not_count(run, corpus, tmp_path, flags):
-    """As a host comes or goes: --overwrite deletes what was there before the launch, once."""
+    """As a host comes or goes: --overwrite moves what was there before the launch, once."""
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
     flags = [*FLAGS, "--data", corpus, *flags, "--max_steps"]
     for steps in (6, 8):

@@ -272,15 +272,6 @@ def test_commands_read_parts(run, copy, tmp_path):
     assert left == ["best.pt", "step_00000003.pt"]
 
 
-def test_what_is_not_ours_stays(run, copy):
-    folder = copy / "checkpoints"
-    for name in ("step_00000006/notes.txt", "best/notes.txt"):
-        (folder / name).write_text("mine")
-    run("--overwrite", "--out_dir", "r", "--max_steps", 3)
-    for name in ("step_00000006/notes.txt", "best/notes.txt"):
-        assert (folder / name).read_text() == "mine"
-
-
 def test_a_link_in_the_place_of_a_folder_is_never_written_through(corpus, copy, tmp_path):
     """Each of them leads to a checkpoint of another run, of which one is still to be completed."""
     theirs, mine = copy / "checkpoints", tmp_path / "b/checkpoints"

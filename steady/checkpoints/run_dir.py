@@ -39,18 +39,20 @@ from steady.checkpoints.checkpoint import (
     run_dir_of,
     set_aside,
 )
-from steady.checkpoints.parts import MANIFEST, PART, is_folder
+from steady.checkpoints.parts import MANIFEST, is_folder
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
-from steady.tokens.tokenizers import copy_tokenizer, delete_tokenizer
-from steady.watch.clouds import is_our_link
+from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.machine import crowded
 from steady.watch.sinks import si
 
 CHECKPOINT_FILES = re.compile(
     r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
+
+OF_A_RUN = ("config.yaml", "metrics.jsonl", "tensorboard", "tokenizer", KEPT, "stacks",
+            "checkpoints")
 
 # --- which run -------------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ def find_run(cfg) -> Path | None:
     if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto-resume, start from one of its checkpoints with --resume, or "
-                          "delete it with --overwrite")
+                          "move it to OUT_DIR.old with --overwrite")
     files = "lock", "metrics.jsonl", "config.yaml"
     for name in (*files, "checkpoints", "tokenizer", "stacks", KEPT) if out_dir else ():
         path = out_dir / name
@@ -114,7 +116,7 @@ def find_run(cfg) -> Path | None:
         if name in files and path.exists() and not path.is_file():
             raise ConfigError(f"{path}: is not a file; move it away, or choose another --out_dir")
     if cfg.overwrite and out_dir and out_dir.exists():
-        files_of_run(out_dir)  # raises where a link is in the way
+        place_of_old(out_dir)
     return out_dir
 
 
@@ -125,28 +127,53 @@ def holds_a_run(out_dir: Path) -> bool:
     )
 
 
-def files_of_run(out_dir: Path) -> list[Path]:
-    """The files of the run in out_dir that --overwrite deletes; links are not followed.
+def place_of_old(out_dir: Path) -> Path:
+    """OUT_DIR.old, to which --overwrite moves a run. Raises ConfigError if other things are there.
 
-    Of TensorBoard files in a cloud's place it deletes the link only: another run directory, a copy,
-    may have the same.
-
-    Raises ConfigError if its TensorBoard folder is a link that was not made for a cloud.
+    config.yaml comes there first and leaves last, so a kill in between leaves it recognizable.
     """
-    tensorboard = out_dir / "tensorboard"
-    if tensorboard.is_symlink() and not is_our_link(tensorboard):
-        raise ConfigError(f"--overwrite: {tensorboard} is a link, which is not deleted; remove it "
-                          "yourself, or choose another --out_dir")
-    folder, found = out_dir / "checkpoints", [out_dir / "config.yaml", out_dir / "metrics.jsonl"]
-    checkpoints = [p for p in folder.glob("*") if CHECKPOINT_FILES.fullmatch(p.name)]
-    found += (p for p in checkpoints if not p.is_dir())
-    found += (part for p in checkpoints if is_folder(p)
-              for part in p.glob("*") if PART.fullmatch(part.name) or part.name == MANIFEST)
-    found += [] if tensorboard.is_symlink() else tensorboard.glob("events.out.tfevents.*")
-    found += (out_dir / "stacks").glob("rank_*.txt")
-    found += (out_dir / KEPT / name for name in ("config.json", "generation_config.json"))
-    found = [p for p in found if p.is_file() and not p.is_symlink()]
-    return [*found, tensorboard] if tensorboard.is_symlink() else found
+    place = out_dir.resolve()
+    old = place.with_name(f"{place.name}.old")
+    names = {path.name for path in old.iterdir()} if old.is_dir() else set()
+    config = old / "config.yaml"
+    ours = names <= {"lock"} or names <= {*OF_A_RUN, "lock"} and config.exists() and run_id(config)
+    if os.path.lexists(old) and not (is_folder(old) and ours):
+        raise ConfigError(f"--overwrite: {old} is not a run alone, so it is not replaced; move it "
+                          "away, or choose another --out_dir")
+    return old
+
+
+def move_to_old(out_dir: Path, tokenizer_folder: str | None):
+    """Move the run in out_dir to OUT_DIR.old, in place of an older one; other files stay.
+
+    Where a kill interrupted this, config.yaml is there already, and nothing is replaced: the rest
+    follows. tokenizer_folder: the data's, which stays where out_dir is the folder of the data.
+    Raises ConfigError.
+    """
+    old, tokenizer = place_of_old(out_dir), out_dir / "tokenizer"
+    with contextlib.suppress(OSError):  # made by `claim`, or it is not empty
+        (out_dir / "checkpoints").rmdir()
+    names = [name for name in OF_A_RUN if os.path.lexists(out_dir / name)]
+    if tokenizer_folder and Path(tokenizer_folder).resolve() == tokenizer.resolve():
+        names = [name for name in names if name != tokenizer.name]
+    try:
+        if "config.yaml" in names and old.exists():
+            with contextlib.closing(acquire_lock(old, given=f"--overwrite: {old}")):
+                for path in (old / name for name in reversed(OF_A_RUN)):
+                    if is_folder(path):
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink(missing_ok=True)  # of a link, not what it leads to
+        for name in names:
+            old.mkdir(exist_ok=True)
+            if not os.path.lexists(old / name):
+                (out_dir / name).rename(old / name)
+        (out_dir / "checkpoints").mkdir(exist_ok=True)
+    except OSError as e:  # another file system, or a parent that is read-only
+        raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
+                          f"{e.strerror}") from None
+    if names:
+        print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
 
 
 def continues(cfg, out_dir: Path | None) -> bool:
@@ -174,7 +201,7 @@ def after_restart(cfg):
 def is_of_this_launch(run_dir: Path) -> bool:
     """Whether a process of this launch wrote config.yaml there.
 
-    It is written once what --overwrite deletes is gone: until then the directory is another run's.
+    It is written once --overwrite has moved the old run away: until then it is another run's.
     """
     try:
         text = (run_dir / "config.yaml").read_text("utf-8", "replace")
@@ -343,11 +370,7 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     """
     out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
     if cfg.overwrite:
-        for path in files_of_run(out_dir):
-            path.unlink()
-        for path in folder.glob("*"):
-            if is_folder(path) and not any(path.iterdir()):
-                path.rmdir()
+        move_to_old(out_dir, tokenizer)
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
         if checkpoint_step(newer) > step:
@@ -355,8 +378,6 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     mine = out_dir / "tokenizer"
     if tokenizer and Path(tokenizer).resolve() != mine.resolve():
         copy_tokenizer(Path(tokenizer), mine)
-    elif cfg.overwrite and not tokenizer:
-        delete_tokenizer(mine)
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
     config = out_dir / "config.yaml"

@@ -14,7 +14,6 @@ from steady.checkpoints.checkpoint import (
     best_checkpoint,
     checkpoint_at,
     find_damage,
-    find_odd_contents,
     link_as_best,
     set_aside,
 )
@@ -117,9 +116,6 @@ def load_checkpoint(run, path: Path) -> dict:
         raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
     if version != FORMAT:
         raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
-    wrong = find_odd_contents(states[0])
-    if wrong:
-        raise ConfigError(f"{path}: not a checkpoint that can be read: {wrong}")
     refuse_changes(run, path, states[0])
     shards, progress, guard = run.ranks.shards, run.progress, run.guard
     state = join(states, shards.rows, copy=True)
