@@ -277,20 +277,26 @@ def test_a_link_in_the_place_of_a_folder_is_never_written_through(corpus, copy, 
     theirs, mine = copy / "checkpoints", tmp_path / "b/checkpoints"
     shutil.copytree(theirs / "step_00000006", theirs / "step_00000007")
     (theirs / "step_00000007" / parts.MANIFEST).unlink()
-    mine.mkdir(parents=True)
+    flags = [*FLAGS, "--data", corpus, "--out_dir", "b", "--keep_checkpoints", 1]
+    for process in processes(tmp_path, 2, flags):
+        assert process.code() == 0, process.text()
+    shutil.rmtree(mine / "best")
     links = dict(best="best", step_00000002="step_00000004", step_00000001="step_00000007",
-                 step_00000006="step_00000003", empty="empty")
+                 step_00000008="step_00000003", empty="empty")
     (theirs / "empty").mkdir()
     for name, target in links.items():
         (mine / name).symlink_to(theirs / target)
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "b", "--keep_checkpoints", 1]
-    for way in (["--overwrite"], ["--auto_resume", "--max_steps", 8]):
-        for process in processes(tmp_path, 2, [*flags, *way]):
-            assert process.code() == 0, process.text()
-        assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    for process in processes(tmp_path, 2, [*flags, "--auto_resume", "--max_steps", 8]):
+        assert process.code() == 0, process.text()
+    assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     assert find_damage(mine / "step_00000008") is None and find_damage(mine / "best") is None
     assert not (mine / "best").is_symlink() and (mine / "step_00000001").is_symlink()
+    for place in (tmp_path / "b.old/checkpoints", mine):  # moved, then deleted
+        for process in processes(tmp_path, 2, [*flags, "--overwrite"]):
+            assert process.code() == 0, process.text()
+        assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+        assert (place / "step_00000001").is_symlink() == (place != mine)
 
 
 def test_resume_is_verified_in_parts(corpus, tmp_path):
