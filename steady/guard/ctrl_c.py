@@ -28,9 +28,9 @@ def begin(name: str = ""):
 
 def start(main: str):
     """Import `main`, a "module:function", and end the process with its exit code."""
+    begin()
     import pkgutil
 
-    begin()
 
     sys.exit(pkgutil.resolve_name(main)(sys.argv[1:]))
 
