@@ -31,7 +31,6 @@ def start(main: str):
     begin()
     import pkgutil
 
-
     sys.exit(pkgutil.resolve_name(main)(sys.argv[1:]))
 
 
