@@ -113,7 +113,7 @@ def imagined(world_size: int, live: Live):
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, dict]:
     """(bytes of weights, gradients, the optimizer's state, activations and temporaries on a rank;
-    what the rank exchanges in a step).
+    what the rank sends in a step).
 
     What is gathered from other ranks counts as temporary.
     """
@@ -258,7 +258,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         total("", "none"),
         total(" recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
-        line("exchanges a step", (sum(calls for calls, _ in found["exchanged"][way].values())
+        line("collectives a step", (sum(calls for calls, _ in found["exchanged"][way].values())
                                   for way in WAYS)),
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "

@@ -38,7 +38,7 @@ CAUSES = {
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
     "contention": "CPU contention: other processes run on these cores; the fewer threads, the less "
                   "it costs (OMP_NUM_THREADS=1)",
-    "network": "exchanges between the ranks take longer, and no rank is slower on average: the "
+    "network": "collectives between the ranks take longer, and no rank is slower on average: the "
                "network or the links between them",
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
     "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "

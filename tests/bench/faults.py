@@ -502,7 +502,7 @@ HOST_SAYS = {
     "host: power cut": "out of reach|network",
     "host: power cut where they meet": "out of reach|network",
     "host: link cut for good": "out of reach|network",
-    "host: 10 Mbit/s": "exchanges between the ranks take longer.*network",
+    "host: 10 Mbit/s": "collectives between the ranks take longer.*network",
 }
 LARGER = ["--d_model", 64, "--d_ff", 128, "--max_steps", 330, "--save_interval", 100,
           "--eval_interval", 0]

@@ -1,0 +1,174 @@
+"""Eight forks that people make: each applied as text, trained, killed and resumed bit for bit.
+
+Nothing in a fork deals with checkpoints. `LINES` is what docs/hacking.md says of them.
+"""
+
+import os
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, Process
+from test_readme import SNIPPETS, copy_files
+
+from steady.checkpoints.checkpoint import compare
+
+FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval", "15",
+         "--no_tensorboard"]
+
+LION = '''    return [Lion([dict(params=list(trained.values()), lr_scale=0.1)])]
+
+
+class Lion(torch.optim.Optimizer):
+    """arXiv:2302.06675."""
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=0.0))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("m", torch.zeros_like(p))
+                p.sub_(group["lr"] * m.lerp(p.grad, 0.1).sign())
+                m.lerp_(p.grad, 0.01)
+'''
+
+WINDOW = '''            at = torch.arange(start, start + shape[1], device=self.cos.device)[:, None]
+            key = torch.arange(start + shape[1], device=self.cos.device)
+            window = (key <= at) & (key > at - 8)
+            return Where(self.cos[here], self.sin[here], window[None, None])
+'''
+
+MASKED = '''    return Masked(datasets, seed, vocab_size)
+
+
+class Masked(Mixture):
+    """Five tokens of each sample are masked, and are all that the loss counts."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.n_targets = 5
+
+    def batch(self, start: int, stop: int) -> Batch:
+        tokens = super().batch(start, stop).tokens[:, :-1].long()
+        targets = torch.full_like(tokens, IGNORE)
+        for row, position in enumerate(range(start, stop)):
+            draw = torch.Generator().manual_seed(position)
+            at = torch.randperm(tokens.shape[1], generator=draw)[:5]
+            targets[row, at], tokens[row, at] = tokens[row, at], self.vocab_size - 1
+        return Batch(tokens, targets)
+'''
+
+DISTILLED = '''        if self.training:
+            losses, logits = self.losses_and_logits(tokens, targets, documents)
+            with torch.no_grad():
+                wanted = self.teacher.predict(tokens, documents).log_softmax(-1)
+            soft = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
+            return 0.5 * losses + 0.5 * soft.sum(-1) * (targets != IGNORE)
+        if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
+'''
+
+BY_LAYER = '''    layers = {}
+    for name, p in trained.items():
+        layers.setdefault(name.split(".")[1] if name in names else "0", []).append(p)
+    groups = [dict(params=ps, lr_scale=0.8 ** int(layer)) for layer, ps in layers.items()]
+    return [torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=fused)]
+'''
+
+TEACHER = '''    float8.convert(model, cfg, device, dtype)
+    from tools.generate import open_model
+    model.__dict__["teacher"] = open_model(Path("teacher"), cfg.seq_len)[0].to(device)
+'''
+
+
+def snippet(what: str) -> tuple[str, str, str]:
+    return next(tuple(found) for name, *found in SNIPPETS if name == what)
+
+
+FORKS = {  # name → [(file, text, its replacement)]
+    "z-loss": [snippet("loss")],
+    "a sliding window": [("model.py", "            return Where(self.cos[here], self.sin[here])\n",
+                          WINDOW)],
+    "Lion": [("train.py", "    return optimizers\n", LION)],
+    "masked modelling": [
+        ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
+        ("model.py", "causal = where.mask is None and (cache is None or T > 1)", "causal = False")],
+    "distillation": [
+        ("model.py", "        if torch.compiler.is_compiling():  # the compiler fuses the plain "
+                     "formula by itself\n", DISTILLED),
+        ("train.py", "    float8.convert(model, cfg, device, dtype)\n", TEACHER)],
+    "generated data": [snippet("Generated data")],
+    "rates by layer": [("train.py", "    return optimizers\n", BY_LAYER)],
+    "no monitor": [],
+}
+
+
+def fork(name: str, clone: Path) -> tuple[int, int]:
+    """Change the copy; returns (lines that are new or gone, files)."""
+    changed = {}
+    for file, old, new in FORKS[name]:
+        text = (clone / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        (clone / file).write_text(text.replace(old, new))
+        ours = set(new.splitlines()) ^ set(old.splitlines())
+        changed[file] = changed.get(file, 0) + len(ours - {""})
+    if name == "no monitor":
+        lines = (clone / "train.py").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if "monitor" not in line]
+        (clone / "train.py").write_text("".join(kept))
+        changed["train.py"] = len(lines) - len(kept)
+    return sum(changed.values()), len(changed)
+
+
+def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
+    """The exit code of train.py in `clone`, in a fork of this process, which has torch already.
+
+    kill_at: it is killed where it is about to give a file this name.
+    """
+    def hook():
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(str(ROOT)):
+                del sys.modules[name]
+        sys.path[:] = [str(clone), *(p for p in sys.path if Path(p).resolve() != ROOT)]
+        sys.argv = ["train.py", *map(str, FLAGS), "--data", str(corpus), "--out_dir", out, *flags]
+
+        def audit(event: str, args):
+            if kill_at and event == "os.rename" and str(args[1]).endswith(kill_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(audit)
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as end:  # the only way it should end
+            sys.stdout.flush()
+            os._exit(end.code or 0)
+
+    process = Process(clone, [], hook)
+    code = process.code()
+    assert code in (0, -9), process.text()
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_trains_and_resumes_bit_for_bit(tmp_path, corpus, name):
+    clone = copy_files(tmp_path / "clone")
+    if name == "distillation":
+        assert go(clone, corpus, "teacher") == 0
+    lines, files = fork(name, clone)
+    assert go(clone, corpus, "whole") == 0
+    assert go(clone, corpus, "killed", kill_at="step_00000020.pt") == -9
+    assert go(clone, corpus, "killed", "--auto_resume") == 0
+    ends = [torch.load(clone / out / "checkpoints/step_00000030.pt", weights_only=True)
+            for out in ("whole", "killed")]
+    for part in ("model", "optimizers"):
+        assert compare(ends[0][part], ends[1][part])[1] == []
+    page = (ROOT / "docs/hacking.md").read_text()
+    row = re.search(rf"^\| {name} \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert (lines, files) == tuple(map(int, row.groups()))
