@@ -29,7 +29,6 @@ from steady.guard import ctrl_c
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
 from steady.options import ConfigError, typed
-from steady.ranks.hangs import LEFT_OUT
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import RanksMissing, rank_and_world, say_once
 from steady.ranks.replicas import ReplicasDiffer
@@ -143,8 +142,8 @@ def rescue(run):
             return
         if writer.parts:
             writer.parts.hurry = True
-        if not run.guard.clean or step == 0 or LEFT_OUT in (watchdog.verdict or ""):
-            return  # after a collective that was left out, sums may be of different steps
+        if not run.guard.clean or step == 0 or watchdog.mixed:
+            return
         save_checkpoint(run, alone=True)
         writer.wait()
         if writer.parts and not checkpoint_at(writer.folder, step):

@@ -19,7 +19,6 @@ DEBUGGERS = ("pdb", "bdb", "debugpy", "pydevd", "_pydevd_bundle", "_pydevd_frame
              "_pydevd_sys_monitoring")
 CHECKPOINTS = ("steady.checkpoints.checkpoint", "steady.checkpoints.state")  # not its retries
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
-LEFT_OUT = "left out an exchange"
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
 NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger has some
 STATES = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "Z": "dead", "": "dead"}
@@ -186,7 +185,7 @@ def describe_waiting(notes: dict[int, dict]) -> str:
     since = f"all have waited for {duration(first['age'])} in step {first['step'] + 1}"
     doing = {rank: pending(note) + f" at {note['at']}" * bool(note["at"])
              for rank, note in notes.items()}
-    if disagree(list(notes.values())):
+    if disagree(notes):
         places = {}
         for rank in ranks:
             places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)
@@ -195,20 +194,22 @@ def describe_waiting(notes: dict[int, dict]) -> str:
         other = next(each[0] for each in places.values() if each is not odd)
         verb, it, have = ("is", "it", "has") if len(odd) == 1 else ("are", "they", "have")
         return (f"{names(odd)} (host {notes[odd[0]]['host']}) {verb} in {doing[odd[0]]} and others "
-                f"in {doing[other]}: {it} {have} {LEFT_OUT} or made one more; {since}")
+                f"in {doing[other]}: {it} {have} skipped a collective or made one more; {since}")
     hosts = len({note["host"] for note in notes.values()})
     where = f"the network between the {hosts} hosts" if hosts > 1 else "their connections"
     return f"all ranks are in {doing[ranks[0]]} and get no answer: check {where}; {since}"
 
 
-def disagree(notes: list[dict]) -> bool:
-    """Whether ranks do not make the same exchanges in the same order.
+def disagree(notes: dict[int, dict]) -> bool:
+    """Whether all ranks wait in collectives, and not for the same ones in the same order.
 
     Two are in different ones that have the same number, or each lacks one that the other has begun.
     A rank that is merely further has begun all that the others have.
     """
-    for one in notes:
-        for two in notes:
+    if not all(note.get("waits") for note in notes.values()):
+        return False
+    for one in notes.values():
+        for two in notes.values():
             groups = one["groups"].keys() & two["groups"].keys()
             pairs = [(one["groups"][group], two["groups"][group]) for group in groups]
             if any(a[0] < b[0] for a, b in pairs) and any(a[0] > b[0] for a, b in pairs):
@@ -219,14 +220,14 @@ def disagree(notes: list[dict]) -> bool:
 
 
 def entered(note: dict) -> int:
-    """How many exchanges a rank has begun."""
+    """How many collectives a rank has begun."""
     return sum(group[0] for group in note["groups"].values())
 
 
 def pending(note: dict) -> str:
-    """The exchanges that a rank has entered and that are not done."""
+    """The collectives that a rank has entered and that are not done."""
     found = [kind for _, _, kind in note["groups"].values() if kind]
-    return " and ".join(found) or "an exchange"
+    return " and ".join(found) or "a collective"
 
 
 def describe_lost(rank: int, note: dict, seconds: float) -> str:

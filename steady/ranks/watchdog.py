@@ -69,6 +69,7 @@ class Watchdog:
         self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
         self.kills, self.kills_read = hangs.out_of_memory_kills(), 0.0
         self.verdict, self.ended, self.store = None, threading.Event(), None
+        self.mixed = False  # a rank left a collective out: sums may be of different steps
         number = next(made)
         self.attempt = ranks.meet.beside
         if seconds and self.attempt:
@@ -189,6 +190,7 @@ class Watchdog:
                 if note["beat"] != self.notes.get(rank, {}).get("beat"):
                     self.heard[rank], self.notes[rank] = self.awake, note  # in this order: `end`
         if self.store.check(["verdict"]):
+            self.mixed = self.store.check(["mixed"])
             self.verdict = self.store.get("verdict").decode()
         elif self.attempt.check([ranks.RESTARTED]):
             self.verdict = ranks.was_restarted(self.attempt)
@@ -230,6 +232,7 @@ class Watchdog:
                 return None
         if self.rank not in self.informed and not self.informed <= ended.union(silent):
             return None  # they know more
+        self.mixed = not silent and hangs.disagree(notes)
         return hangs.describe(notes, silent)
 
     def last_signs(self) -> str:
@@ -291,6 +294,8 @@ class Watchdog:
     def ask_to_speak(self, text: str):
         """The first rank to tell the others does so on the screen, too."""
         with contextlib.suppress(Exception):
+            if self.mixed:
+                self.store.set("mixed", "")
             self.verdict = self.store.compare_set("verdict", "", self.signed(text)).decode()
 
     def signed(self, text: str) -> str:
