@@ -11,7 +11,7 @@ monitor are one module each; what a fork rarely opens is in steady/.
 if __name__ == "__main__":  # before the imports below, which take seconds
     from steady.guard.ctrl_c import begin
 
-    begin("train")
+    begin()
 
 import contextlib
 import gc

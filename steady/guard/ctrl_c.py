@@ -11,13 +11,8 @@ import threading
 import time
 
 
-def begin(name: str = ""):
-    """Call before what takes long to import.
-
-    name: by which tools import the file that runs: a second copy would have classes of its own.
-    """
-    if name:
-        sys.modules[name] = sys.modules["__main__"]
+def begin():
+    """Call before what takes long to import."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, interrupted)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
