@@ -267,7 +267,7 @@ class Monitor:
             return
         print(self.line(step, row), flush=True)
         if finding := self.learning.add({"step": step, **row}):
-            self.warn(step, finding["text"])
+            self.warn(step, str(finding))
         for event in self.slowdowns.add({"step": step, **row}):
             ended = "ended" in event
             if not (event.get("said") if ended else worth_saying(event)):

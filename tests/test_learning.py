@@ -8,7 +8,7 @@ from conftest import column
 
 import data
 import train
-from steady.watch.learning import Learning
+from steady.watch.learning import Learning, NonFiniteSteps
 from steady.watch.report import report
 from steady.watch.sinks import in_form
 from tools.report import main
@@ -17,7 +17,7 @@ VOCAB = 50_257  # a uniform guess has 10.82
 FALLS = 2.5 + 8.3 * np.exp(-np.arange(2000) / 100)
 
 
-def judge(losses, every: int, vocab=VOCAB) -> tuple[list[dict], list[dict]]:
+def judge(losses, every: int, vocab=VOCAB) -> tuple[list, list]:
     """(findings as these steps are logged, those at the end)."""
     learning, told = Learning(vocab), []
     logs = [0, 1, *range(max(2, every), len(losses) + 1, every)]
@@ -35,8 +35,8 @@ def judge(losses, every: int, vocab=VOCAB) -> tuple[list[dict], list[dict]]:
 ], ids=["at once", "above a uniform guess", "jump", "creeps"])
 def test_a_run_that_diverges(losses, since, every):
     told, found = judge(losses + np.random.default_rng(0).normal(0, 0.1, 2000), every)
-    assert [f["kind"] for f in told] == [f["kind"] for f in found] == ["diverged"]
-    assert abs(told[0]["since"] - since) <= 100 and found[0]["since"] == told[0]["since"]
+    assert [f.code for f in told] == [f.code for f in found] == ["diverged"]
+    assert abs(told[0].since - since) <= 100 and found[0].since == told[0].since
 
 
 @pytest.mark.parametrize("every", [1, 50])
@@ -59,7 +59,7 @@ def test_noise_is_no_divergence(losses, noise, every):
 def test_a_rise_that_passes_is_said_once_and_not_in_the_end():
     losses = np.r_[FALLS, np.full(600, 5.0), FALLS[-2000:]]
     told, found = judge(losses, 50)
-    assert len(told) == 1 and abs(told[0]["since"] - 2001) <= 50 and found == []
+    assert len(told) == 1 and abs(told[0].since - 2001) <= 50 and found == []
 
 
 def test_losses_and_steps_that_are_not_finite():
@@ -67,7 +67,7 @@ def test_losses_and_steps_that_are_not_finite():
         learning = Learning(VOCAB)
         for i, (loss, bad) in enumerate(logs):
             learning.add({"step": i * 50 + 1, "train/loss": loss, "health/nonfinite_steps": bad})
-        return [(f["kind"], f["since"]) for f in learning.findings()]
+        return [(f.code, f.since) for f in learning.findings()]
 
     assert kinds((3.0, 0), (3.0, 0), (None, 1), (3.0, 0)) == [("not finite", 52)]
     assert kinds((3.0, 0), (None, 7), (math.nan, 50), (None, 50)) == [("not finite", 52)]
@@ -77,9 +77,9 @@ def test_losses_and_steps_that_are_not_finite():
     learning = Learning(VOCAB)
     for step in (1, 100):
         learning.add({"step": step, "train/loss": None})
-    assert learning.findings()[0]["text"].startswith("at least 2 of 100 steps")
+    assert learning.findings() == [NonFiniteSteps(1, 2, 100, 1, 0, exact=False)]
     learning.add({"step": 100, "val/loss": None})
-    assert [f["kind"] for f in learning.findings()] == ["validation", "not finite"]
+    assert [f.code for f in learning.findings()] == ["validation", "not finite"]
 
 
 def test_a_run_that_goes_on_in_another_directory():
@@ -89,13 +89,13 @@ def test_a_run_that_goes_on_in_another_directory():
         loss = 1.5 + 2 * (i >= 30) + 0.1 * (i % 2)
         learning.add({"step": 5001 + i, "train/loss": loss, "health/nonfinite_steps": i == 4})
     diverged, bad = learning.findings()
-    assert diverged["since"] == 5031 and learning.interval == 1
-    assert bad["since"] == 5005 and bad["text"].startswith("1 of 40 steps")
+    assert diverged.since == 5031 and learning.interval == 1
+    assert bad == NonFiniteSteps(5005, 1, 40, 5005, 0, exact=True)
 
 
 def test_a_model_that_has_collapsed_to_a_uniform_guess():
     (finding,) = judge(np.r_[10.9, 900.0, np.full(998, math.log(VOCAB))], 50)[1]
-    assert finding["kind"] == "nothing learned"
+    assert finding.code == "nothing learned"
 
 
 @pytest.mark.parametrize("values, since", [([2.0, 1.5, 1.7], None), ([2.0, 1.5, 1.9], 200),
@@ -105,7 +105,7 @@ def test_a_validation_loss_that_is_too_high(values, since):
     learning.add({"step": 1, "train/loss": 2.0})
     for i, value in enumerate(values):
         learning.add({"step": 100 * (i + 1), "val/loss": value})
-    assert [(f["kind"], f["since"]) for f in learning.findings()] == (
+    assert [(f.code, f.since) for f in learning.findings()] == (
         [("validation", since)] if since else [])
 
 
@@ -119,8 +119,8 @@ def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch
     assert "warning: step 32: training diverged since about step 21" in printed
     assert "verdict training diverged since about step 21: " in printed
     found = report(tmp_path / "bad")
-    assert [f["kind"] for f in found["training"]] == ["diverged", "validation"]
-    assert found["verdict"][:2] == [f["text"] for f in found["training"]]
+    assert [f.code for f in found["training"]] == ["diverged", "validation"]
+    assert found["verdict"][:2] == [str(f) for f in found["training"]]
     assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 0
     assert "training                                    ok              diverged\n" in (
         capsys.readouterr().out)

@@ -1,8 +1,8 @@
 """What runs out is said early, and what only looks like it is not. Rows are synthetic."""
 
 import gc
-import json
 from collections import Counter, namedtuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from steady.watch import trends as limits
 from steady.watch.trends import (
     MOST,
     ResourceTrends,
+    RunsOut,
     count_types,
-    describe_trend,
     growing_types,
     read_resources,
 )
@@ -54,14 +54,13 @@ def leak(s):
 
 def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
     [event] = watch(leak)
-    assert event["resource"] == "host memory"
-    assert abs(event["since"] - 120) <= 60
-    assert event["per_step"] == pytest.approx(0.001, rel=0.03)
-    assert event["at_step"] == pytest.approx(7120, rel=0.03)
-    assert event["found"] < 7120 / 4
-    assert event["now"] == pytest.approx(1 + 0.001 * (event["found"] - 120), abs=0.1)
-    assert event["limit"] == 8.0
-    assert json.loads(json.dumps(event)) == event
+    assert event.code == "host memory"
+    assert abs(event.since - 120) <= 60
+    assert event.per_step == pytest.approx(0.001, rel=0.03)
+    assert event.at_step == pytest.approx(7120, rel=0.03)
+    assert event.found < 7120 / 4
+    assert event.now == pytest.approx(1 + 0.001 * (event.found - 120), abs=0.1)
+    assert event.limit == 8.0
 
 
 @pytest.mark.parametrize("warmup", [
@@ -70,28 +69,28 @@ def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
 ], ids=["caches fill", "first evaluation and checkpoints"])
 def test_a_leak_after_a_warm_up_is_found(warmup):
     [event] = watch(lambda s: 1 + warmup(s) + 0.0003 * max(0, s - 2000) + noise())
-    assert abs(event["since"] - 2000) < 300
-    assert event["per_step"] == pytest.approx(0.0003, rel=0.1)
-    seen, to_come = event["found"] - event["since"], event["at_step"] - event["found"]
+    assert abs(event.since - 2000) < 300
+    assert event.per_step == pytest.approx(0.0003, rel=0.1)
+    seen, to_come = event.found - event.since, event.at_step - event.found
     assert to_come < 5.5 * seen  # not believed for longer
 
 
 def test_a_leak_that_begins_late_is_found_and_does_not_count_what_was_before():
     [event] = watch(lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), rows=2000)
-    assert abs(event["since"] - 9000) < 200
-    assert event["at_step"] == pytest.approx(15_000, rel=0.02)
+    assert abs(event.since - 9000) < 200
+    assert event.at_step == pytest.approx(15_000, rel=0.02)
 
 
 def test_a_leak_under_a_sawtooth_is_found():
     [event] = watch(lambda s: 1 + 0.5 * (s % 350) / 350 + 0.0005 * s)
-    assert event["per_step"] == pytest.approx(0.0005, rel=0.1)
+    assert event.per_step == pytest.approx(0.0005, rel=0.1)
 
 
 def test_disk_space_that_goes_in_steps_runs_towards_zero():
     [event] = watch(lambda s: 100 - 2 * (s // 500), "disk/free_gb")
-    assert event["resource"] == "free disk space"
-    assert event["at_step"] == pytest.approx(25_000, rel=0.05)
-    assert event["limit"] == 0
+    assert event.code == "free disk space"
+    assert event.at_step == pytest.approx(25_000, rel=0.05)
+    assert event.limit == 0
 
 
 @pytest.mark.parametrize("name, value, resource, at_step", [
@@ -102,26 +101,23 @@ def test_disk_space_that_goes_in_steps_runs_towards_zero():
 ])
 def test_every_resource_is_watched(name, value, resource, at_step):
     [event] = watch(value, name)
-    assert event["resource"] == resource
-    assert event["at_step"] == pytest.approx(at_step, rel=0.02)
-    text = describe_trend(event, LAST)
-    assert text.startswith(resource) and text.endswith(limits.ADVICE[resource])
+    assert event.code == resource
+    assert event.at_step == pytest.approx(at_step, rel=0.02)
 
 
 def test_what_a_step_needs_of_the_device_counts():
     """Between steps 10 GB are allocated, but 40 GB in a step: 40 of 80 GB are left."""
     [event] = watch(lambda s: 10 + 0.01 * s, "memory/allocated_gb",
                     also=lambda s: {"memory/peak_gb": 40 + 0.01 * s})
-    assert event["at_step"] == pytest.approx(4000, rel=0.02)
+    assert event.at_step == pytest.approx(4000, rel=0.02)
 
 
 def test_memory_of_the_loader_counts_and_is_named():
     [event] = watch(lambda s: 1 + noise(), also=lambda s: {"memory/workers_rss_gb": 1 + 0.001 * s})
-    assert event["resource"] == limits.WORKERS
-    assert event["at_step"] == pytest.approx(6000, rel=0.03)
-    assert "dataset" in describe_trend(event, LAST)
+    assert event.code == limits.WORKERS
+    assert event.at_step == pytest.approx(6000, rel=0.03)
     [event] = watch(lambda s: 1 + 0.001 * s, also=lambda s: {"memory/workers_rss_gb": 1 + noise()})
-    assert event["resource"] == "host memory"
+    assert event.code == "host memory"
 
 
 def test_rows_that_lack_a_resource_are_passed_over():
@@ -170,7 +166,7 @@ def test_noise_and_single_steps_are_no_alarm_in_many_runs():
 def test_growth_that_reaches_the_limit_only_after_the_last_step_is_no_alarm():
     assert watch(lambda s: 2 + 0.00005 * s + noise(), rows=3000, every=33) == []
     [event] = watch(lambda s: 2 + 0.000075 * s + noise(), rows=3000, every=33)
-    assert event["at_step"] == pytest.approx(80_000, rel=0.05)
+    assert event.at_step == pytest.approx(80_000, rel=0.05)
 
 
 def test_growth_that_was_seen_for_a_short_time_is_not_continued_for_long():
@@ -209,7 +205,7 @@ def test_a_restart_begins_anew_but_the_disk_goes_on():
     trends.add({"step": 4005, "perf/startup_s": 1.0, HOST: 0.1})  # before the first step's memory
     assert "host memory" not in trends.samples | trends.merging
     assert trends.samples["free disk space"]
-    assert [e["of"] for e in watch(leak, first=4010, rows=400, **disk)] == ["host memory"]
+    assert [e.of for e in watch(leak, first=4010, rows=400, **disk)] == ["host memory"]
 
 
 def test_a_process_is_not_compared_with_the_one_before_it():
@@ -224,7 +220,7 @@ def test_disk_growth_is_found_across_restarts():
     for s in range(10, 10_000, 10):
         start = {"perf/startup_s": 1.0} if s % 150 == 0 else {}
         events += trends.add({"step": s, "disk/free_gb": 50 - 0.002 * s} | start)
-    assert [e["at_step"] for e in events] == [25_000]
+    assert [e.at_step for e in events] == [25_000]
 
 
 def test_memory_stays_flat():
@@ -240,17 +236,16 @@ def test_memory_stays_flat():
 
 
 def test_the_sentence():
-    event = dict(resource="host memory", of="host memory", since=120, per_step=0.001, now=1.0,
-                 limit=8.0, at_step=23_004, found=4000)
-    assert describe_trend(event, LAST) == (
+    event = RunsOut("host memory", "host memory", 120, 0.001, 1.0, 8.0, 23_004, 4000, LAST)
+    assert str(event) == (
         "host memory grows 1.0 MB a step since about step 120: at its limit of 8.0 GB at about "
         "step 23,000 of 100,000; look for what the loop keeps, such as losses that are never "
         "detached: --verbose names the types that grow")
-    files = event | dict(resource="open files", of="open files", per_step=0.04, limit=1024)
-    assert describe_trend(files, LAST).startswith(
+    files = replace(event, code="open files", of="open files", per_step=0.04, limit=1024)
+    assert str(files).startswith(
         "open files grow by 40 every 1,000 steps since about step 120: at their limit of 1,024 at")
-    disk = event | dict(resource="free disk space", of="free disk space", limit=0.0)
-    assert describe_trend(disk, LAST).startswith(
+    disk = replace(event, code="free disk space", of="free disk space", limit=0.0)
+    assert str(disk).startswith(
         "free disk space shrinks 1.0 MB a step since about step 120: none left at about step 23,0")
 
 

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import config_from_args, parse_args
 
 import config
-from steady.watch.causes import CAUSES
+from steady.watch.causes import Cause
 from steady.watch.report import describe_event
 from tools import generate, prepare
 
@@ -314,7 +314,7 @@ def test_map_names_every_file(text):
 
 def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
-    causes = [f"{CAUSES['data']} (85%)", "unexplained (15%)"]
+    causes = [Cause("data", 0.85), Cause("unexplained", 0.15)]
     phases = [("data", 20.4), ("forward", 1.65), ("backward", 1.51)]
     event = dict(kind="step", since=401, since_range=(401, 411), before=30.1, after=53.7,
                  percent=78, creeps=False, phases=phases, causes=causes, blames="program")

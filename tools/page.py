@@ -225,8 +225,7 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
     """
     out = [dict(kind="slow-down", step=event["since"], until=event.get("ended"),
                 text=describe_event(event)) for event in told["slowdowns"] if worth_saying(event)]
-    out += [dict(kind=found["kind"], step=found["since"], text=found["text"])
-            for found in told["training"]]
+    out += [dict(kind=found.code, step=found.since, text=str(found)) for found in told["training"]]
     for row in told["anomalies"]:
         text = f"{row['anomaly']} on rank {row.get('rank', 0)}"
         value, median = (number(row.get(name)) for name in ("value", "median"))

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def side_by_side(reports: list[dict]) -> str:
     names = dict.fromkeys(name for r in reports for name in r["figures"])
     rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    kinds = [r["training"][0]["kind"] if r["training"] else "ok" for r in reports]
+    kinds = [r["training"][0].code if r["training"] else "ok" for r in reports]
     lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
         cells = []
@@ -88,7 +89,7 @@ def print_reports(argv: list[str]) -> int:
     except OSError as e:
         raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
-        print(json.dumps(reports, indent=1))
+        print(json.dumps(reports, indent=1, default=asdict))
     else:
         for r in reports:
             text = f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n"

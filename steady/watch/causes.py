@@ -7,6 +7,7 @@ explain what is shared, and of the rest what they exceed that by. What is left i
 """
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +16,9 @@ from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
-CAUSES = {
+SLOW_RANK = ("rank {rank} is slow and the others wait for it: its own work takes {ratio:.2f} times "
+             "as long as theirs, mostly because of {phase}")
+CAUSES = {  # code → words
     "work": "longer sequences or a larger batch: more work, not slower",
     "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
     "evaluation": "evaluation, slower or more frequent: see --eval_steps and --eval_interval",
@@ -29,7 +32,15 @@ CAUSES = {
     "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
                  "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
     "loop": "something in the loop grows, such as a list that is traversed each time",
-    # of the machine
+    "slow rank": SLOW_RANK,
+    "slow rank, work": f"{SLOW_RANK}; its machine is as fast as theirs, so it is its share of the "
+                       "work",
+    "unexplained": "unexplained",
+    "passed": "it has passed, or too little is left of it to tell why",
+}
+OF_MACHINE = {
+    "slow rank, machine": f"{SLOW_RANK}; its machine is the slower one, its probe takes "
+                          "{probe:.2f} times as long",
     "clocks": "lower GPU clocks: its temperature or its power limit",
     "heat": "lower GPU clocks: it is too hot{reading}, look at its cooling",
     "power": "lower GPU clocks: its power limit holds it back{reading}, see nvidia-smi -pl",
@@ -38,7 +49,7 @@ CAUSES = {
     "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
     "contention": "CPU contention: other processes run on these cores; the fewer threads, the less "
                   "it costs (OMP_NUM_THREADS=1)",
-    "network": "collectives between the ranks take longer, and no rank is slower on average: the "
+    "network": "collectives take longer, and no rank is slower on average: the "
                "network or the links between them",
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
     "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "
@@ -84,7 +95,7 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
         grows = kind == "checkpoint" and event["creeps"]
         ms = round(event["after"] - event["before"], 3)
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
-                    causes=[CAUSES["checkpoint grows" if grows else kind]], blames="unclear")
+                    causes=[Cause("checkpoint grows" if grows else kind)], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
     names = {name for p in before for name in p["values"]}
     more = {name: grown(before, after, name) for name in names}
@@ -114,18 +125,19 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     left = Left(alone | {"common": common_ms})
     take_program(left, old, new, after, event["creeps"])
     take_machine(left, old, new, before, after, series, least, shared)
-    by_size = sorted(left.explained.items(), key=lambda item: -item[1])
-    causes = [f"{cause} ({ms / total:.0%})" for cause, ms in by_size if ms > 0.05 * total]
-    if sum(left.ms.values()) > 0.05 * total:
-        causes.append(f"unexplained ({sum(left.ms.values()) / total:.0%})")
+    of_machine = sum(ms for code, ms in left.explained.items() if code in OF_MACHINE)
+    parts = sorted(left.explained.items(), key=lambda item: -item[1])
+    parts.append(("unexplained", sum(left.ms.values())))
+    causes = [Cause(code, ms / total, left.values.get(code, {})) for code, ms in parts
+              if ms > 0.05 * total]
     measured = all("machine/cpu_probe_us" in row for row in (old, new))
     blames = "program" if measured or left.explained else "unclear"
-    if left.of_machine > 0.5 * total:
+    if of_machine > 0.5 * total:
         blames = "machine"
     elif not left.explained and not alone and total < 0.25 * event["before"]:
         blames = "unclear"  # a neighbour can take that much without the probe's knowing
     if total < least:
-        blames, causes = "unclear", ["it has passed, or too little is left of it to tell why"]
+        blames, causes = "unclear", [Cause("passed")]
     ranked = sorted(shown.items(), key=lambda item: -item[1])
     largest = max(shown.values(), default=0.0)
     return dict(
@@ -161,22 +173,35 @@ def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> 
     return float(new.mean() - old.mean()), error
 
 
+@dataclass(frozen=True)
+class Cause:
+    """A cause of a slow-down. share: of what was added, None if not measured."""
+
+    code: str  # in CAUSES or OF_MACHINE
+    share: float | None = None
+    values: dict = field(default_factory=dict)  # numbers that its words name
+
+    def __str__(self) -> str:
+        words = (CAUSES | OF_MACHINE)[self.code].format(**self.values)
+        return words if self.share is None else f"{words} ({self.share:.0%})"
+
+
 class Left:
     """What is not explained yet: ms/step by phase, and what is common to all phases."""
 
     def __init__(self, ms: dict[str, float]):
         self.ms, self.total = ms, sum(ms.values()) or 1e-9
-        self.explained, self.of_machine = {}, 0.0  # {cause: ms}
+        self.explained, self.values = {}, {}  # by code: ms, numbers
 
-    def take(self, cause: str, ms: float, names=None, of_machine=False):
+    def take(self, code: str, ms: float, names=None, **values):
         """Let a cause explain up to so many ms of these phases, the common part first."""
+        self.values[code] = values
         for name in sorted(names or self.ms, key=lambda name: name != "common"):
             part = min(ms, self.ms.get(name, 0.0))
             if part > 0:
                 self.ms[name] -= part
                 ms -= part
-                self.explained[cause] = self.explained.get(cause, 0.0) + part
-                self.of_machine += part * of_machine
+                self.explained[code] = self.explained.get(code, 0.0) + part
 
 
 def added(old: dict, new: dict, name: str) -> float:
@@ -203,18 +228,19 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
     phases take alike, sure or not, which a queue explains before what one has alone.
     """
     if goes_on(after, "machine/stops"):
-        left.take(CAUSES["stopped"], left.total, of_machine=True)
+        left.take("stopped", left.total)
     if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
-        left.take(lower_clocks(old, new), left.total, ("common", *COMPUTE), of_machine=True)
+        code, reading = lower_clocks(old, new)
+        left.take(code, left.total, ("common", *COMPUTE), reading=reading)
     waits = {name: added(old, new, column) for name, column in WAITS.items()}
     waits = {name: ms for name, ms in waits.items() if ms > 0.1 * left.total}
     for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
         # the other threads of an operation wait for the one that did not run: it counts for more
-        left.take(CAUSES[name], left.ms["common"], ["common"], of_machine=True)
+        left.take(name, left.ms["common"], ["common"])
         if ms - shared > 0.3 * left.total:
             for phase in STEP_PHASES:  # which meets its share of it
                 share = new.get(f"perf/{phase}_ms", 0.0) / of_all_phases(new)
-                left.take(CAUSES[name], share * (ms - shared), [phase], of_machine=True)
+                left.take(name, share * (ms - shared), [phase])
     # of what all phases share, all but what is more than the probe is slower
     best = (0.0, "", 1.0)
     for name, columns in PROBES.items():
@@ -225,27 +251,25 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
             best = max(best, (left.ms["common"] - beside, name, ratio))
     ms, name, ratio = best
     if ms > 0 and ratio > 1.04:
-        left.take(CAUSES[name].format(ratio=ratio), ms, ["common"], of_machine=True)
-    left.take(CAUSES["network"], left.total, ["waiting"], of_machine=True)
+        left.take(name, ms, ["common"], ratio=ratio)
+    left.take("network", left.total, ["waiting"])
     # what a phase has alone, as far as main memory is slower than the rest of the machine
     ratio = probe_ratio(before, after, "machine/memory_probe_us")
     factor = 1 + shared / of_all_phases(old)
     for phase in COMPUTE:
         if ratio > 1.1 * factor:
             most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)
-            text = CAUSES["memory probe"].format(ratio=ratio)
-            left.take(text, most, [phase], of_machine=True)
+            left.take("memory probe", most, [phase], ratio=ratio)
 
 
-def lower_clocks(old: dict, new: dict) -> str:
-    """Why the clocks of a GPU are lower, where it says so at half of the readings or more."""
+def lower_clocks(old: dict, new: dict) -> tuple[str, str]:
+    """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
     for name in ("heat", "power"):
         column = f"machine/gpu_throttled_by_{name}"
         if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
             reading, form = READINGS[name]
-            shown = form.format(new[reading]) if reading in new else ""
-            return CAUSES[name].format(reading=shown)
-    return CAUSES["clocks"]
+            return name, form.format(new[reading]) if reading in new else ""
+    return "clocks", ""
 
 
 def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
@@ -261,31 +285,30 @@ def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bo
     """Take what the program is to blame for, as far as known."""
     gc_ms = added(old, new, "perf/gc_ms")
     if gc_ms > 0.05 * left.total:
-        left.take(CAUSES["gc"], gc_ms)
+        left.take("gc", gc_ms)
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
     if ratio > 1.1 and ratio > 1.05 * old_ratio:
         rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
         votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
         rank, phase = max(set(votes), key=votes.count)
-        text = (f"rank {int(rank)} is slow and the others wait for it: its own work takes "
-                f"{ratio:.2f} times as long as theirs, mostly because of {OWN_PHASES[int(phase)]}")
-        probe = new.get("perf/slowest_rank_probe")
+        probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
         if probe:
-            text += (f"; its machine is the slower one, its probe takes {probe:.2f} times as long"
-                     if probe > 1 + 0.3 * (ratio - 1) else
-                     "; its machine is as fast as theirs, so it is its share of the work")
+            slower = probe > 1 + 0.3 * (ratio - 1)
+            code += ", machine" if slower else ", work"
         most = (ratio / old_ratio - 1) * of_all_phases(old)
-        left.take(text, 1.2 * most, of_machine=bool(probe) and "slower one" in text)
+        left.take(code, 1.2 * most, rank=int(rank), ratio=ratio, phase=OWN_PHASES[int(phase)],
+                  probe=probe)
     rss = "memory/workers_rss_gb"
     most = max(p["row"].get(rss, 0.0) for p in after)  # at the end of a run they are gone
     # in GB, not in percent: workers begin as copies of a process of any size, and keep that
     grows = rss in old and most > old[rss] + 0.1
-    text = CAUSES["loader memory"].format(old=old[rss], new=most) if grows else CAUSES["data"]
-    left.take(text, left.total, ["data"])
+    if grows:
+        left.take("loader memory", left.total, ["data"], old=old[rss], new=most)
+    left.take("data", left.total, ["data"])
     compute = [name for name in left.ms if name not in ("data", "waiting")]
     if goes_on(after, "perf/compilations"):
-        left.take(CAUSES["compilations"], left.total, compute)
+        left.take("compilations", left.total, compute)
     elif goes_on(after, "memory/alloc_retries"):
-        left.take(CAUSES["allocator"], left.total, compute)
+        left.take("allocator", left.total, compute)
     elif creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
-        left.take(CAUSES["loop"], left.total, ["other"])
+        left.take("loop", left.total, ["other"])

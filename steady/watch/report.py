@@ -135,7 +135,7 @@ def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[st
 
 def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
-    lines = [finding["text"] for finding in out["training"]]
+    lines = [str(finding) for finding in out["training"]]
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if all(event["kind"] == "work" for event in shown):
         lines.append(out["unjudged"] or "steady: no slow-down found")
@@ -170,7 +170,7 @@ def describe_event(event: dict) -> str:
     low, high = event["since_range"]
     if high - low > 0.1 * event["since"]:
         since += f" ({low} to {high})"
-    causes = "; ".join(event["causes"])
+    causes = "; ".join(map(str, event["causes"]))
     if kind == "work":
         return f"work per step {event['percent']:+.0f}% {since}: {causes}"
     how = "gradually slower" if event["creeps"] else "slower"

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ class Resources:
         return found
 
     def warnings(self, row: dict) -> list[str]:
-        return [describe_trend(event, self.cfg.max_steps) for event in self.trends.add(row)]
+        return [str(event) for event in self.trends.add(row)]
 
     def growing(self) -> str:
         """With --verbose: which types of objects there are more of than at the last call."""
@@ -133,6 +134,30 @@ class Resources:
 
 
 # --- when it runs out -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunsOut:
+    """A resource whose growth ends the run before its last step. In GB or counts."""
+
+    code: str  # a name in RESOURCES, or WORKERS
+    of: str  # the name in RESOURCES, to which the limit belongs
+    since: int
+    per_step: float
+    now: float
+    limit: float
+    at_step: int
+    found: int  # the step of the row with which it was found
+    last_step: int
+
+    def __str__(self) -> str:
+        _, limit, unit, verb = RESOURCES[self.of]
+        its = "their" if verb == "grow" else "its"
+        end = f"at {its} limit of {amount(self.limit, unit)}" if limit else "none left"
+        at = float(f"{self.at_step:.3g}")
+        return (f"{self.code} {verb} {rate(self.per_step, unit)} since about step "
+                f"{self.since:,}: {end} at about step {at:,.0f} of {self.last_step:,}; "
+                f"{ADVICE[self.code]}")
 
 
 class ResourceTrends:
@@ -149,12 +174,8 @@ class ResourceTrends:
         self.samples = {}  # resource → [(step, value, share of the last metric)], at most MOST
         self.merging = {}  # resource → (rows that make a sample, those so far)
 
-    def add(self, row: dict) -> list[dict]:
-        """The events that are found with this row, one for each resource in a process.
-
-        Each has resource, since (step), per_step, now, limit, at_step, found (step); in GB or
-        counts. of: the name in RESOURCES, to which a limit belongs.
-        """
+    def add(self, row: dict) -> list[RunsOut]:
+        """What is found with this row, each resource once in a process."""
         of_process = [name for name, (_, limit, *_) in RESOURCES.items() if limit]
         began = "perf/startup_s" in row
         if began:  # a new process: of the old one only the disk is left
@@ -201,7 +222,7 @@ class ResourceTrends:
         self.merging[name] = size, []
         return True
 
-    def find(self, name: str, now: float, limit: float) -> dict | None:
+    def find(self, name: str, now: float, limit: float) -> RunsOut | None:
         samples = self.samples[name]
         if len(samples) < LEAST:
             return None
@@ -217,9 +238,8 @@ class ResourceTrends:
         k, slope, at = found
         grown = median_rise(sign * values[k:])
         workers = name == "host memory" and median_rise(parts[k:]) > 0.5 * grown
-        return dict(resource=WORKERS if workers else name, of=name, since=round(float(steps[k])),
-                    per_step=slope, now=float(now), limit=limit, at_step=max(round(at), self.step),
-                    found=self.step)
+        return RunsOut(WORKERS if workers else name, name, round(float(steps[k])), slope,
+                       float(now), limit, max(round(at), self.step), self.step, self.last_step)
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
@@ -292,18 +312,6 @@ def theil_sen(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def median_rise(values: np.ndarray) -> float:
     fifth = len(values) // 5
     return float(np.median(values[-fifth:]) - np.median(values[:fifth]))
-
-
-def describe_trend(event: dict, last_step: int) -> str:
-    """What grows by how much since when, at which step it runs out, and what to do about it."""
-    _, limit, unit, verb = RESOURCES[event["of"]]
-    at = float(f"{event['at_step']:.3g}")
-    end = f"at its limit of {amount(event['limit'], unit)}" if limit else "none left"
-    if verb == "grow":
-        end = end.replace("its", "their")
-    return (f"{event['resource']} {verb} {rate(event['per_step'], unit)} since about step "
-            f"{event['since']:,}: {end} at about step {at:,.0f} of {last_step:,}; "
-            f"{ADVICE[event['resource']]}")
 
 
 def amount(value: float, unit: str) -> str:
