@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -171,6 +172,29 @@ def environment() -> dict[str, str]:
     """For interpreters of their own, whose scripts may import this module."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     return {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path}
+
+
+def in_clone(clone: Path, argv: list, before=lambda: None) -> "Process":
+    """`python train.py argv` of a copy of the repository, in a fork, which has torch already.
+
+    before: called first, where it can import the modules of the copy.
+    """
+    def hook():
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(str(ROOT)):
+                del sys.modules[name]
+        sys.path[:] = [str(clone), *(p for p in sys.path if Path(p).resolve() != ROOT)]
+        sys.argv = ["train.py", *map(str, argv)]
+        before()
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as end:  # the only way it should end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code or 0)
+        raise AssertionError("train.py returned")
+
+    return Process(clone, [], hook)
 
 
 def after_updates(do, put=setattr):

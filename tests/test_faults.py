@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -1298,6 +1299,8 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
 
 
 def test_verify_resume(run, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     flags = ["--patience", 1, "--eval_interval", 1, "--learning_rate", 1]  # ends no part of it
     assert "verify_resume: identical, " in run("--verify_resume", 4, "--dropout", "0.1", *flags)
     plain = train.seed_everything  # below, as if dropout did not resume
@@ -1305,7 +1308,7 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))
     output = run("--verify_resume", 4, "--dropout", "0.1", expect=1)
     assert "verify_resume: differs after 4 + 4 steps: model." in output
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("steady-verify-*"))
+    assert not list((tmp_path / "temporary").glob("steady-verify-*"))
 
 
 def test_verify_resume_on_two_ranks(corpus, tmp_path):

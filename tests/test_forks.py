@@ -5,14 +5,13 @@ Nothing in a fork deals with checkpoints. `LINES` is what docs/hacking.md says o
 
 import os
 import re
-import runpy
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Process
+from conftest import ROOT, TINY, in_clone
 from test_readme import SNIPPETS, copy_files
 
 from steady.checkpoints.checkpoint import compare
@@ -127,29 +126,13 @@ def fork(name: str, clone: Path) -> tuple[int, int]:
 
 
 def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
-    """The exit code of train.py in `clone`, in a fork of this process, which has torch already.
+    """The exit code of train.py in `clone`; kill_at: the name that a file is about to get then."""
+    def audit(event: str, args):
+        if kill_at and event == "os.rename" and str(args[1]).endswith(kill_at):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    kill_at: it is killed where it is about to give a file this name.
-    """
-    def hook():
-        for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(str(ROOT)):
-                del sys.modules[name]
-        sys.path[:] = [str(clone), *(p for p in sys.path if Path(p).resolve() != ROOT)]
-        sys.argv = ["train.py", *map(str, FLAGS), "--data", str(corpus), "--out_dir", out, *flags]
-
-        def audit(event: str, args):
-            if kill_at and event == "os.rename" and str(args[1]).endswith(kill_at):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(audit)
-        try:
-            runpy.run_path("train.py", run_name="__main__")
-        except SystemExit as end:  # the only way it should end
-            sys.stdout.flush()
-            os._exit(end.code or 0)
-
-    process = Process(clone, [], hook)
+    process = in_clone(clone, [*FLAGS, "--data", corpus, "--out_dir", out, *flags],
+                       lambda: sys.addaudithook(audit))
     code = process.code()
     assert code in (0, -9), process.text()
     return code

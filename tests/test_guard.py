@@ -1,36 +1,33 @@
 """The guard stands alone: training's safety does not hang on the monitor."""
 
+import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, in_clone
 
 from steady.checkpoints.checkpoint import compare, read_state
 
 FLAGS = [*TINY, "--max_steps", 12, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
          "--max_nonfinite", 2, "--skip_spikes", 6]
 
-# Steps 6 and 7 of the first pass are not finite.
-POISON = """
-import math, sys
-import conftest, train
-plain, bad = train.learning_rate, [5, 6]
-def learning_rate(step, cfg):
-    lr = plain(step, cfg)
-    spoil = bool(bad) and step == bad[0]
-    if spoil:
-        bad.pop(0)
-    train.Transformer.factor = math.nan if spoil else 1.0
-    return lr
-train.learning_rate = learning_rate
-forward = train.Transformer.forward
-train.Transformer.forward = lambda self, *a: forward(self, *a) * self.factor
-conftest.main(sys.argv[1:])
-"""
+
+def poison():
+    """The losses of samples 40 to 55, of steps 6 and 7, are not finite."""
+    import data
+    import model
+
+    batch, forward = data.Mixture.batch, model.Transformer.forward
+
+    def poisoned(self, start, stop):
+        found = batch(self, start, stop)
+        return found._replace(tokens=found.tokens * 0) if 40 <= start < 56 else found
+
+    data.Mixture.batch = poisoned
+    model.Transformer.forward = lambda self, tokens, *rest: (
+        forward(self, tokens, *rest) * (1.0 if tokens.any() else math.nan))
 
 
 @pytest.fixture
@@ -41,17 +38,13 @@ def fork(tmp_path) -> Path:
     lines = (ROOT / "train.py").read_text().splitlines(keepends=True)
     (tmp_path / "train.py").unlink()
     (tmp_path / "train.py").write_text("".join(line for line in lines if "monitor" not in line))
-    (tmp_path / "poison.py").write_text(POISON)
     return tmp_path
 
 
-def go(folder: Path, corpus: Path, *flags, script="train.py", code=0) -> str:
-    path = f"{folder}:{environment()['PYTHONPATH']}"
-    command = [sys.executable, script, *FLAGS, "--data", corpus, *flags]
-    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True,
-                          env=environment() | {"PYTHONPATH": path}, timeout=120)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def go(folder: Path, *flags, before=lambda: None, code=0) -> str:
+    process = in_clone(folder, [*FLAGS, *flags], before)
+    assert process.code() == code, process.text()
+    return process.text()
 
 
 def same_end(a: Path, b: Path) -> bool:
@@ -61,21 +54,21 @@ def same_end(a: Path, b: Path) -> bool:
 
 def test_without_the_monitor_it_trains_saves_and_resumes(fork, run, corpus):
     assert not re.search("monitor", (fork / "train.py").read_text())
-    go(fork, corpus, "--out_dir", "bare")
-    go(fork, corpus, "--out_dir", "parts", "--max_steps", 8, "--lr_schedule", "constant")
-    go(fork, corpus, "--out_dir", "parts", "--auto-resume", "--max_steps", 12)
-    go(fork, corpus, "--out_dir", "whole", "--lr_schedule", "constant")
+    go(fork, "--data", corpus, "--out_dir", "bare")
+    go(fork, "--data", corpus, "--out_dir", "parts", "--max_steps", 8, "--lr_schedule", "constant")
+    go(fork, "--data", corpus, "--out_dir", "parts", "--auto-resume", "--max_steps", 12)
+    go(fork, "--data", corpus, "--out_dir", "whole", "--lr_schedule", "constant")
     assert same_end(fork / "parts", fork / "whole")
     run(*FLAGS, "--data", corpus, "--out_dir", fork / "watched")
     assert same_end(fork / "bare", fork / "watched")
 
 
-@pytest.mark.parametrize("policy, words", [("skip", []), ("rollback", ["back to", "step_00000004"]),
-                                           ("abort", ["failed: 2 steps in a row"])])
+@pytest.mark.parametrize("policy, words", [("skip", []), ("rollback", ["; back to "]),
+                                           ("abort", ["2 steps in a row, up to step 7"])])
 def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus, policy, words):
-    told = go(fork, corpus, "--out_dir", "r", "--on_nonfinite", policy, "--log_interval", 1,
-              script="poison.py", code=policy == "abort")
-    assert all(text in told for text in words)
+    told = go(fork, "--data", corpus, "--out_dir", "r", "--on_nonfinite", policy,
+              "--log_interval", 1, before=poison, code=policy == "abort")
+    assert all(text in told for text in words), told
     if policy != "abort":
         end = read_state(fork / "r/checkpoints/step_00000012.pt")
         assert all(tensor.isfinite().all() for tensor in end["model"].values())

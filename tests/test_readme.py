@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401  # by any first optimizer: once here, not in each fork
 import yaml
-from conftest import ROOT, TINY, Process, column
+from conftest import ROOT, TINY, column, in_clone
 from packaging.requirements import Requirement
 from torch.distributed.run import config_from_args, parse_args
 
@@ -218,24 +217,9 @@ SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?, in|In) `(\w+\.py
 
 
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
-    """The losses of the train.py in `clone`, in a fork of this process, which has torch already."""
-    argv = ["train.py", *TINY, "--log_interval", "1", "--data", str(corpus), "--out_dir", out,
-            "--no_tensorboard", "--save_interval", "6", *flags]
-
-    def hook():
-        for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(str(ROOT)):
-                del sys.modules[name]
-        sys.path[:] = [str(clone), *(p for p in sys.path if Path(p).resolve() != ROOT)]
-        sys.argv = argv
-        try:
-            runpy.run_path("train.py", run_name="__main__")
-        except SystemExit as end:  # the only way it should end
-            sys.stdout.flush()
-            os._exit(end.code or 0)
-        raise AssertionError("train.py returned")
-
-    process = Process(clone, [], hook)
+    """The losses of the train.py in `clone`."""
+    process = in_clone(clone, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", out,
+                               "--no_tensorboard", "--save_interval", 6, *flags])
     assert process.code() == 0, process.text()
     return column(clone / out, "train/loss")
 
