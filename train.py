@@ -360,6 +360,8 @@ def set_up(argv: list[str]) -> Run:
     cfg, out_dir = from_rank0(store, lambda: choose_run(argv))
     watchdog = Watchdog(cfg.hang_seconds)
     check_shard_size(cfg.shard_size, world_size)
+    uneven = rundir.continues(cfg, out_dir)
+    micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
     # where it computes
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
@@ -376,17 +378,15 @@ def set_up(argv: list[str]) -> Run:
     group = join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards, faults.Stop(group), watchdog,
-                  group=group)
+                  micro_batch, group)
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    most = 0
     if cfg.micro_batch_size == "auto":
         most = ranks.minimum(memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, start, device, dtype, shards.alone()), cfg,
             world_size, ranks.autocast, device, varlen))
-    ranks.micro_batch = memory.micro_batch_size(cfg, world_size, most,
-                                                uneven=rundir.continues(cfg, out_dir))
+        ranks.micro_batch = memory.micro_batch_size(cfg, world_size, most, uneven)
     # the model, and what updates it
     model = make_model(cfg, train_data, start, device, dtype, shards)
     float8.convert(model, cfg, device, dtype)

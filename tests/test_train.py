@@ -427,6 +427,11 @@ def test_a_restart_before_the_first_checkpoint_is_a_start(run, monkeypatch):
     assert "--batch_size 10: expected a multiple of 4" in told
 
 
+def test_a_batch_that_cannot_be_cut_is_refused_before_data_is_read(run):
+    told = run("--batch_size", 10, "--micro_batch_size", 4, "--data", "missing", expect=2)
+    assert "--batch_size 10: expected a multiple of 4" in told
+
+
 def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
     runs, watched, plain_set_up, plain_close = [], [], train.set_up, checkpoint.Writer.close
 

@@ -60,7 +60,7 @@ class Ranks:
     shards: object  # which part of the weights it holds: parallel.Shards
     stop: object  # signals, agreed by all: guard.faults.Stop
     watchdog: object
-    micro_batch: int = 0  # sequences in a forward pass
+    micro_batch: int  # sequences in a forward pass
     group: object = None  # of gloo, so that no device is waited for; None: there are no others
 
     def __post_init__(self):
