@@ -189,9 +189,9 @@ PLANTS = {
     "backward: denormals": (P, "backward", "", in_backward(lambda _: DENORMAL * 0.5)),
     "optimizer: product": (P, "optimizer", "", work(*UPDATE, lambda *_: MATRIX @ MATRIX)),
     "optimizer: clones": (P, "optimizer", "", work(
-        *UPDATE, lambda _, run: [p.detach().clone() for p in run.model.parameters()])),
+        *UPDATE, lambda _, run, *__: [p.detach().clone() for p in run.model.parameters()])),
     "optimizer: item() of each": (P, "optimizer", "", work(
-        *UPDATE, lambda _, run: [run.monitor.log(f"norm/{name}", p.detach().norm().item())
+        *UPDATE, lambda _, run, *__: [run.monitor.log(f"norm/{name}", p.detach().norm().item())
                                  for name, p in run.model.named_parameters()])),
     "optimizer: gc.collect": (P, "optimizer", "garbage", work(*UPDATE, lambda *_: gc.collect())),
     "data: sort": (P, "data", DATA, work(*BATCH, lambda *_: np.sort(UNSORTED))),
@@ -202,7 +202,7 @@ PLANTS = {
             r"(\d+) \+ (\d+) = (\d)", mixture.decode(batch.tokens[0].tolist())))),
     "data: reads a file": (P, "data", f"{DATA}|disk", work(
         *BATCH, lambda *_: Path(__file__).read_bytes())),
-    "other: sleep": (P, "other", "", work(train, "check_finite", NAP)),
+    "other: sleep": (P, "other", "", work(train.Guard, "check", NAP)),
     "other: list grows": (P, "other", "grows", growing(*TIDY, 1, sum)),
     "other: json grows": (P, "other", "grows", growing(*TIDY, {"loss": 1 / 7}, json.dumps)),
     "logging: sink blocks": (P, "logging", "sink that blocks", work(Sinks, "write", NAP, LOG)),

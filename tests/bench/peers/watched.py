@@ -46,9 +46,14 @@ def watched(name: str):
     after(train, "seed_everything", lambda *_: steps.append(None))
     if seconds:  # even sleep(0) may give the core to a neighbour
         after(owner, function, lambda *_: time.sleep(seconds) if len(steps) > AT else None)
-    after(train, "make_monitor", lambda monitor, run: after(
-        monitor, "phase", lambda _, phase: phase == "forward" and traced.enter_context(
-            traceml.trace_step(run.model))))
+    plain = train.train
+
+    def trace(run, batches):
+        after(run.monitor, "phase", lambda _, phase: phase == "forward" and traced.enter_context(
+            traceml.trace_step(run.model)))
+        plain(run, batches)
+
+    train.train = trace
     after(train, "update", lambda *_: traced.close())
     flags = [*FLAGS, "--max_steps", STEPS, "--data", "."]
     assert faults.exit_code(train.main, list(map(str, flags))) == 0
