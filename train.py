@@ -33,6 +33,7 @@ from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.backup import Backup
+from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.parts import require_shared
 from steady.checkpoints.state import (
     Progress,
@@ -421,7 +422,7 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     return config.resolve(cfg), out_dir
 
 
-def make_model(cfg: Config, data: Mixture, checkpoint: Path | None, device: torch.device,
+def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device: torch.device,
                dtype: torch.dtype, shards: parallel.Shards) -> nn.Module:
     """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
     if cfg.init_from and not checkpoint and "tokenizer" not in cfg.allow_change:
@@ -445,7 +446,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Path | None, device: torc
     return model
 
 
-def restore(run: Run, checkpoint: Path):
+def restore(run: Run, checkpoint: Checkpoint):
     """Continue from a checkpoint. Raises ConfigError where it does not belong to this run."""
     saved, step = load_checkpoint(run, checkpoint), run.progress.step
     if run.ranks.rank or run.cfg.eval_only:

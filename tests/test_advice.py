@@ -7,7 +7,7 @@ import pytest
 
 import data
 import train
-from steady.checkpoints import checkpoint
+from steady.checkpoints import writer
 from steady.watch import sinks as telemetry
 from steady.watch.report import report
 
@@ -25,7 +25,7 @@ ADVICE = {  # phase → (what is slow, flags before, flags that are advised)
     "data": ((data.Mixture, "batch"), [], ["--num_workers", 1]),
     "logging": ((telemetry.Sinks, "write"), ["--log_interval", 1], ["--log_interval", 10]),
     "evaluation": ((data.Batch, "add_by_dataset"), ["--eval_interval", 2], ["--eval_interval", 20]),
-    "checkpoint": ((checkpoint.Writer, "wait"), ["--save_interval", 1], ["--save_interval", 20]),
+    "checkpoint": ((writer.Writer, "wait"), ["--save_interval", 1], ["--save_interval", 20]),
 }
 
 

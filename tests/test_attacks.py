@@ -13,8 +13,8 @@ import torch
 from conftest import TINY, TRAIN, Process, after_updates, column, environment, poison
 
 import train
-from steady.checkpoints import backup, checkpoint
-from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints
+from steady.checkpoints import backup, checkpoint, writer
+from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress, reconcile_best
 
@@ -95,7 +95,7 @@ def test_a_move_that_was_interrupted_goes_on(run, tmp_path, monkeypatch, moved):
     run("--out_dir", "r", "--max_steps", 8, *(["--overwrite"] if moved < 4 else ["--auto_resume"]))
     for place, step in (("r", 8), ("r.old", 6)):
         assert list(column(tmp_path / place, "train/loss"))[-1] == step
-        assert checkpoint_path(tmp_path / place / "checkpoints", step).exists()
+        assert Checkpoint.named(tmp_path / place / "checkpoints", step).path.exists()
 
 
 @pytest.mark.parametrize("name, way", [
@@ -181,7 +181,7 @@ def test_best_agrees_with_best_loss_after_a_restart(run, corpus, tmp_path, momen
     assert best(tmp_path / "whole")[1] == 12
 
     def hook():
-        plain_link, plain_write = checkpoint.link_or_copy, checkpoint.write_checkpoint
+        plain_link, plain_write = checkpoint.link_or_copy, writer.write_checkpoint
 
         def link(path, draft):
             if "00000008" in path.name:
@@ -196,7 +196,7 @@ def test_best_agrees_with_best_loss_after_a_restart(run, corpus, tmp_path, momen
         if moment == "before the link":
             checkpoint.link_or_copy = link
         else:
-            checkpoint.write_checkpoint = write
+            writer.write_checkpoint = write
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *flags, "--out_dir", "r"], hook)
     if moment == "before the link":
@@ -215,8 +215,8 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
     run("--out_dir", "r", "--eval_interval", 4, "--learning_rate", "0.02")
     folder = tmp_path / "r/checkpoints"
     (folder / "best.pt").unlink()
-    old = torch.load(checkpoint_path(folder, 12), weights_only=True)
-    checkpoint.write_checkpoint(folder / "step_00000012.pt", old | dict(best_loss=0.5, best_step=8))
+    old = torch.load(Checkpoint.named(folder, 12).path, weights_only=True)
+    writer.write_checkpoint(folder / "step_00000012.pt", old | dict(best_loss=0.5, best_step=8))
     run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--eval_interval", 4, bare=True)
     loss, step = best(tmp_path / "r")
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
@@ -344,7 +344,7 @@ def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
     flags = [*TINY, "--data", str(corpus), "--out_dir", "r", "--save_interval", "0"]
     done = subprocess.run([sys.executable, str(script), *flags], cwd=tmp_path, env=environment())
     assert done.returncode == 0
-    assert [checkpoint.checkpoint_step(p) for p in list_checkpoints(tmp_path / "r/checkpoints")]
+    assert [p.step for p in list_checkpoints(tmp_path / "r/checkpoints")]
 
 
 def test_a_full_disk_is_called_so(tmp_path):
@@ -354,7 +354,7 @@ def test_a_full_disk_is_called_so(tmp_path):
         except OSError:
             raise RuntimeError("inline_container.cc:664] . unexpected pos") from None
     except RuntimeError as e:
-        text = checkpoint.disk_error(e, tmp_path)
+        text = writer.disk_error(e, tmp_path)
     assert text.startswith(f"no space left on {tmp_path}") and "GB are free" in text
 
 

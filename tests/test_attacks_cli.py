@@ -19,8 +19,9 @@ from conftest import TINY, TRAIN, environment
 
 import config
 import train
-from steady.checkpoints import checkpoint
-from steady.checkpoints.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
+from steady.checkpoints import writer
+from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
+from steady.checkpoints.sealed import write_checkpoint
 from steady.guard import faults
 from steady.options import typed
 from tools import verify
@@ -168,14 +169,14 @@ def test_odd_lines_of_the_metrics_are_passed_over(run, tmp_path, capsys):
     path.write_text("\n".join([*ODD, *lines[:3], *ODD, *lines[3:], *ODD]) + "\n")
     assert report_command(["r"]) == 0
     assert capsys.readouterr().out == told
-    checkpoint_path(tmp_path / "r/checkpoints", 12).unlink()
+    Checkpoint.named(tmp_path / "r/checkpoints", 12).path.unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
     assert report_command(["r"]) == 0
 
 
 def test_a_list_with_a_valid_checksum_is_no_checkpoint(run, tmp_path):
     run("--out_dir", "r", "--save_interval", 6)
-    newest = checkpoint_path(tmp_path / "r/checkpoints", 12)
+    newest = Checkpoint.named(tmp_path / "r/checkpoints", 12).path
     write_checkpoint(newest, [1, 2])
     assert "step_00000006.pt at step 6" in run("--out_dir", "r", "--auto_resume", bare=True)
 
@@ -317,8 +318,8 @@ def test_a_path_that_looks_like_a_message_changes_nothing(run, tmp_path, monkeyp
     def fail(path, state):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
-    told = run("--out_dir", f"g {checkpoint.NOT_FINITE}", "--save_interval", 2, expect=1)
+    monkeypatch.setattr(writer, "write_checkpoint", fail)
+    told = run("--out_dir", f"g {writer.NOT_FINITE}", "--save_interval", 2, expect=1)
     assert "3 checkpoints in a row could not be written" in told
 
 

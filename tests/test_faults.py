@@ -47,14 +47,10 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady.checkpoints import checkpoint, retry, sealed
+from steady.checkpoints import checkpoint, retry, sealed, writer
 from steady.checkpoints import run_dir as rundir
-from steady.checkpoints.checkpoint import (
-    checkpoint_step,
-    compare,
-    find_corruption,
-    list_checkpoints,
-)
+from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
+from steady.checkpoints.sealed import find_corruption
 from steady.guard import ctrl_c, faults, memory
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
@@ -138,7 +134,7 @@ def assert_same_end(one: Path, two: Path):
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [checkpoint_step(p) for p in list_checkpoints(run_dir / "checkpoints")]
+    return [p.step for p in list_checkpoints(run_dir / "checkpoints")]
 
 
 def wait_for_step(run_dir: Path, step: int):
@@ -235,7 +231,7 @@ def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
         elif moment == "verify":
             sealed.find_corruption = die_at(2, sealed.find_corruption)
         elif moment == "rotate":
-            checkpoint.rotate = die_at(2, checkpoint.rotate)
+            writer.rotate = die_at(2, writer.rotate)
         elif moment == "sync":
             os.fsync = die_at(4, os.fsync)
         else:
@@ -246,7 +242,7 @@ def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
     process = Process(tmp_path, flags, hook)
     assert process.code() == 9, process.text()
     left = list_checkpoints(tmp_path / "r" / "checkpoints")
-    assert all(find_corruption(path) is None for path in left) and (left or moment == "write")
+    assert not any(map(Checkpoint.find_damage, left)) and (left or moment == "write")
     run(*FLAGS, "--auto-resume", "--out_dir", "r", bare=True)
     assert steps(tmp_path / "r") == [12]
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
@@ -277,7 +273,7 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
     record(os, "posix_fadvise", lambda *args: "forget what is cached")
     record(sealed, "find_corruption", lambda draft: f"verify {draft.stat().st_size} bytes")
     record(os, "replace", lambda draft, to: f"rename to {to.name}")
-    checkpoint.write_checkpoint(path, {"weight": torch.arange(10_000)})
+    writer.write_checkpoint(path, {"weight": torch.arange(10_000)})
     size = f"{path.stat().st_size} bytes"
     assert calls == ["write", f"sync {size}", "forget what is cached", "forget what is cached",
                      f"verify {size}", f"rename to {path.name}", "sync the directory"]
@@ -327,7 +323,7 @@ def test_every_flipped_bit_is_found(copy):
 
 
 def test_never_starts_at_0_silently(run, copy):
-    for path in list_checkpoints(copy / "checkpoints"):
+    for path in (found.path for found in list_checkpoints(copy / "checkpoints")):
         flip(path)
     before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
     for _ in range(2):
@@ -341,7 +337,7 @@ def test_never_starts_at_0_silently(run, copy):
 def test_leftovers_of_a_run_are_not_started_over(run, copy, left):
     folder = copy / "checkpoints"
     (folder / "step_00000012.pt").rename(folder / left)
-    for path in list_checkpoints(folder):
+    for path in (found.path for found in list_checkpoints(folder)):
         path.unlink()
     before = (copy / "metrics.jsonl").read_bytes()
     output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
@@ -388,17 +384,17 @@ def test_optimizer_state_follows_the_names_of_its_parameters(run, copy):
         names.reverse()
         last = len(names) - 1
         optimizer["state"] = {last - i: each for i, each in optimizer["state"].items()}
-    checkpoint.write_checkpoint(path, state)
+    writer.write_checkpoint(path, state)
     run(*flags, bare=True)
     run(*flags, "--out_dir", "same", bare=True)
     ends = [torch.load(folder / "checkpoints/step_00000020.pt", weights_only=True)
             for folder in (copy, copy.parent / "same")]
     assert not compare(ends[0]["model"], ends[1]["model"])[1]
     state["optimizer_names"][1][0] = "another"
-    checkpoint.write_checkpoint(path, state)
+    writer.write_checkpoint(path, state)
     for newer in list_checkpoints(copy / "checkpoints")[-1:0:-1]:
-        if newer != path:
-            newer.unlink()
+        if newer.path != path:
+            newer.delete()
     assert "other parameters" in run(*flags, bare=True, expect=2)
 
 
@@ -406,7 +402,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_was_off(run, copy):
     path = copy / "checkpoints/step_00000012.pt"
     state = torch.load(path, weights_only=True)
     del state["config"]["norm_eps"]
-    checkpoint.write_checkpoint(path, state)
+    writer.write_checkpoint(path, state)
     flags = ["--auto-resume", "--out_dir", "r", "--max_steps", 14]
     assert "norm_eps 1e-06 -> 0.1" in run(*flags, "--norm_eps", 0.1, bare=True, expect=2)
     run(*flags, bare=True)
@@ -415,8 +411,8 @@ def test_an_option_that_is_newer_than_the_checkpoint_was_off(run, copy):
 def test_another_format_is_refused(run, copy):
     path = copy / "checkpoints/step_00000012.pt"
     state = torch.load(path, weights_only=True)
-    checkpoint.write_checkpoint(path, {"format": checkpoint.FORMAT + 1, "weights": state["model"]})
-    assert checkpoint.find_damage(path) is None  # or it would be set aside
+    writer.write_checkpoint(path, {"format": checkpoint.FORMAT + 1, "weights": state["model"]})
+    assert Checkpoint(path).find_damage() is None  # or it would be set aside
     output = run("--auto-resume", "--out_dir", "r", "--max_steps", 20, bare=True, expect=2)
     assert f"format {checkpoint.FORMAT + 1}; this version reads {checkpoint.FORMAT}" in output
 
@@ -432,7 +428,7 @@ class Evil:
 def test_a_pickle_is_not_executed(run, copy, tmp_path):
     """Not even in a file whose checksum is valid."""
     evil = {"format": checkpoint.FORMAT, "step": Evil(tmp_path / "touched")}
-    checkpoint.write_checkpoint(tmp_path / "sealed.pt", evil)
+    writer.write_checkpoint(tmp_path / "sealed.pt", evil)
     torch.save(evil, tmp_path / "saved.pt")
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps(evil) * 100)
     for name in ("sealed.pt", "saved.pt", "pickle.pt"):
@@ -493,7 +489,7 @@ def test_a_full_disk_while_saving(run, corpus, tmp_path):
     """Training continues, until too many saves in a row have failed."""
 
     def hook():
-        plain, calls = checkpoint.write_checkpoint, [0]
+        plain, calls = writer.write_checkpoint, [0]
 
         def limited(*args):
             calls[0] += 1
@@ -504,7 +500,7 @@ def test_a_full_disk_while_saving(run, corpus, tmp_path):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
-        checkpoint.write_checkpoint = limited
+        writer.write_checkpoint = limited
 
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 40, "--save_interval", 2]
     process = Process(tmp_path, flags, hook)
@@ -549,11 +545,11 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
 
 def test_a_step_that_an_evaluation_saves_too_fails_once(run, tmp_path, monkeypatch):
     """The loss falls at each evaluation, so each step is saved as the best and as due."""
-    plain_write, plain_save, tried = checkpoint.write_checkpoint, checkpoint.Writer.save, []
+    plain_write, plain_save, tried = writer.write_checkpoint, writer.Writer.save, []
 
     def write(path, state):
         tried.append(path)
-        if checkpoint_step(path) < 12:
+        if Checkpoint(path).step < 12:
             raise OSError(errno.ENOSPC, "No space left on device")
         plain_write(path, state)
 
@@ -561,8 +557,8 @@ def test_a_step_that_an_evaluation_saves_too_fails_once(run, tmp_path, monkeypat
         plain_save(self, *args)
         self.wait()  # or the second may find the first one still under way
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
-    monkeypatch.setattr(checkpoint.Writer, "save", save)
+    monkeypatch.setattr(writer, "write_checkpoint", write)
+    monkeypatch.setattr(writer.Writer, "save", save)
     output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4,
                  "--learning_rate", "0.02")
     assert len(tried) == 5 and "(2 of 3)" in output and "(3 of 3)" not in output
@@ -678,7 +674,7 @@ def test_who_only_reads_renames_nothing(run, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     output = run("--out_dir", "r", "--auto-resume", "--eval_only")
     assert "step_00000012.pt: " in output and "passed over" in output and "step 6: valid" in output
-    assert generation.read_state(tmp_path / "r")[2].name == "step_00000006.pt"
+    assert generation.checkpoint_of(tmp_path / "r").name == "step_00000006.pt"
     assert steps(tmp_path / "r") == [6, 12]
 
 
@@ -817,7 +813,7 @@ def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
 
 def slow_save(started: Path, received: Path, until=lambda: False):
     """Make the save of step 8 wait for `until()`; leave marks when it starts, and for signals."""
-    save, handle = checkpoint.write_checkpoint, faults.Stop.handle
+    save, handle = writer.write_checkpoint, faults.Stop.handle
 
     def write(path, state):
         if "step_00000008" in path.name:
@@ -830,7 +826,7 @@ def slow_save(started: Path, received: Path, until=lambda: False):
         handle(self, *args)
         received.touch()
 
-    checkpoint.write_checkpoint, faults.Stop.handle = write, mark
+    writer.write_checkpoint, faults.Stop.handle = write, mark
 
 
 def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
@@ -870,7 +866,8 @@ def test_a_signal_during_a_save(corpus, tmp_path):
     process.kill(signal.SIGTERM)
     assert process.code() == 143, process.text()
     assert steps(tmp_path / "r") == [4, 8, 9]  # including the one that was in progress
-    assert all(find_corruption(p) is None for p in list_checkpoints(tmp_path / "r" / "checkpoints"))
+    found = list_checkpoints(tmp_path / "r" / "checkpoints")
+    assert not any(map(Checkpoint.find_damage, found))
 
 
 # --- ranks ---

@@ -14,7 +14,7 @@ from conftest import column, tiny_config
 from torch import nn
 
 import train
-from steady.checkpoints.checkpoint import Writer
+from steady.checkpoints.writer import Writer
 from steady.models import float8
 from steady.models.device import DTYPES, multiplies_bf16
 from steady.tokens.packing import boundaries

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, in_clone
 
-from steady.checkpoints.checkpoint import compare, read_state
+from steady.checkpoints.checkpoint import Checkpoint, compare
 
 FLAGS = [*TINY, "--max_steps", 12, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
          "--max_nonfinite", 2, "--skip_spikes", 6]
@@ -48,7 +48,7 @@ def go(folder: Path, *flags, before=lambda: None, code=0) -> str:
 
 
 def same_end(a: Path, b: Path) -> bool:
-    ends = [read_state(folder / "checkpoints/step_00000012.pt") for folder in (a, b)]
+    ends = [Checkpoint(folder / "checkpoints/step_00000012.pt").state() for folder in (a, b)]
     return not any(compare(ends[0][name], ends[1][name])[1] for name in ("model", "optimizers"))
 
 
@@ -70,7 +70,7 @@ def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus, po
               "--log_interval", 1, before=poison, code=policy == "abort")
     assert all(text in told for text in words), told
     if policy != "abort":
-        end = read_state(fork / "r/checkpoints/step_00000012.pt")
+        end = Checkpoint(fork / "r/checkpoints/step_00000012.pt").state()
         assert all(tensor.isfinite().all() for tensor in end["model"].values())
         assert len(end["rollbacks"]) == (policy == "rollback")
         assert int(torch.as_tensor(end["nonfinite"])) == 0

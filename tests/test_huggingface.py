@@ -292,7 +292,7 @@ def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
     run("--out_dir", "r", "--max_steps", 3, *flags)
     assert generation.main(["export", "r", "out"]) == 0
     assert "warning" not in capsys.readouterr().err
-    state = generation.read_state(tmp_path / "r")[0]
+    state = generation.checkpoint_of(tmp_path / "r").state()
     ours = ours_of(tmp_path / "out")
     size = state["vocab_size"]
     for name, tensor in ours.state_dict().items():
@@ -360,7 +360,7 @@ def test_a_changed_model_warns_where_it_is_exported(run, tmp_path, monkeypatch, 
         assert generation.main(["export", "r", "block"]) == 0
     assert "warning: a changed model" in capsys.readouterr().err
     path = tmp_path / "r/checkpoints/step_00000002.pt"
-    state = generation.read_state(path)[0]
+    state = generation.checkpoint_of(path).state()
     weights = state["model"] | dict(extra=torch.zeros(1))
     generation.warn_of_changes(weights, generation.config_of(state, False))
     assert "extra" in capsys.readouterr().err

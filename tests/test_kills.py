@@ -19,9 +19,7 @@ from steady.checkpoints import parts
 from steady.checkpoints.checkpoint import (
     best_checkpoint,
     compare,
-    find_damage,
     list_checkpoints,
-    read_state,
 )
 
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
@@ -64,8 +62,8 @@ def end_of(run: Path) -> dict:
     found = {}
     folder = run / "checkpoints"
     for name, path in (("newest", list_checkpoints(folder)[-1]), ("best", best_checkpoint(folder))):
-        assert find_damage(path) is None
-        state = read_state(path)
+        assert path.find_damage() is None
+        state = path.state()
         found[name] = {key: state[key] for key in KEPT}
     return found | {"val/loss": column(run, "val/loss")}
 

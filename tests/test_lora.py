@@ -18,6 +18,7 @@ from config import Config
 from data import load_data
 from model import flops_per_token
 from steady.checkpoints import checkpoint
+from steady.checkpoints.checkpoint import Checkpoint
 from steady.models import huggingface, lora
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
@@ -58,13 +59,13 @@ def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, c
     assert "M trained), 2 layers" in told and "adamw" in told
     losses = column(tmp_path / "r", "train/loss")
     assert losses[20] < losses[1] - 0.2
-    last = tmp_path / "r/checkpoints/step_00000020.pt"
+    last = Checkpoint(tmp_path / "r/checkpoints/step_00000020.pt")
     def at_the_end():
-        return dict(checkpoint.read_state(last), config=None)
+        return dict(last.state(), config=None)
 
     wanted = at_the_end()
     assert all(lora.is_adapter(name) for name in wanted["model"])
-    for path in (last, last.with_name("best.pt")):
+    for path in (last.path, last.path.with_name("best.pt")):
         path.unlink()
     tune("--out_dir", "r", "--auto_resume")
     assert checkpoint.compare(at_the_end(), wanted)[1] == []
@@ -237,7 +238,7 @@ def test_several_ranks_train_the_same_adapter(tmp_path, tune, way, kind):
     expected, found = (column(tmp_path / name, "train/loss") for name in ("alone", "r"))
     assert found == pytest.approx(expected, rel=1e-3) and found[20] < found[1] - 0.1
     shapes = [{name: t.shape for name, t in newest.items()} for newest in (
-        generation.read_state(tmp_path / name)[0]["model"] for name in ("alone", "r"))]
+        generation.checkpoint_of(tmp_path / name).state()["model"] for name in ("alone", "r"))]
     assert shapes[0] == shapes[1]
 
 

@@ -16,11 +16,10 @@ import train
 from model import Transformer
 from steady.checkpoints import parts
 from steady.checkpoints.checkpoint import (
+    Checkpoint,
     checkpoint_at,
     compare,
-    find_damage,
     list_checkpoints,
-    read_state,
 )
 from steady.guard import memory
 from steady.options import ConfigError
@@ -36,7 +35,7 @@ EXACT = [*FLAGS, "--grad_clip", "0"]
 
 
 def newest(run_dir):
-    return read_state(list_checkpoints(run_dir / "checkpoints")[-1])
+    return list_checkpoints(run_dir / "checkpoints")[-1].state()
 
 
 def assert_equal_runs(one, other, rel=0.0):
@@ -266,7 +265,7 @@ def test_what_else_a_run_does(run, tmp_path):
     folder = tmp_path / "z" / "checkpoints"
     assert [path.name for path in sorted(folder.iterdir())] == [
         "best", "step_00000005", "step_00000006"]
-    assert all(find_damage(path) is None for path in folder.iterdir())
+    assert all(Checkpoint(path).find_damage() is None for path in folder.iterdir())
     assert all("health/output_entropy" in row for row in rows(tmp_path / "z")
                if "train/loss" in row)
     told = run("--check_checkpoints", "z", bare=True)

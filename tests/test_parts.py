@@ -10,14 +10,9 @@ import pytest
 import torch
 from conftest import TINY, column, processes
 
-from steady.checkpoints import checkpoint, parts, sealed
-from steady.checkpoints.checkpoint import (
-    compare,
-    find_damage,
-    latest_valid,
-    list_checkpoints,
-    read_state,
-)
+from steady.checkpoints import checkpoint, parts, sealed, writer
+from steady.checkpoints.checkpoint import Checkpoint, compare, latest_valid, list_checkpoints
+from steady.checkpoints.writer import Missing, PartWriter, WeightsNotFinite, Writer
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
          "--no_tensorboard", "--parallel", "zero3"]
@@ -62,14 +57,14 @@ def damage(path: Path, dice: random.Random):
 @pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_all_damage_is_found(copy, times):
     dice, folder = random.Random(0), copy / "checkpoints" / "step_00000006"
-    assert find_damage(folder) is None
+    assert Checkpoint(folder).find_damage() is None
     for _ in range(times):
         path = dice.choice(files_of(folder))
         kept = path.read_bytes()
         damage(path, dice)
-        assert not checkpoint.is_checkpoint(folder) or find_damage(folder), path
+        assert not Checkpoint(folder).exists() or Checkpoint(folder).find_damage(), path
         path.write_bytes(kept)
-    assert find_damage(folder) is None
+    assert Checkpoint(folder).find_damage() is None
 
 
 def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
@@ -78,49 +73,50 @@ def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
     part = files_of(folder / "step_00000006")[1]
     part.write_bytes(part.read_bytes()[:-1])
     files_of(folder / "step_00000004")[1].unlink()
-    assert latest_valid(folder) == folder / "step_00000003"
+    assert latest_valid(folder).name == "step_00000003"
     assert (folder / "step_00000006.corrupt").is_dir()
     for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
                                            "--auto_resume"]):
         assert process.code() == 0, process.text()
     assert "step_00000003 at step 3" in (tmp_path / "log0.txt").read_text()
-    assert find_damage(folder / "step_00000006") is None
+    assert Checkpoint(folder / "step_00000006").find_damage() is None
 
 
 def test_parts_of_different_saves_are_no_checkpoint(copy):
     folder = copy / "checkpoints"
     theirs, mine = (files_of(folder / f"step_0000000{n}")[1] for n in (4, 6))
     shutil.copy(theirs, mine)  # whole, of the right rank, but of another step
-    assert "is not the file that its manifest lists" in find_damage(folder / "step_00000006")
+    wrong = Checkpoint(folder / "step_00000006").find_damage()
+    assert "is not the file that its manifest lists" in wrong
     manifest = folder / "step_00000004" / parts.MANIFEST
     for text in ("{}", "[]", '{"files": [{"name": "../../x", "size": 1, "crc32": 1}]}',
                  '{"files": []}', '{"files": {"a": 1}}', "\udcff"):
         text = text.encode(errors="surrogateescape")
         manifest.write_bytes(text + b"\n%08x\n" % zlib.crc32(text))
-        assert find_damage(folder / "step_00000004"), text
+        assert Checkpoint(folder / "step_00000004").find_damage(), text
 
 
 def test_names_of_the_same_parts(copy):
     """For which one reading is enough."""
     one, two, other = (copy / "checkpoints" / name
                        for name in ("step_00000006", "new", "step_00000004"))
-    assert not parts.same_parts(one, other)
+    assert not Checkpoint(one).same_files(Checkpoint(other))
     parts.link_folder(one, two)
-    assert parts.same_parts(one, two)
+    assert Checkpoint(one).same_files(Checkpoint(two))
     part = next(path for path in files_of(two) if path.suffix == ".pt")
     content = part.read_bytes()
     part.unlink()
-    assert not parts.same_parts(one, two)
+    assert not Checkpoint(one).same_files(Checkpoint(two))
     part.write_bytes(content)
-    assert not parts.same_parts(one, two)
+    assert not Checkpoint(one).same_files(Checkpoint(two))
     (two / parts.MANIFEST).write_text("damaged")
-    assert not parts.same_parts(one, two)
+    assert not Checkpoint(one).same_files(Checkpoint(two))
 
 
 def test_a_part_holds_only_the_rows_of_its_rank(finished):
     folder = finished / "checkpoints" / "step_00000006"
-    states = parts.load_parts(folder, "cpu")
-    whole = read_state(folder)
+    states = Checkpoint(folder).states()
+    whole = Checkpoint(folder).state()
     for name, tensor in whole["model"].items():
         pieces = [state["model"][name] for state in states]
         assert torch.equal(torch.cat(pieces), tensor)
@@ -143,14 +139,14 @@ def test_the_manifest_is_written_last_and_synced(tmp_path, monkeypatch):
 
     record(sealed.os, "replace", lambda draft, to: f"rename {to.name.partition('.')[0]}")
     record(sealed.os, "fsync", lambda descriptor: "sync")
-    writer = parts.PartWriter(0, 1, FakeNotes(), "a")
+    writer = PartWriter(0, 1, FakeNotes(), "a")
     writer.write(tmp_path / "step_00000001", dict(model={}, optimizers=[]))
     renames = [i for i, call in enumerate(calls) if call != "sync"]
     assert [calls[i] for i in renames] == ["rename rank_0_of_1", "rename manifest"]
     first, second = renames
     assert calls[first - 1] == "sync" and "sync" in calls[first + 1 : second]
     assert calls[second + 1 :] == ["sync", "sync"]  # the folder, and its name in its parent
-    assert find_damage(tmp_path / "step_00000001") == "it holds no state of a run"
+    assert Checkpoint(tmp_path / "step_00000001").find_damage() == "it holds no state of a run"
 
 
 class FakeNotes(dict):
@@ -166,63 +162,71 @@ class FakeNotes(dict):
 
 def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, tmp_path):
     """Its reason is told; where it says nothing, it is named. The other parts are cleared away."""
-    monkeypatch.setattr(parts, "PATIENCE", 0.1)
+    monkeypatch.setattr(writer, "PATIENCE", 0.1)
     folder, notes = tmp_path / "step_00000001", FakeNotes()
     state = dict(model={}, optimizers=[])
     for rank in (1, 0):
-        parts.PartWriter(rank, 2, notes, "a").write(folder, state) if rank else None
-    parts.PartWriter(0, 2, notes, "a").write(folder, state)
+        PartWriter(rank, 2, notes, "a").write(folder, state) if rank else None
+    PartWriter(0, 2, notes, "a").write(folder, state)
     before = files_of(folder)
-    with pytest.raises(parts.Missing, match="rank 1 has not written its part"):
-        parts.PartWriter(0, 2, notes, "b").write(folder, state)
-    for key, wrong in (("c", parts.WeightsNotFinite("bad")), ("f", OSError("not finite"))):
-        with pytest.raises(type(wrong)):
-            parts.PartWriter(1, 2, notes, key).write(folder, state, wrong)
-        with pytest.raises(parts.Missing, match=f"rank 1: {wrong}") as error:
-            parts.PartWriter(0, 2, notes, key).write(folder, state)
-        told_apart = isinstance(error.value, parts.WeightsNotFinite)
-        assert told_apart == isinstance(wrong, parts.WeightsNotFinite)  # by type, not by text
+    with pytest.raises(Missing, match="rank 1 has not written its part"):
+        PartWriter(0, 2, notes, "b").write(folder, state)
+
+    def fails(path, state):
+        if "rank_1" in path.name:
+            raise OSError(writer.NOT_FINITE)
+        sealed.write_checkpoint(path, state)
+
+    monkeypatch.setattr(writer, "write_checkpoint", fails)
+    for key, finite in (("c", False), ("f", True)):
+        with pytest.raises(OSError, match=writer.NOT_FINITE):
+            PartWriter(1, 2, notes, key).write(folder, state, finite)
+        with pytest.raises(Missing, match=f"rank 1: {writer.NOT_FINITE}") as error:
+            PartWriter(0, 2, notes, key).write(folder, state)
+        assert isinstance(error.value, WeightsNotFinite) == (not finite)  # by type, not by text
+    monkeypatch.undo()
+    monkeypatch.setattr(writer, "PATIENCE", 0.1)
     assert files_of(folder) == before
-    assert parts.find_damage_of_parts(folder) is None
+    assert parts.find_damage(folder) is None
     parts.remove_strays(folder)
     assert files_of(folder) == before
     for rank in (1, 0):  # the same step once more, as after an evaluation
-        parts.PartWriter(rank, 2, notes, "e").write(folder, state)
+        PartWriter(rank, 2, notes, "e").write(folder, state)
     again = files_of(folder)
     assert len(again) == 3 and set(again) & set(before) == {folder / parts.MANIFEST}
     elsewhere = dict(folder=folder.name, name="rank_1_of_2.d-0.pt", size=1, crc32=1)
     notes["d-0 1"] = json.dumps(elsewhere)
-    with pytest.raises(parts.Missing, match="file system that all hosts share"):
-        parts.PartWriter(0, 2, notes, "d").write(folder, state)
+    with pytest.raises(Missing, match="file system that all hosts share"):
+        PartWriter(0, 2, notes, "d").write(folder, state)
 
 
 def test_a_checkpoint_that_lacks_only_its_manifest_is_completed(corpus, copy, tmp_path):
     """As where rank 0 was killed before it wrote that, or could not wait for the others."""
     folder = copy / "checkpoints" / "step_00000006"
-    before = read_state(folder)
+    before = Checkpoint(folder).state()
     (folder / parts.MANIFEST).unlink()
     for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
                                            "--auto_resume"]):
         assert process.code() == 0, process.text()
     assert "already finished (6 steps)" in (tmp_path / "log0.txt").read_text()
-    assert compare(before, read_state(folder))[1] == []
+    assert compare(before, Checkpoint(folder).state())[1] == []
     (folder / parts.MANIFEST).unlink()
     files_of(folder)[0].unlink()
     checkpoint.finish_parts(copy / "checkpoints")
-    assert not checkpoint.is_checkpoint(folder)
+    assert not Checkpoint(folder).exists()
 
 
 def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
     def hook(rank):
-        plain = parts.PartWriter.write
+        plain = writer.write_checkpoint
 
-        def write(self, folder, state, wrong=None):
-            if rank == 1 and folder.name in ("step_00000001", "step_00000004"):
-                wrong = OSError("no space left")
-            return plain(self, folder, state, wrong)
+        def write(path, state):
+            if rank == 1 and path.parent.name in ("step_00000001", "step_00000004"):
+                raise OSError("no space left")
+            return plain(path, state)
 
-        parts.PartWriter.write = write
+        writer.write_checkpoint = write
 
     flags = [*FLAGS, "--data", corpus, "--save_interval", 1, "--keep_checkpoints", 9,
              "--eval_interval", 0, "--out_dir", "r"]
@@ -238,14 +242,14 @@ def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
     flags = [*FLAGS, "--data", corpus, "--backup_to", url, "--backup_interval", 2]
     for process in processes(tmp_path, 2, [*flags, "--out_dir", "r", "--keep_checkpoints", 1]):
         assert process.code() == 0, process.text()
-    whole = read_state(tmp_path / "r/checkpoints/step_00000006")
+    whole = Checkpoint(tmp_path / "r/checkpoints/step_00000006").state()
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     assert [path.name for path in (tmp_path / "disk2/checkpoints").iterdir()] == ["step_00000006"]
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 8, "--keep_checkpoints", 3,
                  bare=True)
     assert "step_00000006 at step 6" in output
     assert list(column(tmp_path / "new", "train/loss"))[-1] == 8
-    found = read_state(tmp_path / "new/checkpoints/step_00000006")
+    found = Checkpoint(tmp_path / "new/checkpoints/step_00000006").state()
     assert compare(whole["model"], found["model"])[1] == []
     one = f"{url}/checkpoints/step_00000006"
     assert "at step 6" in run("--resume", one, "--out_dir", "n", "--max_steps", 7, bare=True)
@@ -290,7 +294,7 @@ def test_a_link_in_the_place_of_a_folder_is_never_written_through(corpus, copy, 
     for process in processes(tmp_path, 2, [*flags, "--auto_resume", "--max_steps", 8]):
         assert process.code() == 0, process.text()
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    assert find_damage(mine / "step_00000008") is None and find_damage(mine / "best") is None
+    assert not any(Checkpoint(mine / name).find_damage() for name in ("step_00000008", "best"))
     assert not (mine / "best").is_symlink() and (mine / "step_00000001").is_symlink()
     for place in (tmp_path / "b.old/checkpoints", mine):  # moved, then deleted
         for process in processes(tmp_path, 2, [*flags, "--overwrite"]):
@@ -311,7 +315,7 @@ def test_a_file_takes_the_place_of_the_parts_of_its_step(copy):
     folder = copy / "checkpoints"
     for name in ("step_00000006", "best"):
         assert (folder / name).is_dir()
-    writer = checkpoint.Writer(folder, 3)
+    writer = Writer(folder, 3)
     state = dict(model={"w": torch.ones(2)}, best_loss=1.0)
     writer.save(6, state, is_best=True)
     writer.wait()

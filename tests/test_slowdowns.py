@@ -20,7 +20,7 @@ from test_monitor import Clock, make, spend, step
 import data
 import monitor
 import train
-from steady.checkpoints import checkpoint
+from steady.checkpoints import writer
 from steady.models.device import usable_cores
 from steady.watch import machine, slowdowns
 from steady.watch import sinks as telemetry
@@ -185,7 +185,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, tmp_path, c
 
 def test_slow_checkpoints(provoke, monkeypatch, clock):
     if clock.driven:  # by the loop, which waits for the thread that writes
-        slow = checkpoint.Writer, "wait"
+        slow = writer.Writer, "wait"
     else:
         slow = os, "fsync"
     before_each(monkeypatch, *slow, lambda *_: clock.advance(0.5 * clock.late))

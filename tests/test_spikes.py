@@ -9,7 +9,7 @@ import torch
 from conftest import column, rows
 
 import train
-from steady.checkpoints.checkpoint import checkpoint_at, compare, read_state
+from steady.checkpoints.checkpoint import checkpoint_at, compare
 from steady.guard import spikes
 
 FLAGS = ["--skip_spikes", 6, "--max_steps", 30, "--save_interval", 0, "--eval_interval", 0,
@@ -79,7 +79,7 @@ def skipped(changes: list[list[int]]) -> list[int]:
 
 
 def state(run_dir, step: int) -> dict:
-    return read_state(checkpoint_at(run_dir / "checkpoints", step))
+    return checkpoint_at(run_dir / "checkpoints", step).state()
 
 
 def known(run_dir, step: int) -> int:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 import data
 import train
-from steady.checkpoints import checkpoint
+from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.checkpoints.state import Progress
 from steady.models import device as devices
@@ -433,7 +433,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_before_data_is_read(run):
 
 
 def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
-    runs, watched, plain_set_up, plain_close = [], [], train.set_up, checkpoint.Writer.close
+    runs, watched, plain_set_up, plain_close = [], [], train.set_up, writer.Writer.close
 
     def set_up(argv):
         runs.append(plain_set_up(argv))
@@ -444,7 +444,7 @@ def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
         plain_close(self, copy)
 
     monkeypatch.setattr(train, "set_up", set_up)
-    monkeypatch.setattr(checkpoint.Writer, "close", close)
+    monkeypatch.setattr(writer.Writer, "close", close)
     run("--max_steps", 4, "--save_interval", 2)
     assert watched == [False]
 

@@ -15,7 +15,7 @@ from conftest import TINY, Process, after_updates, processes, rows
 
 import data
 import train
-from steady.checkpoints import checkpoint
+from steady.checkpoints import sealed, writer
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard import faults
@@ -84,7 +84,7 @@ def test_start_up_may_take_longer():
 
 def test_a_checkpoint_that_is_waited_for_may_take_longer():
     watchdog = watch(10)
-    watchdog.stack = lambda: stack_of("threading", "steady.checkpoints.checkpoint")
+    watchdog.stack = lambda: stack_of("threading", "steady.checkpoints.writer")
     assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
 
 
@@ -557,7 +557,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
     assert re.search(r"no progress: rank 1 \(host .*\) is dead", printed), printed
     assert "saved the last completed step, 50" in printed
     path = tmp_path / "run/checkpoints/step_00000050.pt"
-    assert path.exists() and checkpoint.find_corruption(path) is None
+    assert path.exists() and sealed.find_corruption(path) is None
 
 
 @pytest.mark.slow
@@ -600,19 +600,19 @@ def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp
 def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
     """Rank 0 writes the last checkpoint, rank 1 waits for its end and watches no more."""
     def hook(rank):
-        plain = checkpoint.write_checkpoint
+        plain = writer.write_checkpoint
 
         def write_checkpoint(path, state):
             time.sleep(1000 if path.name == "step_00000012.pt" else 0)
             plain(path, state)
 
-        checkpoint.write_checkpoint = write_checkpoint
+        writer.write_checkpoint = write_checkpoint
 
     group = processes(tmp_path, 2, [*TINY, "--data", corpus, "--out_dir", "run", "--hang_seconds",
                                     "1"], hook)
     assert [process.code() for process in group] == [1, 1]
     assert "no progress: rank 0 (host" in group[0].text()
-    assert "steady/checkpoints/checkpoint.py" in group[0].text()
+    assert "steady/checkpoints/writer.py" in group[0].text()
     assert "rank 1 (" not in group[0].text()
 
 

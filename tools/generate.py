@@ -14,8 +14,7 @@ import torch
 
 from config import Config
 from model import Transformer, generate, rope_table
-from steady.checkpoints.checkpoint import is_checkpoint, latest_valid, require_valid, run_dir_of
-from steady.checkpoints.checkpoint import read_state as read_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from steady.checkpoints.retry import disk_error
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
@@ -236,7 +235,7 @@ def widen(model, length: int) -> int:
 def files_of(source: Path) -> Path | None:
     """The folder with the model's own configuration."""
     if is_run(source):
-        run_dir = run_dir_of(source) if is_checkpoint(source) else source
+        run_dir = Checkpoint(source).run_dir if Checkpoint(source).exists() else source
         return run_dir and run_dir / huggingface.KEPT
     return huggingface.fetch(str(source))
 
@@ -288,7 +287,8 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
             model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
             huggingface.load_initial(model, str(source), Shards())
         return model, load_tokenizer(str(folder), needs_end=False)
-    state, run_dir, path = read_state(source)
+    path = checkpoint_of(source)
+    state, run_dir = path.state(), path.run_dir
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
@@ -305,7 +305,7 @@ def first_not_finite(named_tensors) -> str | None:
                  if tensor.is_floating_point() and not tensor.isfinite().all()), None)
 
 
-def model_of(state: dict, cfg: Config, path: Path):
+def model_of(state: dict, cfg: Config, path: Checkpoint):
     """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
     is_foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
     model = foreign.HFModel(cfg, None if adapted else path) if is_foreign else Transformer(cfg)
@@ -318,21 +318,13 @@ def model_of(state: dict, cfg: Config, path: Path):
     return model
 
 
-def read_state(source: Path) -> tuple[dict, Path | None, Path]:
-    """(contents of a checkpoint, the directory of its run, its path), of a run or a file.
-
-    Raises ConfigError if there is no valid one.
-    """
-    path = source
-    if is_checkpoint(source) or source.is_file():
-        require_valid(source)
-    elif source.is_dir():
-        path = latest_valid(source / "checkpoints", ours=False)
-        if path is None:
-            raise ConfigError(f"{source}: expected a checkpoint or a config.json in it")
-    else:
-        raise ConfigError(f"{source}: no such file or folder")
-    return read_checkpoint(path), run_dir_of(path), path
+def checkpoint_of(source: Path) -> Checkpoint:
+    """The checkpoint, verified, of a run or a file. Raises ConfigError if there is none."""
+    checkpoint = find_checkpoint(source)
+    if not checkpoint:
+        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
+        raise ConfigError(f"{source}: expected {expected}")
+    return checkpoint
 
 
 def config_of(state: dict, trust_remote_code: bool) -> Config:
@@ -354,7 +346,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     """
     from safetensors import SafetensorError
 
-    state, run_dir, path = read_state(source)
+    path = checkpoint_of(source)
+    state, run_dir = path.state(), path.run_dir
     cfg = config_of(state, trust_remote_code)
     if bad := first_not_finite(state["model"].items()):
         raise ConfigError(f"{path}: non-finite weights, first in {bad}; not exported")

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from config import Config
 from steady.checkpoints.checkpoint import (
+    Checkpoint,
     best_checkpoint,
     checkpoint_at,
     compare,
-    find_damage,
-    is_checkpoint,
     list_checkpoints,
-    read_state,
 )
 from steady.options import ConfigError
 from steady.ranks.ranks import rank_and_world
@@ -39,18 +37,20 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     if not folder.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
-    best = filter(None, [best_checkpoint(folder)])
-    paths = [*list_checkpoints(folder), *best, *sorted(folder.glob("*.corrupt*"))]
-    paths = [folder] if is_checkpoint(folder) else paths
-    if not paths:
+    corrupt = map(Checkpoint, sorted(folder.glob("*.corrupt*")))
+    found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *corrupt]
+    if Checkpoint(folder).exists():
+        found = [Checkpoint(folder)]
+    if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
                           "directory, as runs/001")
-    for path in paths:
-        wrong, step, loss = find_damage(path), "", ""
+    for checkpoint in found:
+        wrong, step, loss = checkpoint.find_damage(), "", ""
         if not wrong:
-            state = read_state(path, "meta")
+            state = checkpoint.state("meta")
             step, loss = state["step"], f"{state['best_loss']:.4f}"
         all_valid = all_valid and not wrong
+        path = checkpoint.path
         size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file())
         lines.append(f"{path.name:22s} {step:>9} {size / 1e6:9.1f} {loss:>9s}  "
                      f"{'INVALID: ' + wrong if wrong else 'valid'}")
@@ -86,7 +86,7 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
         code = train([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
         if code or rank:
             return code
-        one, two = (read_state(checkpoint_at(run / "checkpoints", 2 * k))
+        one, two = (checkpoint_at(run / "checkpoints", 2 * k).state()
                     for run in (straight, resumed))
     finally:
         if rank == 0:

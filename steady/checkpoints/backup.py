@@ -6,18 +6,9 @@ import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import (
-    CHECKPOINT,
-    changed_at,
-    checkpoint_step,
-    delete_checkpoint,
-    find_damage,
-    run_dir_of,
-    set_aside,
-)
-from steady.checkpoints.parts import MANIFEST, PART, link_folder, part_paths
+from steady.checkpoints.checkpoint import NAME, Checkpoint
+from steady.checkpoints.parts import MANIFEST, PART
 from steady.checkpoints.retry import retry
-from steady.checkpoints.sealed import link_or_copy
 from steady.options import ConfigError
 
 # Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
@@ -40,16 +31,16 @@ class Backup:
         self.url, self.interval, self.keep = url, interval, keep
         self.thread = None
         self.begun = 0  # the step of the newest upload
-        self.newest = None  # (step, path) of the newest checkpoint
-        self.uploaded = None  # path of the newest checkpoint that is there
+        self.newest = None  # checkpoint
+        self.uploaded = None  # the newest checkpoint that is there, and when it was written
 
-    def offer(self, step: int, path: Path, last: bool = False):
+    def offer(self, checkpoint: Checkpoint, last: bool = False):
         """Upload a checkpoint if one is due; the last one always."""
-        self.newest = step, path
+        self.newest, step = checkpoint, checkpoint.step
         busy = self.thread and self.thread.is_alive()
         if not busy and (last or step // self.interval > self.begun // self.interval):
             self.begun = step
-            self.thread = threading.Thread(target=self.upload, args=(path,), daemon=True)
+            self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
 
     def close(self):
@@ -57,24 +48,24 @@ class Backup:
         if self.thread:
             self.thread.join()
         if self.newest:
-            self.offer(*self.newest, last=True)
+            self.offer(self.newest, last=True)
             self.thread.join()
 
-    def upload(self, path: Path):
-        run_dir = run_dir_of(path)
+    def upload(self, checkpoint: Checkpoint):
+        run_dir = checkpoint.run_dir
         logs = [run_dir / "metrics.jsonl"]
         for folder, names in (("tensorboard", "events.*"), ("tokenizer", "*.*"), ("hf", "*.json")):
             logs += (run_dir / folder).glob(names)
         remote = f"{self.root}/checkpoints"
         try:
-            if (path, changed_at(path)) != self.uploaded:  # may be written again
-                self.upload_checkpoint(path, f"{remote}/{path.name}")
+            if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
+                self.upload_checkpoint(checkpoint, f"{remote}/{checkpoint.name}")
             for log in filter(Path.exists, logs):
                 name = log.relative_to(run_dir).as_posix()
                 self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
                 retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
             found = remote_checkpoints(self.fs, remote)
-            past = [p for p in found if step_of(p) <= checkpoint_step(path)]
+            past = [p for p in found if step_of(p) <= checkpoint.step]
             for later in found[len(past) :]:  # of before this run went back, as in its directory
                 first = remote_files(self.fs, later)[0]  # the file, or the manifest
                 self.fs.mv(first, f"{first}.set-aside")
@@ -86,22 +77,23 @@ class Backup:
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
 
-    def upload_checkpoint(self, path: Path, remote: str):
-        held, config = path.with_name(f"{path.name}.backup-{os.getpid()}"), "config.yaml"
-        changed, run_dir = changed_at(path), run_dir_of(path)
+    def upload_checkpoint(self, checkpoint: Checkpoint, remote: str):
+        path, changed, run_dir = checkpoint.path, checkpoint.changed_at(), checkpoint.run_dir
+        held = Checkpoint(path.with_name(f"{path.name}.backup-{os.getpid()}"))
+        config = "config.yaml"
         try:
-            (link_folder if path.is_dir() else link_or_copy)(path, held)  # or rotation deletes it
+            checkpoint.link_to(held.path)  # or rotation deletes it
             refuse_other_run(self.url, run_dir, run_id(run_dir / config))
             self.upload_file(run_dir / config, f"{self.root}/{config}")  # says whose the rest is
-            if held.is_dir():
+            if held.path.is_dir():
                 self.fs.makedirs(remote, exist_ok=True)
-                for part in [*part_paths(held), held / MANIFEST]:
+                for part in [*held.files(), held.path / MANIFEST]:
                     self.upload_file(part, f"{remote}/{part.name}")
             else:
-                self.upload_file(held, remote)
+                self.upload_file(held.path, remote)
         finally:
-            delete_checkpoint(held)
-        self.uploaded = path, changed
+            held.delete()
+        self.uploaded = checkpoint, changed
 
     def upload_file(self, path: Path, remote: str):
         """Under its name once all of it is there."""
@@ -151,14 +143,14 @@ def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
 
 
 def step_of(remote: str) -> int:
-    return checkpoint_step(Path(remote))
+    return Checkpoint(Path(remote)).step
 
 
 def remote_checkpoints(fs, folder: str) -> list[str]:
     """Paths of the checkpoints in a folder of an fsspec file system, oldest first."""
     found = fs.ls(folder, detail=False) if fs.exists(folder) else []
     found = [p.rstrip("/") for p in found]
-    found = [p for p in found if CHECKPOINT.fullmatch(p.rpartition("/")[2])
+    found = [p for p in found if NAME.fullmatch(p.rpartition("/")[2])
              and (p.endswith(".pt") or fs.exists(f"{p}/{MANIFEST}"))]
     return sorted(found, key=step_of)
 
@@ -172,17 +164,17 @@ def remote_files(fs, checkpoint: str) -> list[str]:
     return sorted(names, key=lambda p: not p.endswith(MANIFEST))
 
 
-def download(url: str, to: Path, only: str | None = None) -> Path:
+def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
     """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
 
     url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
-    but this file, and return `to`. Raises ConfigError.
+    but this file, and return None. Raises ConfigError.
     """
     from fsspec.core import url_to_fs
 
     try:
         fs, root = url_to_fs(url)
-        if CHECKPOINT.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
+        if NAME.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
             wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
         else:
             wanted = remote_checkpoints(fs, f"{root}/checkpoints")[::-1]
@@ -198,23 +190,23 @@ def download(url: str, to: Path, only: str | None = None) -> Path:
     if only:
         for log in (p for p in logs if p[len(root) :].lstrip("/") == only):
             get(log, to / only)
-        return to
+        return None
     for path in wanted:
-        local = to / "checkpoints" / path.rpartition("/")[2]
-        draft = local.with_name(f"{local.name}.tmp-{os.getpid()}")
+        local = Checkpoint(to / "checkpoints" / path.rpartition("/")[2])
+        draft = Checkpoint(local.path.with_name(f"{local.name}.tmp-{os.getpid()}"))
         try:
             for file in remote_files(fs, path):
-                get(file, draft if file == path else draft / file.rpartition("/")[2])
+                get(file, draft.path / file.rpartition("/")[2] if file != path else draft.path)
         except FileNotFoundError as e:
             raise ConfigError(f"--resume {url}: {e}") from None
-        wrong = find_damage(draft) if draft.exists() else "it has no files"
+        wrong = draft.find_damage() if draft.path.exists() else "it has no files"
         if not wrong:
             for log in logs:
                 get(log, to / log[len(root) :].lstrip("/"))
-            if local.exists():
-                set_aside(local)
-            draft.rename(local)
+            if local.path.exists():
+                local.set_aside()
+            draft.path.rename(local.path)
             return local
         print(f"warning: {path}: {wrong}", flush=True)
-        delete_checkpoint(draft)
+        draft.delete()
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

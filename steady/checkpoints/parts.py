@@ -2,7 +2,7 @@
 
     step_00000100/rank_0_of_2.ID.pt, rank_1_of_2.ID.pt, manifest.json
 
-Every file holds the state of a run with that rank's rows of each divided tensor. The manifest has
+Every file holds the state of a run with that rank's rows of each sharded tensor. The manifest has
 the size and checksum of every file and is written last: until then there is no checkpoint. Not
 torch.distributed.checkpoint: its planning needs all ranks, of which one may be gone when a run is
 rescued; a load notices hardly any flipped bit; and its `.metadata` is a pickle, which can run code.
@@ -19,22 +19,18 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.retry import retry
 from steady.checkpoints.sealed import (
     atomic_write,
     checksum,
     find_corruption,
     link_or_copy,
     sync_directory,
-    write_checkpoint,
 )
 from steady.options import ConfigError
 
 MANIFEST = "manifest.json"
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
 DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
-PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
 SHARED = "a file system that all hosts share"
 
 
@@ -48,79 +44,6 @@ def require_shared(path: Path):
         time.sleep(0.1)
     raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {SHARED}: mount "
                       "one, and choose an --out_dir on it")
-
-
-class Missing(OSError):
-    """The part of some rank is not there."""
-
-
-class WeightsNotFinite(Missing):
-    """The weights of some rank are not finite, and so never saved."""
-
-
-class PartWriter:
-    """Writes this rank's parts; on rank 0, then the manifest.
-
-    notes: a store in which the ranks tell what they wrote, without waiting for one another.
-    attempt: a text that no earlier process of this run has used.
-    """
-
-    def __init__(self, rank: int, size: int, notes, attempt: str):
-        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
-        self.count = 0  # of checkpoints begun, the same on all ranks
-        self.hurry = False  # whether some rank may be gone
-
-    def write(self, folder: Path, state: dict, wrong: Exception | None = None):
-        """Write one checkpoint. Raises what went wrong; on rank 0 also Missing, for another rank's.
-
-        wrong: what to raise in place of writing; the others are told.
-        """
-        began = time.monotonic()
-        key, self.count = f"{self.attempt}-{self.count}", self.count + 1
-        name = f"rank_{self.rank}_of_{self.size}.{key}.pt"
-        try:
-            if wrong:
-                raise wrong
-            if not folder.parent.is_dir():
-                raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
-            make_folder(folder)
-            retry(lambda: write_checkpoint(folder / name, state))
-            found = describe(folder / name)
-        except Exception as e:
-            found = dict(error=str(e), finite=not isinstance(e, WeightsNotFinite))
-            self.notes.set(f"{key} {self.rank}", json.dumps(found))
-            raise
-        self.notes.set(f"{key} {self.rank}", json.dumps(found))
-        if self.rank:
-            return
-        took = time.monotonic() - began
-        try:
-            files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
-            for file in files:
-                if file["folder"] != folder.name:
-                    raise Missing(f"{file['name']} is in {file['folder']}, of another step")
-                if not (folder / file["name"]).is_file():
-                    raise Missing(f"{folder / file['name']} was written by another host and is "
-                                  f"not seen here; expected {SHARED}")
-        except Missing:
-            if not self.hurry:  # else what is there may still become whole: see `finish`
-                remove_strays(folder)
-            raise
-        write_manifest(folder, files)
-        remove_strays(folder)  # what was replaced
-
-    def wait_for(self, key: str, rank: int, took: float) -> dict:
-        """What a rank wrote. took: seconds that this one needed. Raises Missing."""
-        began = time.monotonic()
-        while not self.notes.check([key]):
-            if time.monotonic() - began > max(IN_A_HURRY if self.hurry else PATIENCE, 3 * took):
-                raise Missing(f"rank {rank} has not written its part")
-            time.sleep(0.02)
-        found = json.loads(self.notes.get(key))
-        if "error" in found:
-            kind = Missing if found["finite"] else WeightsNotFinite
-            raise kind(f"rank {rank}: {found['error']}")
-        return found
 
 
 def describe(path: Path) -> dict:
@@ -154,29 +77,17 @@ def read_manifest(folder: Path) -> list[dict]:
     return files
 
 
-def part_paths(path: Path) -> list[Path]:
-    """The files of a checkpoint: itself, or the part of each rank."""
-    return [path / file["name"] for file in read_manifest(path)] if path.is_dir() else [path]
+def listed(folder: Path) -> list[Path]:
+    """The part of each rank. Raises ValueError if the manifest is damaged."""
+    return [folder / file["name"] for file in read_manifest(folder)]
 
 
-def same_parts(path: Path, other: Path) -> bool:
-    """Whether two checkpoints are links to the same files."""
-    try:
-        pairs = zip(part_paths(path), part_paths(other), strict=True)
-        return all(one.samefile(two) for one, two in pairs)
-    except (OSError, ValueError):  # a damaged manifest, a file that is missing
-        return False
-
-
-def find_damage_of_parts(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Read every byte of all parts; returns what is wrong, or None."""
     def look(file: dict) -> str | None:
         part = folder / file["name"]
         if not part.is_file():
             return f"{part.name} is missing"
-        size = part.stat().st_size
-        if size != file["size"]:
-            return f"{part.name}: {size:,} bytes; expected {file['size']:,}"
         wrong = find_corruption(part)
         if not wrong and checksum(part) != file["crc32"]:
             wrong = "is not the file that its manifest lists"
@@ -204,10 +115,6 @@ def make_folder(path: Path):
         with contextlib.suppress(OSError):  # another rank was quicker
             path.unlink()
     path.mkdir(exist_ok=True)
-
-
-def is_checkpoint_folder(path: Path) -> bool:
-    return path.is_dir() and (path / MANIFEST).is_file()
 
 
 def finish(folder: Path):
@@ -263,19 +170,10 @@ def link_folder(folder: Path, new: Path):
     remove_strays(new)
 
 
-# --- its contents ----------------------------------------------------------------------------
-
-
-def load_parts(path: Path, device: str, mmap: bool = False) -> list[dict]:
-    """The states in a checkpoint: one, or that of each rank."""
-    return [torch.load(part, map_location=device, weights_only=True, mmap=mmap)
-            for part in part_paths(path)]
-
-
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
     """The state of a run from those of all ranks, with the rows of each tensor that rows(n) says.
 
-    What is not divided, as numbers and a model's buffers, is that of the first. copy: keep no
+    What is not sharded, as numbers and a model's buffers, is that of the first. copy: keep no
     tensor in a mapped file.
     """
     whole = set(states[0].get("whole", ()))

@@ -23,23 +23,17 @@ import torch
 
 from steady.checkpoints.backup import download, refuse_other_run, run_id
 from steady.checkpoints.checkpoint import (
-    CHECKPOINT,
-    atomic_write,
+    NAME,
+    Checkpoint,
     best_checkpoint,
     checkpoint_at,
-    checkpoint_path,
-    checkpoint_step,
     finish_parts,
-    is_checkpoint,
     latest_valid,
-    link_checkpoint,
     list_checkpoints,
     remove_drafts,
-    require_valid,
-    run_dir_of,
-    set_aside,
 )
 from steady.checkpoints.parts import MANIFEST, is_folder
+from steady.checkpoints.sealed import atomic_write
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
@@ -81,15 +75,16 @@ def find_run(cfg) -> Path | None:
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         path = Path(cfg.resume)
-        if path.is_dir() and CHECKPOINT.fullmatch(path.name) and not is_checkpoint(path):
+        unfinished = path.is_dir() and not Checkpoint(path).exists()
+        if unfinished and NAME.fullmatch(path.name):
             raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
                               "expected another checkpoint")
-        if path.is_dir() and not is_checkpoint(path):
+        if unfinished:
             raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
                               f"continue a run: --auto-resume --out_dir {path}")
         if not path.exists():
             raise ConfigError(f"--resume {path}: no such file")
-        own = run_dir_of(path)
+        own = Checkpoint(path).run_dir
         out_dir = out_dir or own
         same_run = own is not None and out_dir.resolve() == own.resolve()
     elif cfg.auto_resume and not out_dir:
@@ -189,8 +184,9 @@ def after_restart(cfg):
     if not launch() or not (restart_count() or cfg.overwrite):
         return cfg
     runs = numbered_folders()
-    if cfg.out_dir or cfg.resume and run_dir_of(Path(cfg.resume)):
-        runs = [Path(cfg.out_dir) if cfg.out_dir else run_dir_of(Path(cfg.resume))]
+    named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
+    if named:
+        runs = [Path(named)]
     ours = [run for run in runs if is_of_this_launch(run)]
     if not ours:
         return cfg
@@ -225,9 +221,10 @@ def saved_config(cfg, out_dir: Path | None):
     with tempfile.TemporaryDirectory() as folder:
         old = out_dir
         if cfg.resume and "://" in cfg.resume:
-            old = download(cfg.resume, Path(folder), only="config.yaml")
+            old = Path(folder)
+            download(cfg.resume, old, only="config.yaml")
         elif cfg.resume:
-            old = run_dir_of(Path(cfg.resume)) or out_dir
+            old = Checkpoint(Path(cfg.resume)).run_dir or out_dir
         path = old and old / "config.yaml"
         yield path if path and path.exists() and (cfg.resume or cfg.auto_resume) else None
 
@@ -237,7 +234,7 @@ class RunDir:
     """Where a run writes."""
 
     path: Path | None  # None for a new run, until its directory is made
-    resumed_from: Path | None = None  # the checkpoint that it continues from
+    resumed_from: Checkpoint | None = None  # the one that it continues from
     lock: object = None  # keeps other processes out until it is closed; of rank 0
     writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
     saved: tuple = ()  # `Progress.state` of the newest checkpoint
@@ -261,8 +258,9 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
             place = out_dir
         return RunDir(out_dir, download(cfg.resume, place), lock)
     if cfg.resume:
-        require_valid(Path(cfg.resume))
-        return RunDir(out_dir, Path(cfg.resume))
+        checkpoint = Checkpoint(Path(cfg.resume))
+        checkpoint.require_valid()
+        return RunDir(out_dir, checkpoint)
     if cfg.auto_resume and out_dir and out_dir.is_dir():
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
@@ -290,7 +288,7 @@ def refuse_leftovers(folder: Path):
         raise ConfigError(f"{folder}: holds no checkpoint but {best.name}. Continue from it with "
                           f"--resume {best}, or start afresh with --overwrite")
     left = sorted(path.name for path in folder.glob("*")
-                  if CHECKPOINT_FILES.fullmatch(path.name) and not CHECKPOINT.fullmatch(path.name))
+                  if CHECKPOINT_FILES.fullmatch(path.name) and not NAME.fullmatch(path.name))
     if left:
         raise ConfigError(f"{folder}: no checkpoint is left but {', '.join(left)}. Bring one back "
                           "from a backup, or start afresh with --overwrite")
@@ -320,7 +318,7 @@ def claim_unused(cfg, out_dir: Path | None):
 
     To build a large model takes minutes, in which this directory was not locked.
     """
-    own = cfg.resume and run_dir_of(Path(cfg.resume))
+    own = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
     out_dir, lock = claim(out_dir)
     same_run = own and own.resolve() == out_dir.resolve()
     if cfg.overwrite or same_run or not holds_a_run(out_dir):
@@ -373,8 +371,8 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
         move_to_old(out_dir, tokenizer)
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
-        if checkpoint_step(newer) > step:
-            set_aside(newer)
+        if newer.step > step:
+            newer.set_aside()
     mine = out_dir / "tokenizer"
     if tokenizer and Path(tokenizer).resolve() != mine.resolve():
         copy_tokenizer(Path(tokenizer), mine)
@@ -384,9 +382,10 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     mine = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
     with atomic_write(config) as draft:
         write_yaml(cfg, draft, {"run": mine or secrets.token_hex(8), **provenance()})
-        start = run_dir.resumed_from and run_dir.resumed_from.resolve()  # os.link follows no links
+        start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # before the first save, or ever, it ends
-            link_checkpoint(start, checkpoint_path(folder, step, start.is_dir()))
+            start = Checkpoint(start.path.resolve())  # os.link follows no links
+            start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
 
 
 def provenance() -> dict[str, str]:

@@ -4,20 +4,12 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import (
-    FORMAT,
-    Writer,
-    best_checkpoint,
-    checkpoint_at,
-    find_damage,
-    link_as_best,
-    set_aside,
-)
-from steady.checkpoints.parts import PartWriter, join, load_parts, require_shared, same_parts
+from steady.checkpoints.checkpoint import FORMAT, Checkpoint, best_checkpoint, checkpoint_at
+from steady.checkpoints.parts import join, require_shared
+from steady.checkpoints.writer import PartWriter, Writer
 from steady.models import lora
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
@@ -102,35 +94,36 @@ def parameter_names(run, optimizer) -> list[str]:
 
 
 @torch.no_grad()
-def load_checkpoint(run, path: Path) -> dict:
+def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     """Restore `run` from a checkpoint that has been verified; returns the options of its save.
 
     Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
     not belong to this run.
     """
-    require_shared(path)
+    require_shared(checkpoint.path)
     try:
-        states = load_parts(path, "cpu", mmap=True)  # verified just now, so it is in memory
+        states = checkpoint.states(mmap=True)  # verified just now, so it is in memory
         version = states[0]["format"]
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
-        raise ConfigError(f"{path}: not a checkpoint that can be read ({type(e).__name__})") from e
+        raise ConfigError(f"{checkpoint}: not a checkpoint that can be read "
+                          f"({type(e).__name__})") from e
     if version != FORMAT:
-        raise ConfigError(f"{path}: format {version}; this version reads {FORMAT}")
-    refuse_changes(run, path, states[0])
+        raise ConfigError(f"{checkpoint}: format {version}; this version reads {FORMAT}")
+    refuse_changes(run, checkpoint, states[0])
     shards, progress, guard = run.ranks.shards, run.progress, run.guard
     state = join(states, shards.rows, copy=True)
-    copy_weights(path, state["model"], lora.kept(shards.tensors))
+    copy_weights(checkpoint, state["model"], lora.kept(shards.tensors))
     release(run.model)
     counts = len(run.optimizers), len(state["optimizers"]), len(state["optimizer_names"])
     if len(set(counts)) > 1:
-        raise ConfigError(f"{path}: it holds {counts[1]} optimizers; expected {counts[0]}: "
+        raise ConfigError(f"{checkpoint}: it holds {counts[1]} optimizers; expected {counts[0]}: "
                           "resume with the --optimizer of that run")
     for optimizer, saved, names in zip(
         run.optimizers, state["optimizers"], state["optimizer_names"], strict=True
     ):
         mine = parameter_names(run, optimizer)
         if set(mine) != set(names):
-            raise ConfigError(f"{path}: its optimizer holds other parameters")
+            raise ConfigError(f"{checkpoint}: its optimizer holds other parameters")
         by_name = {names[i]: each for i, each in saved["state"].items()}
         state_of_mine = {i: by_name[name] for i, name in enumerate(mine) if name in by_name}
         # Learning rate, decay and betas are those of this run's flags, not the saved ones.
@@ -157,13 +150,13 @@ def load_checkpoint(run, path: Path) -> dict:
     return saved
 
 
-def copy_weights(path: Path, saved: dict, tensors: dict):
+def copy_weights(checkpoint: Checkpoint, saved: dict, tensors: dict):
     """Copy a state dict into the tensors of a model. Raises ConfigError where they differ."""
     odd = sorted(saved.keys() ^ tensors.keys())
     odd += [name for name in saved.keys() & tensors.keys()
             if saved[name].shape != tensors[name].shape]
     if odd:
-        raise ConfigError(f"{path}: not a checkpoint of this model: {len(odd)} tensors are "
+        raise ConfigError(f"{checkpoint}: not a checkpoint of this model: {len(odd)} tensors are "
                           f"missing, not expected or of another shape, as {odd[0]}")
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
@@ -181,30 +174,30 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
     if found == expected:
         return found
     if progress.best_step and read_best(wanted, run_dir.resumed_from) == expected:
-        link_as_best(wanted)
+        wanted.link_as_best()
         return expected
     if found and 0 < found[1] <= progress.step:
         print(f"warning: the weights of the best validation loss, {progress.best_loss:.4f} at step "
               f"{progress.best_step}, were lost; {best} is of step {found[1]}", flush=True)
         return found
     if best:
-        set_aside(best)
+        best.set_aside()
     return math.inf, 0
 
 
-def read_best(path: Path | None, verified: Path | None) -> tuple[float, int] | None:
+def read_best(best: Checkpoint | None, verified: Checkpoint | None) -> tuple | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None.
 
     verified: another one, which is not read again where both are links to the same files.
     """
-    if path is None or not (verified and same_parts(path, verified)) and find_damage(path):
+    if not best or not (verified and best.same_files(verified)) and best.find_damage():
         return None
-    state = load_parts(path, "meta")[0]
+    state = best.states("meta")[0]
     is_best = state.get("best_step") == state.get("step")
     return (state["best_loss"], state["step"]) if is_best else None
 
 
-def refuse_changes(run, path: Path, state: dict):
+def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     """Raise ConfigError if model, data or an option that fixes the trajectory has changed."""
     cfg, saved, data = run.cfg, state["config"], run.train_data
     weights = fixed_options(cfg, "weights")
@@ -232,9 +225,10 @@ def refuse_changes(run, path: Path, state: dict):
         advice = f"To continue nevertheless: --allow_change {' '.join(refused)}"
         if set(refused) & set(weights):
             advice = "Its weights fit no other model; leave those flags out, or start a new run"
-        raise ConfigError(f"{path}: this run differs from it: {differences}. {advice}")
+        raise ConfigError(f"{checkpoint}: this run differs from it: {differences}. {advice}")
     if state.get("base") != getattr(run.model, "base", None):
-        raise ConfigError(f"{path}: adapts other weights than --init_from {cfg.init_from} now has")
+        raise ConfigError(f"{checkpoint}: adapts other weights than --init_from {cfg.init_from} "
+                          "now has")
 
 
 def weights_of(specs: list[str]) -> list:

@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import (
-    NotSaved,
     checkpoint_at,
-    checkpoint_step,
     latest_valid,
     list_checkpoints,
-    set_aside,
 )
 from steady.checkpoints.retry import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
+from steady.checkpoints.writer import NotSaved
 from steady.guard import ctrl_c
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
@@ -104,22 +102,23 @@ def roll_back(run, error: NotFinite):
     """
     if run.cfg.on_nonfinite == "abort":
         raise error
-    progress, path = run.progress, None
+    progress, newest = run.progress, None
     position = progress.position
     if run.dir.writer:
         run.dir.writer.wait()
     if run.ranks.rank == 0:
-        path = latest_valid(run.dir.path / "checkpoints")
-    path = run.ranks.broadcast(path)
-    rollbacks = [step for step in progress.rollbacks if path and step == checkpoint_step(path)]
-    if path is None or len(rollbacks) == MAX_ROLLBACKS:
-        why = f"gone back to {path} {MAX_ROLLBACKS} times" if path else "there is no checkpoint"
-        raise NotFinite(f"{error}; {why}") from None
-    load_checkpoint(run, path)
-    progress.position, progress.rollbacks = position, [*rollbacks, progress.step]
+        newest = latest_valid(run.dir.path / "checkpoints")
+    newest = run.ranks.broadcast(newest)
+    if newest is None:
+        raise NotFinite(f"{error}; there is no checkpoint") from None
+    before = progress.rollbacks.count(newest.step)
+    if before == MAX_ROLLBACKS:
+        raise NotFinite(f"{error}; gone back to {newest} {MAX_ROLLBACKS} times") from None
+    load_checkpoint(run, newest)
+    progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
     run.guard.nonfinite.zero_()
     if run.ranks.rank == 0:
-        print(f"warning: {error}; back to {path}, on with sample {position}", flush=True)
+        print(f"warning: {error}; back to {newest}, on with sample {position}", flush=True)
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
@@ -166,10 +165,10 @@ def set_doubtful_aside(writer, error: ReplicasDiffer):
         return
     writer.wait()
     found = list_checkpoints(writer.folder)
-    doubtful = [path for path in found if checkpoint_step(path) > error.agreed]
-    for path in doubtful if len(doubtful) < len(found) else []:
-        set_aside(path)
-        print(f"warning: {path}: its weights are in doubt; set aside", flush=True)
+    doubtful = [checkpoint for checkpoint in found if checkpoint.step > error.agreed]
+    for checkpoint in doubtful if len(doubtful) < len(found) else []:
+        checkpoint.set_aside()
+        print(f"warning: {checkpoint}: its weights are in doubt; set aside", flush=True)
 
 
 @torch.no_grad()

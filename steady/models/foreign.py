@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import run_dir_of
+from steady.checkpoints.checkpoint import Checkpoint
 from steady.models.huggingface import KEPT, fetch, merge_adapter
 from steady.models.weights import reason, shorten
 from steady.options import ConfigError
@@ -68,11 +68,11 @@ class Streamer:
 class HFModel(nn.Module):
     """A causal language model of transformers with the interface that train.py needs."""
 
-    def __init__(self, cfg, checkpoint: Path | None = None):
+    def __init__(self, cfg, checkpoint: Checkpoint | None = None):
         """checkpoint: one that will be loaded, so that no weights are needed here."""
         super().__init__()
         self.cfg = cfg
-        run_dir = checkpoint and run_dir_of(checkpoint)
+        run_dir = checkpoint and checkpoint.run_dir
         kept = run_dir and run_dir / KEPT
         try:
             if kept and (kept / "config.json").exists():

@@ -5,6 +5,7 @@ sequences longer than a sliding window, are trained through their own module in 
 (steady/models/foreign.py).
 """
 
+import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from steady.checkpoints.checkpoint import (
-    find_damage,
-    is_checkpoint,
-    list_checkpoints,
-    require_valid,
-    run_dir_of,
-)
-from steady.checkpoints.parts import join, load_parts, part_paths
+from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from steady.checkpoints.parts import join
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.weights import reason, shorten, tensors_of, weight_files, with_mean_rows
@@ -167,28 +162,26 @@ def native_shape(found) -> dict | None:
     )
 
 
-def own_checkpoint(name: str) -> Path | None:
+@functools.cache  # of one start, which asks several times: verified once
+def own_checkpoint(name: str) -> Checkpoint | None:
     """The checkpoint that --init_from names: itself, or the newest valid one of a run directory.
 
     None for a Hugging Face folder or name. Raises ConfigError where none is valid.
     """
     path = Path(name)
-    if path.is_file() or is_checkpoint(path):
-        require_valid(path)
-        return path
-    if (path / "config.json").exists() or not (path / "checkpoints").is_dir():
+    if (path / "config.json").exists():
         return None
-    for checkpoint in reversed(list_checkpoints(path / "checkpoints")):
-        if not find_damage(checkpoint):
-            return checkpoint
-    raise ConfigError(f"--init_from {name}: the run has no valid checkpoint")
+    checkpoint = find_checkpoint(path)
+    if not checkpoint and (path / "checkpoints").is_dir():
+        raise ConfigError(f"--init_from {name}: the run has no checkpoint")
+    return checkpoint
 
 
-def shape_of_checkpoint(path: Path, kind) -> dict:
+def shape_of_checkpoint(checkpoint: Checkpoint, kind) -> dict:
     """The options that fix the model of a checkpoint of ours; kind: the class of options."""
-    saved = load_parts(path, "meta")[0]["config"]
+    saved = checkpoint.states("meta")[0]["config"]
     if saved["model"] == "transformers":
-        raise ConfigError(f"--init_from {path}: not one of our own architecture; expected a "
+        raise ConfigError(f"--init_from {checkpoint}: not one of our own architecture; expected a "
                           "folder that python model.py export has made of it")
     names = fixed_options(kind, "weights") + fixed_options(kind, "function")
     shape = {name: saved[name] for name in names
@@ -206,7 +199,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
     if not checkpoint:
         load_weights(model, fetch(name), shards)
         return merge_adapter(model, name, shards)
-    states = load_parts(checkpoint, "cpu", mmap=True)
+    states = checkpoint.states(mmap=True)
     saved = states[0]["config"]
     if states[0].get("base"):
         load_initial(model, saved["init_from"], shards)
@@ -231,8 +224,7 @@ def check_tokenizer(name: str, data):
 
     checkpoint, wanted = own_checkpoint(name), name
     if checkpoint:
-        kind = load_parts(checkpoint, "meta")[0]["tokenizer"]
-        run_dir = run_dir_of(checkpoint)
+        kind, run_dir = checkpoint.states("meta")[0]["tokenizer"], checkpoint.run_dir
         theirs = vocabulary(kind, run_dir and run_dir / "tokenizer")
         wanted = kind if kind == "bytes" else run_dir and run_dir / "tokenizer"
     else:
@@ -386,7 +378,7 @@ def fingerprint(name: str) -> str:
     if not checkpoint and lora.is_adapter_folder(fetch_files(name)):
         file, found = fetch_files(name) / lora.WEIGHTS, lora.read_config(fetch_files(name))
         return f"{fingerprint(found['base'])} + {found['scale']} {sampled_hash({file.name: file})}"
-    files = part_paths(checkpoint) if checkpoint else weight_files(fetch(name))
+    files = checkpoint.files() if checkpoint else weight_files(fetch(name))
     return sampled_hash({file.name: file for file in files})
 
 
@@ -400,7 +392,7 @@ def merge_adapter(model: nn.Module, name: str, shards: Shards):
                    base["scale"], str(folder))
 
 
-def merge_checkpoint(model: nn.Module, state: dict, path: Path, shards: Shards):
+def merge_checkpoint(model: nn.Module, state: dict, path: Checkpoint, shards: Shards):
     """Merge the adapters in a checkpoint into the weights of their base. Raises ConfigError."""
     saved = SimpleNamespace(**state["config"])
     if fingerprint(saved.init_from) != state["base"]:
@@ -415,15 +407,13 @@ def merge_checkpoint(model: nn.Module, state: dict, path: Path, shards: Shards):
 KEPT = "hf"  # folder of a run directory: the configuration of its model, if it was not ours
 
 
-def keep_config(cfg, run_dir: Path, resumed_from: Path | None):
+def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
     """Copy the configuration of --init_from into a run directory, which then works without it."""
-    kept, source = run_dir / KEPT, None
-    if resumed_from:
-        if (kept / "config.json").exists():
-            return
-        source = run_dir_of(resumed_from) and run_dir_of(resumed_from) / KEPT
-    elif Path(cfg.init_from).is_file() or is_checkpoint(Path(cfg.init_from)):
-        source = run_dir_of(Path(cfg.init_from)) and run_dir_of(Path(cfg.init_from)) / KEPT
+    kept, checkpoint = run_dir / KEPT, resumed_from or own_checkpoint(cfg.init_from)
+    if resumed_from and (kept / "config.json").exists():
+        return
+    if checkpoint:
+        source = checkpoint.run_dir and checkpoint.run_dir / KEPT
     else:
         source = fetch(cfg.init_from, cfg.trust_remote_code)
     if not source or not (source / "config.json").exists():

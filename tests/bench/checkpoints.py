@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import Writer, checkpoint_path, find_corruption, write_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint
+from steady.checkpoints.sealed import find_corruption, write_checkpoint
 from steady.checkpoints.state import save_checkpoint
+from steady.checkpoints.writer import Writer
 from tests.bench.common import Figure, compare, make_run, seconds, train_steps
 
 
@@ -59,7 +61,7 @@ def main(options) -> list[Figure]:
             found["plain"].append(seconds(plain_save))
             found["stall"].append(seconds(save_checkpoint, run))
             found["write"].append(seconds(run.dir.writer.wait))
-            path = checkpoint_path(folder, run.progress.step)
+            path = Checkpoint.named(folder, run.progress.step).path
             found["check"].append(seconds(find_corruption, path))
             run.dir.saved = ()  # so that it is written again
             save_checkpoint(run)

@@ -17,12 +17,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import (
-    checkpoint_step,
-    compare,
-    find_corruption,
-    list_checkpoints,
-)
+from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.tokens.files import write_tokens
 from tests.bench.common import Figure
 from tests.conftest import TINY, processes, rows
@@ -86,14 +81,14 @@ def figure(ranks: int, total: int, folder: Path) -> Figure:
         kills += 1
         in_training += "\nstep " in told
         left = list_checkpoints(folder / "killed/checkpoints")
-        valid = [path for path in left if find_corruption(path) is None]
+        valid = [checkpoint for checkpoint in left if not checkpoint.find_damage()]
         # one that we damaged stays where the process was killed before it looked
         assert set(left) - set(valid) <= {hurt}, "a damaged file has a valid one's name"
-        expected = checkpoint_step(valid[-1]) if valid else 0
+        expected = valid[-1].step if valid else 0
         reached = max([expected, *map(int, re.findall(r"^step +(\d+)/", told, re.MULTILINE))])
         if len(valid) > 1 and rng.random() < 0.2:
-            hurt, expected = valid[-1], checkpoint_step(valid[-2])
-            damage(hurt, rng)
+            hurt, expected = valid[-1], valid[-2].step
+            damage(hurt.path, rng)
             damaged, was_damaged = damaged + 1, True
     end = final_state(folder / "undisturbed")
     count, different = compare(end, final_state(folder / "killed"))

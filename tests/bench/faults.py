@@ -35,7 +35,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import data
 import train
 from monitor import Monitor
-from steady.checkpoints.checkpoint import Writer, compare, list_checkpoints, read_state
+from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.checkpoints.writer import Writer
 from steady.guard import faults
 from steady.tokens.files import write_tokens
 from tests import hosts
@@ -307,7 +308,7 @@ def wait_until(condition, seconds: float):
 
 
 def final_state(folder: Path) -> dict:
-    state = read_state(list_checkpoints(folder / "run/checkpoints")[-1])
+    state = list_checkpoints(folder / "run/checkpoints")[-1].state()
     return {name: state[name] for name in ("step", "model", "optimizers", "position")}
 
 

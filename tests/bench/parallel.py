@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import config
 import train
-from steady.checkpoints import checkpoint, state
+from steady.checkpoints import state, writer
 from steady.guard import faults
 from tests.bench.common import Figure, compare, in_turns, random_tokens, seconds
 from tools import estimate
@@ -82,7 +82,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
         if run.dir.writer:
             state = dict(weights=run.ranks.shards.tensors,
                          states=[o.state_dict() for o in run.optimizers])
-            checkpoint.write_checkpoint(Path(f"plain{rank}.pt"), state)
+            writer.write_checkpoint(Path(f"plain{rank}.pt"), state)
         dist.barrier()
         found.setdefault("sync", []).append(time.perf_counter() - began)
 

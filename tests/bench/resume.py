@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import checkpoint_path, write_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint
+from steady.checkpoints.sealed import write_checkpoint
 from tests.bench.common import Figure, compare, in_turns
 from tests.bench.startup import TRAIN, seconds_until
 
@@ -22,9 +23,9 @@ def main(options) -> list[Figure]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         seconds_until([*flags, "--save_interval", "3", "--out_dir", "early"], " 7/2000000", name)
-        early = checkpoint_path(folder / "early/checkpoints", 3)
+        early = Checkpoint.named(folder / "early/checkpoints", 3).path
         state = torch.load(early, weights_only=True)
-        late = checkpoint_path(folder, 10**6)
+        late = Checkpoint.named(folder, 10**6).path
         state["step"], state["position"] = 10**6, state["position"] // 3 * 10**6
         write_checkpoint(late, state)
 

@@ -36,11 +36,11 @@ EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize tr
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
 SAVE = {PHASE: 1}  # and copies to page-locked memory, for which a thread waits
-COPIED = "to host steady/checkpoints/checkpoint.py copy_to_host"
+COPIED = "to host steady/checkpoints/writer.py copy_to_host"
 # torch 2.15's _foreach_norm copies where the partial sums of each tensor begin from page-locked
 # memory, in the stream of its kernels: nothing waits for it.
 OFFSETS = ("from host steady/ranks/parallel.py norms",
-           "from host steady/checkpoints/checkpoint.py save")
+           "from host steady/checkpoints/writer.py save")
 
 
 @pytest.fixture

@@ -1,0 +1,219 @@
+"""Writing checkpoints beside training: in a thread, by one rank or by each its shard."""
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from steady.checkpoints.checkpoint import Checkpoint, rotate
+from steady.checkpoints.parts import (
+    SHARED,
+    describe,
+    make_folder,
+    remove_strays,
+    write_manifest,
+)
+from steady.checkpoints.retry import disk_error, retry
+from steady.checkpoints.sealed import write_checkpoint
+
+MAX_FAILURES = 3  # saves in a row that may fail before training stops
+PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
+IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
+NOT_FINITE = "the weights are not finite"
+
+
+class NotSaved(OSError):
+    """Checkpoints could not be written; the message says why."""
+
+
+class Writer:
+    """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
+
+    The host memory is allocated once. At most one write is in flight; the next save waits for it.
+    backup: a Backup, which is offered each checkpoint that was written and verified.
+    parts: a PartWriter, where this rank holds only a part of the state.
+    """
+
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
+                 best=(math.inf, 0), parts=None):
+        self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
+        self.parts = parts
+        self.in_best = best  # (loss, step) of best.pt
+        self.buffers, self.thread, self.step = {}, None, 0
+        self.failed, self.reason = set(), ""  # steps in a row whose save failed; why the last did
+
+    def save(self, step: int, state: dict, is_best: bool = False):
+        """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
+
+        Raises NotSaved after too many failures in a row.
+        """
+        if self.thread and self.thread.is_alive():
+            print(f"step {step}: waiting until the checkpoint of step {self.step} is written",
+                  flush=True)
+        self.wait()
+        if len(self.failed) >= MAX_FAILURES:
+            raise NotSaved(f"{self.folder}: {len(self.failed)} checkpoints in a row could not be "
+                           f"written: {self.reason}")
+        weights = [t for t in state["model"].values() if t.is_floating_point()]
+        norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if any weight is not
+        copied, event = self.copy_to_host(dict(state, weights_norm=norm), "", {}), None
+        if norm.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self.step = step
+        self.thread = threading.Thread(target=self.write, args=(step, copied, event, is_best))
+        self.thread.start()
+
+    def copy_to_host(self, value, key: str, seen: dict):
+        """`value` with each tensor copied to the host buffer that belongs to its key."""
+        if isinstance(value, dict):
+            return {k: self.copy_to_host(v, f"{key}/{k}", seen) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            copies = (self.copy_to_host(v, f"{key}/{i}", seen) for i, v in enumerate(value))
+            return type(value)(copies)
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = value.data_ptr(), value.shape, value.stride(), value.dtype
+        if value.numel() and place in seen:  # tied weights stay one tensor
+            return seen[place]
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self.buffers[key] = buffer
+        seen[place] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
+        return buffer
+
+    def write(self, step: int, state: dict, event, is_best: bool):
+        checkpoint = Checkpoint.named(self.folder, step, sharded=bool(self.parts))
+        try:
+            if event:
+                event.synchronize()
+            finite = bool(state.pop("weights_norm").isfinite())
+            if self.parts:
+                self.parts.write(checkpoint.path, state, finite)
+                if self.parts.rank:
+                    return
+            elif finite:
+                retry(lambda: write_checkpoint(checkpoint.path, state))
+            else:
+                raise WeightsNotFinite(NOT_FINITE)
+            checkpoint.delete_other_form()
+            if is_best:
+                checkpoint.link_as_best()
+                self.in_best = state["best_loss"], step
+            rotate(self.folder, self.keep, self.keep_every)
+            self.failed.clear()
+            if self.backup:
+                self.backup.offer(checkpoint)
+        except WeightsNotFinite:
+            print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
+        except Exception as e:
+            reason = disk_error(e, self.folder)
+            if self.parts and self.parts.hurry:
+                return  # `rescue` reports what there is
+            if self.parts and self.parts.rank:  # rank 0 counts
+                print(f"warning: step {step}: the part of rank {self.parts.rank} could not be "
+                      f"written: {reason}", flush=True)
+                return
+            self.failed.add(step)  # once, also where an evaluation and save_interval save it
+            self.reason = reason
+            print(f"warning: step {step}: the checkpoint could not be written, training continues "
+                  f"({len(self.failed)} of {MAX_FAILURES}): {reason}", flush=True)
+
+    def best(self) -> tuple[float, int]:
+        """(validation loss, step) of the weights in best.pt."""
+        self.wait()
+        return self.in_best
+
+    def wait(self):
+        """Wait until the write in flight is on the disk."""
+        if self.thread:
+            self.thread.join()
+
+    def close(self, copy: bool):
+        """Wait for the disk and, with `copy`, for a backup of the newest checkpoint.
+
+        Raises NotSaved if the last checkpoint could not be written.
+        """
+        self.wait()
+        if self.backup and copy:
+            self.backup.close()
+        if self.failed:
+            raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
+                           f"there: {self.reason}")
+
+
+class Missing(OSError):
+    """The part of some rank is not there."""
+
+
+class WeightsNotFinite(Missing):
+    """The weights of some rank are not finite, and so never saved."""
+
+
+class PartWriter:
+    """Writes this rank's parts; on rank 0, then the manifest.
+
+    notes: a store in which the ranks tell what they wrote, without waiting for one another.
+    attempt: a text that no earlier process of this run has used.
+    """
+
+    def __init__(self, rank: int, size: int, notes, attempt: str):
+        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
+        self.count = 0  # of checkpoints begun, the same on all ranks
+        self.hurry = False  # whether some rank may be gone
+
+    def write(self, folder: Path, state: dict, finite: bool = True):
+        """Write one checkpoint. Raises what went wrong; on rank 0 also Missing, for another rank's.
+
+        finite: whether the weights are; else nothing is written, and the others learn of it.
+        """
+        began = time.monotonic()
+        key, self.count = f"{self.attempt}-{self.count}", self.count + 1
+        name = f"rank_{self.rank}_of_{self.size}.{key}.pt"
+        try:
+            if not finite:
+                raise WeightsNotFinite(NOT_FINITE)
+            if not folder.parent.is_dir():
+                raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
+            make_folder(folder)
+            retry(lambda: write_checkpoint(folder / name, state))
+            found = describe(folder / name)
+        except Exception as e:
+            found = dict(error=str(e), finite=finite)
+            self.notes.set(f"{key} {self.rank}", json.dumps(found))
+            raise
+        self.notes.set(f"{key} {self.rank}", json.dumps(found))
+        if self.rank:
+            return
+        took = time.monotonic() - began
+        try:
+            files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
+            for file in files:
+                if file["folder"] != folder.name:
+                    raise Missing(f"{file['name']} is in {file['folder']}, of another step")
+                if not (folder / file["name"]).is_file():
+                    raise Missing(f"{folder / file['name']} was written by another host and is "
+                                  f"not seen here; expected {SHARED}")
+        except Missing:
+            if not self.hurry:  # else what is there may still become whole: see `finish`
+                remove_strays(folder)
+            raise
+        write_manifest(folder, files)
+        remove_strays(folder)  # what was replaced
+
+    def wait_for(self, key: str, rank: int, took: float) -> dict:
+        """What a rank wrote. took: seconds that this one needed. Raises Missing."""
+        began = time.monotonic()
+        while not self.notes.check([key]):
+            if time.monotonic() - began > max(IN_A_HURRY if self.hurry else PATIENCE, 3 * took):
+                raise Missing(f"rank {rank} has not written its part")
+            time.sleep(0.02)
+        found = json.loads(self.notes.get(key))
+        if "error" in found:
+            kind = Missing if found["finite"] else WeightsNotFinite
+            raise kind(f"rank {rank}: {found['error']}")
+        return found
