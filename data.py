@@ -10,7 +10,7 @@ long as its `batch` and `size` are functions of their arguments, everything abov
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.ctrl_c import start
+    from steady.guard.process import start
 
     start("tools.prepare:main")
 
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import IGNORE, Config
 from steady.checkpoints.retry import retry
-from steady.guard import ctrl_c
+from steady.guard.process import leave_to_parent
 from steady.options import ConfigError
 from steady.tokens.documents import Dataset, Documents, Stream
 from steady.tokens.files import find_sources, read_sidecars
@@ -329,7 +329,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         num_workers=workers,
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
-        worker_init_fn=ctrl_c.leave_to_parent,
+        worker_init_fn=leave_to_parent,
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None

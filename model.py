@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.ctrl_c import start
+    from steady.guard.process import start
 
     start("tools.generate:main")
 

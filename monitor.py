@@ -8,7 +8,7 @@ Files, TensorBoard, slow-downs and the report of `python monitor.py RUN_DIR` are
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.ctrl_c import start
+    from steady.guard.process import start
 
     start("tools.report:main")
 

@@ -9,7 +9,7 @@ monitor are one module each; what a fork rarely opens is in steady/.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.ctrl_c import begin
+    from steady.guard.process import begin
 
     begin()
 
@@ -42,7 +42,7 @@ from steady.checkpoints.state import (
     reconcile_best,
     save_checkpoint,
 )
-from steady.guard import faults, memory
+from steady.guard import faults, memory, process
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.models import device as devices
@@ -558,4 +558,4 @@ def train_with_recovery(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    faults.run(main)
+    process.run(main)

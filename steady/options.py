@@ -9,13 +9,10 @@ import dataclasses
 import difflib
 import math
 import os
-import sys
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import yaml
-
-from steady.guard import ctrl_c
 
 # What command lines and files of options say: the paths among it are the user's.
 typed = set()
@@ -23,6 +20,15 @@ typed = set()
 
 class ConfigError(Exception):
     """Wrong flags, files or data. The message is one line for the user; the exit code is 2."""
+
+
+class Failed(Exception):
+    """What ends a run with exit code 1; the message is one line, and says it without a traceback.
+
+    of_one_rank: whether the others have no word of it, so that it is printed on any rank.
+    """
+
+    of_one_rank = False
 
 
 def option(default, help: str, **marks):
@@ -246,24 +252,6 @@ def nearest(name: str, names) -> str:
     names = {known.lstrip("-"): known for known in names}  # dashes are alike in all of them
     close = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.5)
     return f" (did you mean {names[close[0]]}?)" if close else ""
-
-
-def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
-    """The exit code of the command `main(argv)`; a ConfigError is printed as one line."""
-    try:
-        ctrl_c.after_imports()
-        code = main(argv) or 0
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
-        return 0
-    except ConfigError as e:
-        print(f"{prog}: error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\n{interrupted}".rstrip(), file=sys.stderr)
-        return 130
 
 
 # --- YAML ------------------------------------------------------------------------------------

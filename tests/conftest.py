@@ -31,7 +31,7 @@ import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
 from steady.checkpoints import run_dir as rundir  # noqa: E402
-from steady.guard import faults  # noqa: E402
+from steady.guard.process import exit_code, leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
 from steady.watch import clouds  # noqa: E402
 
@@ -124,7 +124,7 @@ def run(corpus, tmp_path, monkeypatch):
         if script is None:
             output = io.StringIO()
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = faults.exit_code(train.main, flags)
+                code = exit_code(train.main, flags)
             tidy()
             assert code == expect, output.getvalue()
             return output.getvalue()
@@ -210,7 +210,7 @@ def after_updates(do, put=setattr):
 
 def main(argv):
     """What `python train.py` does, for scripts that change something first."""
-    faults.leave(faults.exit_code(train.main, argv))
+    leave(exit_code(train.main, argv))
 
 
 def free_port() -> int:
@@ -261,7 +261,7 @@ class Process:
                                    MASTER_PORT=str(port))
             if hook:
                 hook()
-            code = faults.exit_code(train.main, [*map(str, flags)])
+            code = exit_code(train.main, [*map(str, flags)])
         except Exception:
             traceback.print_exc()
         finally:

@@ -335,11 +335,11 @@ def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
     script = tmp_path / "early.py"
     script.write_text(
         "import os, signal, sys\n"
-        "from steady.guard import faults\n"
-        "faults.prepare_process()\n"
+        "from steady.guard import process\n"
+        "process.begin()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "from train import main\n"
-        "faults.leave(faults.exit_code(main, sys.argv[1:]))\n"
+        "process.leave(process.exit_code(main, sys.argv[1:]))\n"
     )
     flags = [*TINY, "--data", str(corpus), "--out_dir", "r", "--save_interval", "0"]
     done = subprocess.run([sys.executable, str(script), *flags], cwd=tmp_path, env=environment())

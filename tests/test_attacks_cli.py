@@ -22,7 +22,7 @@ import train
 from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.sealed import write_checkpoint
-from steady.guard import faults
+from steady.guard.process import exit_code, leave
 from steady.options import typed
 from tools import verify
 from tools.report import main as report_command
@@ -225,8 +225,8 @@ def test_closed_streams_are_opened_on_nothing(tmp_path, monkeypatch):
         "        print('error', file=sys.stderr)\n"
         "        file.write(f'{file.fileno() > 2} {sys.stdin.read()!r}')\n"
         "    return 7\n")
-    code = "import sys; sys.path[0] = '.'; from steady.guard.ctrl_c import start; start('main:run')"
-    assert closed("-c", code) == 7
+    code = "import sys; sys.path[0] = '.'; from steady.guard import process as p; "
+    assert closed("-c", code + "p.start('main:run')") == 7
     assert Path("file").read_text() == "True ''"
 
 
@@ -309,8 +309,8 @@ def test_an_error_of_another_library_keeps_its_traceback(monkeypatch, capsys):
     def main(argv):
         raise ReadError("Connection reset by peer")
 
-    monkeypatch.setattr(faults.dist, "is_initialized", lambda: True)
-    assert faults.exit_code(main, []) == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_code(main, []) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -327,7 +327,7 @@ def test_nothing_is_frozen_at_the_end_of_a_process():
     """Or C++ objects that triton keeps are called leaked, in tens of lines."""
     gc.freeze()
     with pytest.raises(SystemExit):
-        faults.leave(0)
+        leave(0)
     assert gc.get_freeze_count() == 0
 
 
@@ -409,7 +409,7 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
-                code = faults.exit_code(train.main, flags)
+                code = exit_code(train.main, flags)
             except SystemExit as e:
                 code = e.code
         printed = output.getvalue()

@@ -25,7 +25,7 @@ SHAPE = ["--n_layer", "4", "--n_head", "12", "--n_kv_head", "4", "--d_model", "7
 MEASURE = """
 import sys
 import train
-from steady.guard.faults import exit_code
+from steady.guard.process import exit_code
 
 def status(name):
     return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024

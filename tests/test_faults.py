@@ -51,7 +51,8 @@ from steady.checkpoints import checkpoint, retry, sealed, writer
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
-from steady.guard import ctrl_c, faults, memory
+from steady.guard import faults, memory
+from steady.guard.process import stop_with_torchrun
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
 from tools import generate as generation
@@ -684,7 +685,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
         Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
-                ctrl_c.stop_with_torchrun)
+                stop_with_torchrun)
         time.sleep(1000)
     wait_for_step(tmp_path / "r", 100)
     os.kill(launcher, signal.SIGKILL)

@@ -30,7 +30,7 @@ import train
 from config import Config
 from model import FeedForward, Transformer, generate, sample_token
 from steady.checkpoints import checkpoint
-from steady.guard import faults
+from steady.guard.process import exit_code
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
 from steady.tokens.tokenizers import byte_tokenizer
@@ -501,7 +501,7 @@ def run_of_60_steps(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "r"
     flags = [*TINY, "--data", str(corpus), "--out_dir", str(folder), "--max_steps", "60"]
     with contextlib.redirect_stdout(io.StringIO()):
-        assert faults.exit_code(train.main, flags) == 0
+        assert exit_code(train.main, flags) == 0
     return folder
 
 

@@ -176,8 +176,8 @@ import os, sys, time
 def wait(*args):
     time.sleep(1000)
 rank, where = os.environ["RANK"], sys.argv.pop(1)
-from steady.guard import ctrl_c
-ctrl_c.stop_with_torchrun()
+from steady.guard import process
+process.stop_with_torchrun()
 open("pid" + rank, "w").write(str(os.getpid()))
 if where == "import":
     wait()

@@ -16,10 +16,11 @@ from config import Config
 from model import Transformer, generate, rope_table
 from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from steady.checkpoints.retry import disk_error
+from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
 from steady.models.weights import shorten
-from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.ranks.parallel import Shards
 from steady.tokens.tokenizers import byte_tokenizer, end_of_text_ids, load_tokenizer
 from tools.chat import apply, end_of_turn

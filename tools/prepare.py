@@ -34,8 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steady.checkpoints.run_dir import acquire_lock
+from steady.guard.process import run_command
 from steady.models.device import usable_cores
-from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, run_command
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.tokens.files import TokenWriter
 from steady.tokens.tokenizers import (
     byte_level_bpe,

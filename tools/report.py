@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.options import ConfigError, Parser, number, read_flags, run_command
+from steady.guard.process import run_command
+from steady.options import ConfigError, Parser, number, read_flags
 from steady.watch.report import report, report_text, worth_saying
 from tools.inputs import shorten
 from tools.page import Charts, watch, write_page

@@ -18,6 +18,7 @@ from steady.checkpoints.parts import (
 )
 from steady.checkpoints.retry import disk_error, retry
 from steady.checkpoints.sealed import write_checkpoint
+from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
@@ -25,7 +26,7 @@ IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until thi
 NOT_FINITE = "the weights are not finite"
 
 
-class NotSaved(OSError):
+class NotSaved(Failed):
     """Checkpoints could not be written; the message says why."""
 
 

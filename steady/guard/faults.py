@@ -1,9 +1,7 @@
 """When things go wrong: signals, non-finite steps, crashes, error messages."""
 
 import contextlib
-import gc
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,13 +20,11 @@ from steady.checkpoints.checkpoint import (
 )
 from steady.checkpoints.retry import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
-from steady.checkpoints.writer import NotSaved
-from steady.guard import ctrl_c
+from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
 from steady.options import ConfigError, typed
 from steady.ranks.parallel import gathered
-from steady.ranks.ranks import RanksMissing, rank_and_world, say_once
 from steady.ranks.replicas import ReplicasDiffer
 
 # --- signals ---------------------------------------------------------------------------------
@@ -82,7 +78,7 @@ class Stop:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
                 self.before[number] = signal.signal(number, self.handle)
-        self.received[1] |= early_save_requests[0]
+        self.received[1] |= process.early_save_requests[0]
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
@@ -207,68 +203,7 @@ def autopsy(run, step: int, rank: int) -> dict:
     )
 
 
-# --- the end of the program ------------------------------------------------------------------
-
-early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
-
-
-def run(main):
-    """End the process with the exit code of `main`, called with the command line."""
-    prepare_process()
-    leave(exit_code(main, sys.argv[1:]))
-
-
-def prepare_process():
-    """Call first: output may lose its terminal, and SIGUSR1 may come before there is a run."""
-    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
-    signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
-
-
-class Screen:
-    """A standard stream that drops output it cannot write, instead of ending the training.
-
-    On a full disk, a closed pipe or terminal, or for characters that its encoding lacks.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-    def write(self, text: str) -> int:
-        with self.or_nowhere():
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with self.or_nowhere():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def or_nowhere(self):
-        try:
-            yield
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):  # or flushing it at exit fails again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
-LOST_CONNECTION = re.compile(
-    "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
-)
-
-
-def lost_connection(e: Exception) -> bool:
-    """Whether torch has lost its connection to another rank, which has the traceback that matters.
-
-    Not the program itself to a server. gloo's are plain RuntimeErrors, which begin with the place
-    in its source.
-    """
-    of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
-    return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
+# --- errors around training ------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -305,47 +240,3 @@ def was_named(path: str) -> bool:
              os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
     folders = (os.path.abspath(os.path.expanduser(text)) for text in named if text)
     return any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)
-
-
-def exit_code(main, argv: list[str]) -> int:
-    """The exit code of `main(argv)`; errors are printed, those of the user as one line."""
-    rank0 = True
-    try:
-        ctrl_c.after_imports()
-        rank0 = rank_and_world()[0] == 0
-        code = main(argv)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return code
-    except ConfigError as e:
-        say_once(f"train.py: error: {' '.join(str(e).splitlines())}")
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; --auto-resume continues from the newest checkpoint", file=sys.stderr)
-        return 130
-    except (NotFinite, NotSaved, ReplicasDiffer, RanksMissing) as e:
-        if rank0 or isinstance(e, RanksMissing):  # which may be rank 0
-            print(f"train.py: failed: {e}", file=sys.stderr)
-        return 1
-    except Exception as e:
-        if lost_connection(e):
-            reason = str(e).splitlines()[0]
-            print(f"train.py: failed: another rank is gone: {reason}", file=sys.stderr)
-        else:
-            print(f"train.py: failed: {type(e).__name__}: {e}", file=sys.stderr)
-            traceback.print_exc()
-        return 1
-
-
-def leave(code: int):
-    """End the process.
-
-    With several ranks, without shutting the interpreter down: a gloo or NCCL thread that wakes up
-    meanwhile would abort the process ("terminate called without an active exception").
-    """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    gc.unfreeze()  # or C++ objects that are frozen are called leaked ("nanobind: leaked ...")
-    sys.exit(code)

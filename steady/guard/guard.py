@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from steady.guard.spikes import Spikes
-from steady.options import due
+from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
 
-class NotFinite(Exception):
+class NotFinite(Failed):
     """Too many steps in a row were not finite, or the weights are not."""
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady.options import ConfigError
+from steady.options import ConfigError, Failed
 from steady.watch.sinks import plain
 
 
@@ -82,8 +82,10 @@ class Ranks:
         return int(box)
 
 
-class RanksMissing(Exception):
+class RanksMissing(Failed):
     """Some ranks have not started."""
+
+    of_one_rank = True
 
 
 def meet(rank: int, world_size: int, patience: float):
@@ -206,6 +208,27 @@ def say_once(text: str):
         print(text, file=sys.stderr, flush=True)
     if rank == "0" and meet.store:
         time.sleep(2)  # without torchrun the store ends with this process
+
+
+def leave_group():
+    """Leave the process group, if there is one: a command that only looks has none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+LOST_CONNECTION = re.compile(
+    "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
+)
+
+
+def lost_connection(e: Exception) -> bool:
+    """Whether torch has lost its connection to another rank, which has the traceback that matters.
+
+    Not the program itself to a server. gloo's are plain RuntimeErrors, which begin with the place
+    in its source.
+    """
+    of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
+    return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
 
 
 def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady.options import due
+from steady.options import Failed, due
 from steady.ranks.ranks import all_gather, names
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-class ReplicasDiffer(Exception):
+class ReplicasDiffer(Failed):
     """Ranks that should hold the same weights hold different ones.
 
     agreed: the step since when checkpoints may be wrong; None if those who write them are right.

@@ -23,7 +23,7 @@ import torch
 import config
 import train
 from data import loader
-from steady.guard import faults
+from steady.guard.process import exit_code
 
 CPU = torch.device("cpu")
 
@@ -266,7 +266,7 @@ def train_log(flags: list) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         argv = [*map(str, flags), "--eval_interval", "0", "--save_interval", "0", "--out_dir",
                 folder]
-        assert faults.exit_code(train.main, argv) == 0
+        assert exit_code(train.main, argv) == 0
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     gc.enable()  # which training switches off
     return [json.loads(line) for line in lines]

@@ -37,7 +37,7 @@ import train
 from monitor import Monitor
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.checkpoints.writer import Writer
-from steady.guard import faults
+from steady.guard.process import exit_code
 from steady.tokens.files import write_tokens
 from tests import hosts
 from tests.bench.common import Figure
@@ -86,7 +86,7 @@ def worker(folder: str, plan: dict, flags: list):
     note_steps(rank)
     if plan.get("rank") == rank and plan.get("work"):
         plant(plan)
-    code = faults.exit_code(train.main, [*map(str, flags)])
+    code = exit_code(train.main, [*map(str, flags)])
     sys.stdout.flush()
     if code or plan.get("leave"):
         os._exit(code)

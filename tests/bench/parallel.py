@@ -26,7 +26,7 @@ import torch.distributed as dist
 import config
 import train
 from steady.checkpoints import state, writer
-from steady.guard import faults
+from steady.guard.process import exit_code, leave
 from tests.bench.common import Figure, compare, in_turns, random_tokens, seconds
 from tools import estimate
 
@@ -65,7 +65,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
     if what == "peak":  # loads the libraries
         with contextlib.redirect_stdout(io.StringIO()):
             tiny = ["--d_model", "64", "--d_ff", "64", "--n_layer", "1", "--vocab_size", "2000"]
-            assert faults.exit_code(train.main, [*flags, *tiny, "--out_dir", "tiny"]) == 0
+            assert exit_code(train.main, [*flags, *tiny, "--out_dir", "tiny"]) == 0
         os.environ["MASTER_PORT"] = str(ports[1])
     before = status("VmRSS")
 
@@ -92,7 +92,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if what == "largest":
             largest = stack.enter_context(Largest())
-        assert faults.exit_code(train.main, [*flags, "--out_dir", "r"]) == 0
+        assert exit_code(train.main, [*flags, "--out_dir", "r"]) == 0
         if what == "largest":
             found["largest"] = largest.most
     if rank == 0:
@@ -103,7 +103,7 @@ def rank_main(rank: int, world_size: int, ports: list, folder: str, flags: list,
         answers.put(found)
         answers.close()
         answers.join_thread()
-    faults.leave(0)
+    leave(0)
 
 
 def measure(way: str, ranks: int, shape: list, steps: int, what: str = "", more=()) -> dict:

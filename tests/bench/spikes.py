@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import train
-from steady.guard import faults
+from steady.guard.process import exit_code
 from steady.guard.spikes import NEEDED, Spikes
 from tests.bench.common import Figure, compare, in_turns, logged_step_ms
 from tests.bench.small import some_text, write_characters
@@ -68,7 +68,7 @@ def final(flags: list, bad: set[int], seed: int, steps: int, sigmas: float) -> t
           patch.object(train, "sample", lambda run: ""), patch.object(Spikes, "find", noted)):
         argv = [*flags, "--max_steps", steps, "--eval_interval", steps, "--seed", seed,
                 "--skip_spikes", sigmas, "--log_interval", "100", "--out_dir", folder]
-        assert faults.exit_code(train.main, [*map(str, argv)]) == 0
+        assert exit_code(train.main, [*map(str, argv)]) == 0
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
     gc.enable()  # which training switches off
     loss = next(row["val/loss"] for row in rows if "val/loss" in row)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import train
 from model import FeedForward
-from steady.guard import faults
+from steady.guard.process import exit_code
 from steady.tokens.files import write_tokens
 from steady.watch.report import report
 from tests.bench.diagnosis import BATCH, FLAGS, after
@@ -56,7 +56,7 @@ def watched(name: str):
     train.train = trace
     after(train, "update", lambda *_: traced.close())
     flags = [*FLAGS, "--max_steps", STEPS, "--data", "."]
-    assert faults.exit_code(train.main, list(map(str, flags))) == 0
+    assert exit_code(train.main, list(map(str, flags))) == 0
 
 
 def main(names: list[str]):

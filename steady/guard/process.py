@@ -1,0 +1,174 @@
+"""How a process begins and ends: Ctrl-C, closed streams, a torchrun that is gone, exit codes.
+
+    0 finished · 1 failed, with a line that says why · 2 wrong flags, files or data, in one line
+    128 + n after signal n, once the checkpoint is on the disk
+
+Imports nothing heavy itself: `begin` comes before the imports of a command, which take seconds.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
+
+# --- the beginning ---------------------------------------------------------------------------
+
+
+def begin():
+    """Call before what takes long to import."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
+        signal.signal(signal.SIGINT, end_at_once)
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
+            setattr(sys, stream, open(os.devnull, mode))
+    signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
+    stop_with_torchrun()
+
+
+def start(main: str):
+    """Import `main`, a "module:function", and end the process with its exit code."""
+    begin()
+    import pkgutil
+
+    sys.exit(pkgutil.resolve_name(main)(sys.argv[1:]))
+
+
+def end_at_once(*_):
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+def stop_with_torchrun():
+    """From here on, SIGTERM to this process when its parent has changed: torchrun was killed.
+
+    Its ranks would stay, and even join the next launch on the same port. Not without torchrun: a
+    process that outlives its shell, as with nohup, is meant to.
+    """
+    def watch(launcher: int):
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone, so it stops\n".encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+
+
+def leave_to_parent(worker: int):
+    """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Screen:
+    """A standard stream that drops output it cannot write, instead of ending the training.
+
+    On a full disk, a closed pipe or terminal, or for characters that its encoding lacks.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        with self.or_nowhere():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with self.or_nowhere():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def or_nowhere(self):
+        try:
+            yield
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # or flushing it at exit fails again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+# --- the end ---------------------------------------------------------------------------------
+
+
+def run(main):
+    """End this process, which trains, with the exit code of `main`, given the command line."""
+    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    leave(exit_code(main, sys.argv[1:]))
+
+
+def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
+    """The exit code of another command, of which `| head` may have read enough."""
+    def print_all(argv: list[str]) -> int:
+        try:
+            code = main(argv) or 0
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
+            return 0
+
+    return exit_code(print_all, argv, prog, interrupted)
+
+
+def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
+              "interrupted; --auto-resume continues from the newest checkpoint") -> int:
+    """The exit code of `main(argv)`; errors are printed, those that are foreseen as one line."""
+    from steady.options import ConfigError, Failed
+
+    if several_ranks():
+        from steady.ranks.ranks import leave_group, lost_connection, say_once
+    try:
+        if signal.getsignal(signal.SIGINT) is end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main(argv)
+        if several_ranks():
+            leave_group()
+        return code
+    except ConfigError as e:
+        text = f"{prog}: error: {' '.join(str(e).splitlines())}"
+        say_once(text) if several_ranks() else print(text, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}".rstrip(), file=sys.stderr)
+        return 130
+    except Failed as e:
+        if e.of_one_rank or os.environ.get("RANK", "0") == "0":
+            print(f"{prog}: failed: {e}", file=sys.stderr)
+        return 1
+    except Exception as e:
+        if several_ranks() and lost_connection(e):
+            reason = str(e).splitlines()[0]
+            print(f"{prog}: failed: another rank is gone: {reason}", file=sys.stderr)
+        else:
+            print(f"{prog}: failed: {type(e).__name__}: {e}", file=sys.stderr)
+            traceback.print_exc()
+        return 1
+
+
+def several_ranks() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def leave(code: int):
+    """End the process.
+
+    With several ranks, without shutting the interpreter down: a gloo or NCCL thread that wakes up
+    meanwhile would abort the process ("terminate called without an active exception").
+    """
+    if several_ranks():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    gc.unfreeze()  # or C++ objects that are frozen are called leaked ("nanobind: leaked ...")
+    sys.exit(code)
