@@ -37,7 +37,7 @@ PRESETS = {
                            eval_interval=0, log_interval=100),
     "low_memory": dict(activation_checkpointing="full", micro_batch_size=1, seq_len=512),
     "debug": dict(precision="fp32", compile=False, max_steps=10, warmup_steps=2, log_interval=1,
-                  eval_interval=5, save_interval=5, num_workers="0", detect_anomaly=True),
+                  eval_interval=5, save_interval=5, num_workers="0"),
 }
 
 NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "micro_batch_size",
@@ -77,9 +77,9 @@ class Config:
     verify_resume: int = option(
         0, "train 2 K steps, then K, resume for K more, compare every tensor and exit",
         saved=False, metavar="K", at_least=0)
-    estimate: bool = option(
-        False, "print estimated memory, communication and time, then exit")
-    mfu: float = option(0.4, "MFU assumed by --estimate", above=0, at_most=1)
+    estimate: int = option(
+        0, "print estimated memory, communication and time on N devices, then exit",
+        saved=False, metavar="N", at_least=0)
 
     data: list[str] = option(
         ["stdlib"], "token files or folders to train on, each PATH[:WEIGHT]; 'stdlib' is Python's "
@@ -89,12 +89,10 @@ class Config:
     seq_len: int | None = option(
         None, "tokens in a sequence (default: from --model)", at_least=1, at_most=2**24,
         fixed="trajectory")
-    data_mode: Literal["auto", "stream", "documents"] = option(
+    data_mode: Literal["auto", "stream", "documents", "packed"] = option(
         "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
-        "and the loss counts responses, not prompts; auto is documents where there are prompts",
-        fixed="trajectory")
-    packing: bool = option(
-        False, "pack several documents into each row of seq_len; attention stays inside each",
+        "and the loss counts responses, not prompts; packed: rows of several documents, attention "
+        "stays inside each; auto is documents where there are prompts",
         fixed="trajectory")
     group_window: int = option(
         32, "steps whose documents are sorted by length, so that a step has similar lengths and "
@@ -198,7 +196,6 @@ class Config:
         at_least=1)
     skip_spikes: float = option(0.0, "skip steps whose loss or gradient norm is this many standard "
                                 "deviations above the last 128; 0: never", at_least=0)
-    detect_anomaly: bool = option(False, "find the operation whose gradient is NaN; very slow")
 
     log_interval: int = option(
         50, "steps between log lines", group="logs and evaluation (intervals in steps; 0 is never)",
@@ -212,9 +209,8 @@ class Config:
     sample_interval: int = option(0, "steps between samples of generated text", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
-        "full: also norms and updates per layer, entropy of the output")
-    verbose: bool = option(
-        False, "show all phases in the log line, and which types of Python objects grow")
+        "full: also norms and updates per layer, entropy of the output, all phases in the log "
+        "line, which types of Python objects grow")
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
@@ -231,10 +227,8 @@ class Config:
         3, "newest checkpoints to keep, besides the best", at_least=1)
     keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
     backup_to: str | None = option(
-        None, "also copy checkpoints and logs to this URL: file://, s3://, whatever fsspec knows",
-        metavar="URL")
-    backup_interval: int = option(
-        1000, "steps between those copies, and one at the end", at_least=1)
+        None, "also copy the newest checkpoint and the logs to this URL, again and again: file://, "
+        "s3://, whatever fsspec knows", metavar="URL")
 
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option(
         "auto", "where to train", group="device and distribution")
@@ -253,8 +247,6 @@ class Config:
         "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
         0, "steps between checks that replicas hold the same weights; 0: never", at_least=0)
-    world_size: int = option(
-        1, "number of devices, for --estimate only (else torchrun's --nproc_per_node)", at_least=1)
 
 
 def train_parser():

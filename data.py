@@ -244,20 +244,20 @@ class Mixture(Samples):
 
 
 def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
-                 vocab_size: int | None = None, option: str = "--data", mode: str = "auto",
-                 packing: bool = False) -> Mixture | None:
+                 vocab_size: int | None = None, option: str = "--data",
+                 mode: str = "auto") -> Mixture | None:
     """The mixture of the PATH[:WEIGHT] sources that `option` names. Raises ConfigError.
 
-    mode: "stream", "documents", or "auto": documents where some file has prompts, or for packing.
-    None where there is no validation data beside --data.
+    mode: as --data_mode; auto is documents where some file has prompts. None where there is no
+    validation data beside --data.
     """
     sources = find_sources(paths, split, option)
     if not sources:
         return None
     prompts = any(Path(f"{file}.mask").exists() for _, files, _ in sources for file in files)
     make = Stream
-    if mode == "documents" or mode == "auto" and (packing or prompts):
-        make = partial(Documents, packing=packing)
+    if mode in ("documents", "packed") or mode == "auto" and prompts:
+        make = partial(Documents, packing=mode == "packed")
     datasets = [make(name, files, seq_len, weight) for name, files, weight in sources]
     return Mixture(datasets, seed, vocab_size)
 
@@ -269,7 +269,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     def load(paths: list[str], split: str, option: str, seed: int) -> Mixture | None:
         return load_mixture(
             paths, split, cfg.seq_len, seed, None if cfg.resize_embeddings else cfg.vocab_size,
-            option, cfg.data_mode, cfg.packing)
+            option, cfg.data_mode)
 
     if cfg.eval_only:  # the training data need not be there
         train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)

@@ -50,8 +50,8 @@ LINE = {  # what the log line shows besides the step
     "health/update_ratio": "update {:.1e}",
     "health/output_entropy": "entropy {:.2f}",
 }
-VERBOSE_LINE = {f"perf/{name}_ms": f"{name} {{:.1f}}" for name in PHASES}
-VERBOSE_LINE["health/param_norm"] = "weights {:.1f}"
+FULL_LINE = {f"perf/{name}_ms": f"{name} {{:.1f}}" for name in PHASES}
+FULL_LINE["health/param_norm"] = "weights {:.1f}"
 
 
 class Monitor:
@@ -291,7 +291,7 @@ class Monitor:
 
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps
-        forms = LINE | VERBOSE_LINE if self.cfg.verbose else LINE
+        forms = LINE | FULL_LINE if self.cfg.monitor == "full" else LINE
         shown = [in_form(form, row[name]) for name, form in forms.items() if name in row]
         left = duration((last - step) * row["perf/step_ms"] / 1e3)
         return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])

@@ -464,7 +464,7 @@ def open_run_dir(run: Run):
     cfg, progress, backup, best = run.cfg, run.progress, None, None
     if run.ranks.rank == 0:
         if cfg.backup_to:
-            backup = Backup(cfg.backup_to, cfg.backup_interval, cfg.keep_checkpoints)
+            backup = Backup(cfg.backup_to, cfg.keep_checkpoints)
         if not run.dir.lock:
             run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
         rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)

@@ -14,8 +14,6 @@ def refuse_conflicts(cfg):
         if not ok:
             raise ConfigError(f"--{name} {getattr(cfg, name)}: expected {expected}")
 
-    need(cfg.world_size == 1 or cfg.estimate, "world_size",
-         "--estimate with it; to train on several, torchrun --nproc_per_node")
     need(cfg.head_dim is not None, "n_head", f"a divisor of d_model {cfg.d_model}, or --head_dim")
     need(cfg.head_dim % 2 == 0, "head_dim", "an even number, for the rotary embedding")
     need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
@@ -40,7 +38,6 @@ def refuse_conflicts(cfg):
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
          "--log_interval above 0, since steps are checked at a log")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
-    need(cfg.data_mode != "stream" or not cfg.packing, "data_mode", "documents, for --packing")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):

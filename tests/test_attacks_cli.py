@@ -94,7 +94,7 @@ def refused(run, tmp_path):
     ("--allow_change batch_siz", "did you mean batch_size"),
     ("--verify_resume -1", "verify_resume -1: expected at least 0"),
     ("--verify_resume -1 --check_checkpoints nowhere", "verify_resume"),
-    ("--estimate --mfu 0", "mfu"),
+    ("--estimate -1", "estimate"),
     ("--check_checkpoints nowhere", "no such directory"),
     ("--check_checkpoints folder", "has no checkpoints"),
     ("--config folder", "--config folder: Is a directory"),

@@ -86,7 +86,7 @@ def test_each_of_many_files_is_read_in_few_places(tmp_path, monkeypatch, n):
 
 
 def test_documents_of_a_batch_ask_once_whether_their_file_is_complete(corpus, monkeypatch):
-    mixture = data.load_mixture([str(corpus)], "train", 2000, 0, mode="documents", packing=True)
+    mixture = data.load_mixture([str(corpus)], "train", 2000, 0, mode="packed")
     assert len(mixture.datasets[0].documents_of(0)) > 1
     plain, asked = os.stat, []
     with monkeypatch.context() as patch:

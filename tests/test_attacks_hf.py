@@ -122,7 +122,7 @@ def test_sequences_longer_than_a_sliding_window(run, corpus, tmp_path):
     flags = ["--init_from", "m", "--data", corpus, "--batch_size", 4, "--max_steps", 2,
              "--eval_steps", 1, "--precision", "fp32", "--seq_len"]
     assert "through transformers' own module" in run(*flags, 64, bare=True)
-    assert "a --seq_len above 16" in run(*flags, 64, "--packing", bare=True, expect=2)
+    assert "a --seq_len above 16" in run(*flags, 64, "--data_mode", "packed", bare=True, expect=2)
     assert "has a context of 64" in run(*flags, 65, bare=True, expect=2)
     own = Config(init_from=str(tmp_path / "m"), model="transformers")
     assert huggingface.config_from_hf(own).model == "transformers"  # where it is asked for

@@ -139,10 +139,8 @@ def test_every_preset_and_size_is_valid(preset):
     (["--rope_scaling", "8", "inf"], ["rope_scaling", "finite"]),
     (["--rope_scaling", "8", "1"], ["rope_scaling", "one number, or four"]),
     (["--rope_scaling", "8", "4", "1", "8192"], ["rope_scaling", "below the high one"]),
-    (["--world_size", "8"], ["world_size 8", "--estimate", "torchrun"]),
     (["--model", "transformers"], ["--model transformers", "--init_from"]),
     (["--micro_batch_size", "0"], ["micro_batch_size", "at least 1, or auto"]),
-    (["--packing", "--data_mode", "stream"], ["data_mode stream", "documents"]),
     (["--learning_rate"], ["--learning_rate", "argument"]),
 ])
 def test_refused_with_what_was_given_and_what_was_expected(flags, words):

@@ -98,7 +98,7 @@ def kinds(folder):
     grouped.group_by_length(8, 20)
     grouped_val = mixture(folder)
     grouped_val.group_by_length(1, grouped_val.n_samples)
-    packed = mixture(folder, packing=True)
+    packed = mixture(folder, mode="packed")
     return dict(fixed=fixed, dynamic=dynamic, grouped=grouped_val, packed=packed)
 
 
@@ -124,7 +124,7 @@ def test_their_gradients_are_the_same_too(folder):
 
 
 def test_attention_does_not_cross_documents(folder):
-    net, found = model(), mixture(folder, packing=True)
+    net, found = model(), mixture(folder, mode="packed")
     batch = epoch(found, 1)[0]
     first = batch.documents[0] == 0
     assert 0 < first.sum() < SEQ_LEN and batch.tokens.shape == (1, SEQ_LEN)
@@ -137,9 +137,9 @@ def test_attention_does_not_cross_documents(folder):
 
 
 def test_packed_rows_are_all_of_one_length(folder):
-    found = mixture(folder, packing=True)
+    found = mixture(folder, mode="packed")
     found.group_by_length(4, 16)  # which has nothing to do
-    assert np.array_equal(found.order(0, 100), mixture(folder, packing=True).order(0, 100))
+    assert np.array_equal(found.order(0, 100), mixture(folder, mode="packed").order(0, 100))
     filled = found.datasets[0].lengths[found.order(0, found.n_samples)[1]]
     assert filled.min() < SEQ_LEN - found.ROUND
     assert all(batch.tokens.shape == (1, SEQ_LEN) for batch in epoch(found, 1))
@@ -185,7 +185,8 @@ def test_grouping_wastes_under_5_percent_where_fixed_padding_wastes_over_60(tmp_
     folder = write_documents(tmp_path / "long", long_tail())
     waste = {}
     for name in ("fixed", "dynamic", "grouped", "packed"):
-        found = load_mixture([folder], "train", 1024, 1, mode="documents", packing=name == "packed")
+        mode = "packed" if name == "packed" else "documents"
+        found = load_mixture([folder], "train", 1024, 1, mode=mode)
         if name == "fixed":
             found.ROUND = 1024
         if name == "grouped":
@@ -198,7 +199,7 @@ def test_grouping_wastes_under_5_percent_where_fixed_padding_wastes_over_60(tmp_
 
 @pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
 def test_sizes_are_those_of_the_batches(folder, how):
-    found = mixture(folder, packing=how == "packed", mode="stream" if how == "stream" else "auto")
+    found = mixture(folder, mode=how if how in ("packed", "stream") else "auto")
     if how == "grouped":
         found.group_by_length(4, 24)
     for step in range(6):
@@ -224,7 +225,7 @@ def test_what_is_said_of_documents_is_what_they_are(folder):
     assert f", {len(documents)} documents" in told and f"({empty} without a response)" in told
     assert f"({cut} longer than --seq_len are cut)" in told
     for packing in (False, True):  # the length of the document of a token, in the mean
-        length = mixture(folder, packing=packing).typical_length()
+        length = mixture(folder, mode="packed" if packing else "auto").typical_length()
         assert length == pytest.approx((lengths**2).sum() / lengths.sum())
 
 
@@ -258,7 +259,7 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
                                                      (15, 1), (3, 4)])
 def test_the_size_of_a_step_is_that_of_its_batches(folder, packing, world_size, micro_batch):
     """Surplus rows are padding; each target counts once."""
-    found = mixture(folder, packing=packing)
+    found = mixture(folder, mode="packed" if packing else "auto")
     found.group_by_length(2, 16)
     cfg = tiny_config(batch_size=16, seq_len=SEQ_LEN)
     ranks = [list(data.loader(found, cfg, 48, 3, micro_batch, rank, world_size, CPU, 0))
@@ -290,7 +291,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
         return found
 
     monkeypatch.setattr(Mixture, "batch", batch)
-    flags, seen = [*FLAGS, "--data", folder, *(["--packing"] if packing else [])], {}
+    flags, seen = [*FLAGS, "--data", folder, *(["--data_mode", "packed"] if packing else [])], {}
     for name, ranks, micro in (("one", 1, 16), ("two", 2, 4)):
         told = run(*flags, "--out_dir", name, "--micro_batch_size", micro, ranks=ranks)
         seen[name] = set((tmp_path / "seen.txt").read_text().splitlines())
@@ -357,7 +358,7 @@ def test_an_evaluation_without_a_target_is_refused_at_the_start(run, tmp_path):
 
 
 def test_documents_resume_bit_for_bit(run, tmp_path, folder):
-    flags = [*FLAGS, "--data", folder, "--packing", "--dropout", 0.1]
+    flags = [*FLAGS, "--data", folder, "--data_mode", "packed", "--dropout", 0.1]
     run(*flags, "--out_dir", "whole")
     run(*flags, "--out_dir", "r", "--max_steps", 12)
     for newer in (tmp_path / "r/checkpoints").glob("*12.pt"):
@@ -367,9 +368,9 @@ def test_documents_resume_bit_for_bit(run, tmp_path, folder):
             for name in ("whole", "r")]
     assert all(torch.equal(a, b) for a, b in
                zip(ends[0]["model"].values(), ends[1]["model"].values(), strict=True))
-    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--no_packing", bare=True,
-               expect=2)
-    assert "packing True -> False" in told
+    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--data_mode", "auto",
+               bare=True, expect=2)
+    assert "data_mode packed -> documents" in told
 
 
 def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
@@ -389,8 +390,6 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
     (plain / "train.bin.mask").unlink()
     told = run("--val_data", plain / "train.bin", expect=2)
     assert "--val_data: made with None, --data with bytes" in told
-    told = run("--data", folder, "--data_mode", "stream", "--packing", expect=2)
-    assert "--data_mode stream: expected documents, for --packing" in told
     (plain / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
     assert "dtype float16; expected uint16 or uint32" in run("--data", plain, expect=2)
     single = write_documents(tmp_path / "single", [([5], [1])] * 9)
@@ -400,12 +399,12 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
 
 def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
     sound = [([1, 2, 3, 256], [1] * 4)]
-    for bad, packing in itertools.product(([1, 2, 300, 256], [1, 2, 3, 300]), (False, True)):
+    for bad, mode in itertools.product(([1, 2, 300, 256], [1, 2, 3, 300]), ("documents", "packed")):
         documents = [*sound * 3, (bad, [1] * 4), *sound]
         folder = write_documents(tmp_path / "d", documents, vocab_size=400)
         sidecar = tmp_path / "d/train.bin.json"
         sidecar.write_text(sidecar.read_text().replace("400", "257"))
-        found = load_mixture([folder], "train", SEQ_LEN, 0, mode="documents", packing=packing)
+        found = load_mixture([folder], "train", SEQ_LEN, 0, mode=mode)
         place = 12 + bad.index(300)
         with pytest.raises(ConfigError, match=rf"train.bin: token id 300 at token {place}; .* 257"):
             found.batch(0, found.n_samples)
@@ -424,7 +423,7 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
         return found
 
     sidecar = tmp_path / "d/train.bin.json"
-    for flags in ([], ["--packing"], ["--seed", 5]):
+    for flags in ([], ["--data_mode", "packed"], ["--seed", 5]):
         if "--seed" in flags:  # and as numbers, where no tokenizer is known
             sidecar.write_text(sidecar.read_text().replace(': "bytes"', ": null"))
         with monkeypatch.context() as patch:
@@ -535,7 +534,7 @@ def test_epochs_count_what_was_handed_out(tmp_path):
 
 def test_documents_of_a_mixture(run, tmp_path):
     a, b = (constant(tmp_path / n, t, 200, documents=True) for n, t in (("a", 7), ("b", 9)))
-    for flags in ([], ["--packing"]):
+    for flags in ([], ["--data_mode", "packed"]):
         run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "documents", "--out_dir", "r",
             "--overwrite", *flags)
         last = [row for row in rows(tmp_path / "r") if "perf/step_ms" in row][-1]
@@ -543,7 +542,7 @@ def test_documents_of_a_mixture(run, tmp_path):
 
 
 def test_the_loader_hands_out_documents_from_other_processes(folder):
-    found, cfg = mixture(folder, packing=True), tiny_config(batch_size=8)
+    found, cfg = mixture(folder, mode="packed"), tiny_config(batch_size=8)
     here, there = (list(data.loader(found, cfg, 0, 4, 4, 0, 1, CPU, n)) for n in (0, 2))
     for x, y in itertools.zip_longest(here, there):
         assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
@@ -614,7 +613,7 @@ def varlen_on_cpu():
 
 def packed_both_ways(folder, micro_batch):
     """Micro-batches of one epoch: with the numbers of documents, and with boundaries."""
-    numbers, begins = (mixture(folder, packing=True) for _ in range(2))
+    numbers, begins = (mixture(folder, mode="packed") for _ in range(2))
     begins.boundaries = True
     return zip(epoch(numbers, micro_batch), epoch(begins, micro_batch), strict=True)
 
@@ -654,7 +653,7 @@ def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varle
 
     torch._dynamo.reset()
     net.compile(fullgraph=True, backend=backend)
-    found, lengths = mixture(write_documents(tmp_path, documents), packing=True), set()
+    found, lengths = mixture(write_documents(tmp_path, documents), mode="packed"), set()
     found.boundaries = True
     for batch in epoch(found):
         lengths.add(len(batch.documents))
@@ -695,18 +694,18 @@ def test_a_bad_step_is_looked_at_without_a_mask_too(run, bad_layer, varlen_on_cp
     kinds, plain_hidden = set(), train.Transformer.hidden
     monkeypatch.setattr(train.devices, "attention_backend", lambda *_: VARLEN)
     monkeypatch.setattr(train.Transformer, "hidden", hidden)
-    output = run("--packing", "--eval_interval", 0, "--save_interval", 0, "--max_steps", 6,
-                 expect=1)
+    output = run("--data_mode", "packed", "--eval_interval", 0, "--save_interval", 0,
+                 "--max_steps", 6, expect=1)
     assert "first layer whose output is not finite: blocks.1.mlp.down" in output
     assert kinds == {1}
 
 
 def test_which_packed_runs_go_without_a_mask():
-    suits = tiny_config(packing=True)
+    suits = tiny_config(data_mode="packed")
     assert suits.head_dim == 16 and takes_varlen(suits, torch.bfloat16)
     assert takes_varlen(replace(suits, attention="flash"), torch.float16)
     assert not takes_varlen(suits, torch.float32)
-    for change in (dict(packing=False), dict(dropout=0.1), dict(attention="efficient"),
+    for change in (dict(data_mode="documents"), dict(dropout=0.1), dict(attention="efficient"),
                    dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN

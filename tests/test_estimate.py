@@ -118,7 +118,7 @@ def test_what_is_shared_by_two_gpus(accumulation):
     """As the ZeRO paper (arXiv:1910.02054) divides it, and sent by rings."""
     cfg = config.resolve(config.parse([
         *SHAPE, "--n_layer", "2", "--batch_size", str(4 * accumulation), "--micro_batch_size", "2",
-        "--optimizer", "adamw", "--peak_tflops", "100", "--mfu", "0.5",
+        "--optimizer", "adamw", "--peak_tflops", "100",
     ]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
     n = sum(p.numel() for p in Transformer(cfg).parameters())
@@ -133,7 +133,7 @@ def test_what_is_shared_by_two_gpus(accumulation):
     sent = dict(ddp=2 * n, zero2=(accumulation + 1) * n,
                 zero3=accumulation * (3 * n - (outside - embedding)))
     assert found["sent"] == pytest.approx({way: 4 * k / 2 for way, k in sent.items()}, rel=0.01)
-    seconds = found["flops_per_token"] * 4 * accumulation * 256 / (100e12 * 0.5 * 2)
+    seconds = found["flops_per_token"] * 4 * accumulation * 256 / (100e12 * estimate.MFU * 2)
     assert found["step_seconds"] == pytest.approx(seconds)
 
 
@@ -142,8 +142,8 @@ def test_what_is_shared_by_two_gpus(accumulation):
 ])
 def test_the_command_allocates_nothing(run, tmp_path, layers, millions):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told = run("--estimate", "--model", "7b", "--n_layer", layers, "--vocab_size", "32000",
-               "--world_size", "64", "--batch_size", "64", "--micro_batch_size", "1", bare=True)
+    told = run("--estimate", "64", "--model", "7b", "--n_layer", layers, "--vocab_size", "32000",
+               "--batch_size", "64", "--micro_batch_size", "1", bare=True)
     added = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert added * (1 if sys.platform == "darwin" else 1024) < 300e6  # of 2.7 GB and more
     assert f"{millions} M parameters" in told and "zero3" in told and "days" in told
@@ -151,14 +151,13 @@ def test_the_command_allocates_nothing(run, tmp_path, layers, millions):
 
 
 def test_the_number_of_devices_is_for_the_estimate_alone(run):
-    told = run("--estimate", "--world_size", "5", "--vocab_size", "9", expect=2)
+    told = run("--estimate", "5", "--vocab_size", "9", expect=2)
     assert "--batch_size 8: expected a multiple of 5" in told
-    assert "torchrun" in run("--world_size", "2", expect=2)  # which would have trained on one
 
 
 def test_shard_sizes(run):
     """Copies of a model that one device holds are divided like nothing; odd sizes are refused."""
-    flags = ["--estimate", "--world_size", 4, "--vocab_size", "257"]
+    flags = ["--estimate", 4, "--vocab_size", "257"]
     told = run(*flags, "--shard_size", 3, expect=2)
     assert "--shard_size 3: expected a divisor of the 4 processes" in told
     line = next(line for line in run(*flags, "--shard_size", 1).splitlines() if "weights" in line)
@@ -167,7 +166,8 @@ def test_shard_sizes(run):
 
 def test_packed_rows_without_a_mask_take_what_a_stream_takes():
     found = {}
-    for flags in ([], ["--packing"], ["--packing", "--attention", "efficient"]):
+    packed = ["--data_mode", "packed"]
+    for flags in ([], packed, [*packed, "--attention", "efficient"]):
         cfg = config.resolve(config.parse(["--n_layer", "2", "--vocab_size", "257", "--seq_len",
                                            "512", "--batch_size", "2", *flags]))
         need, _ = estimate.simulate(cfg, torch.bfloat16, 2, 1, train.make_optimizers)

@@ -1210,7 +1210,7 @@ def s3(monkeypatch):
 def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
     url = {"file": f"file://{tmp_path}/disk2", "memory": f"memory://{tmp_path.name}"}.get(scheme)
     url = url or request.getfixturevalue("s3")
-    run("--out_dir", "r", "--backup_to", url, "--backup_interval", 4, "--save_interval", 2)
+    run("--out_dir", "r", "--backup_to", url, "--save_interval", 2)
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 20, bare=True)
     assert "step_00000012.pt at step 12" in output
@@ -1232,7 +1232,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def backed_up(run, tmp_path) -> str:
     """The URL of the backup of a run in the directory `a`, of 8 steps."""
     url = f"file://{tmp_path}/disk2"
-    run("--out_dir", "a", "--backup_to", url, "--backup_interval", 4, "--max_steps", 8,
+    run("--out_dir", "a", "--backup_to", url, "--max_steps", 8,
         "--save_interval", 4)
     return url
 
@@ -1288,8 +1288,7 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalFileSystem, "put_file", fail)
     monkeypatch.setattr(retry.time, "sleep", lambda s: None)
-    output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4,
-               "--backup_interval", 4)
+    output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
 
 

@@ -145,7 +145,7 @@ def test_packed_documents_are_computed_as_if_alone(device, how, precision, toler
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])  # minutes on a CPU
 @pytest.mark.parametrize("flags", [
-    [], ["--packing"], ["--activation_checkpointing", "full"],
+    [], ["--data_mode", "packed"], ["--activation_checkpointing", "full"],
 ], ids=["stream", "packing", "recomputed"])
 def test_compiled_it_is_the_same(run, tmp_path, device, flags):
     flags = [*flags, *CPU, "--device", device, "--max_steps", "8", "--eval_interval", "4"]

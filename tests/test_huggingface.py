@@ -421,7 +421,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     prompt = torch.randint(257, (1, 64))  # as long as it can see
     texts = {tuple(generate(net, prompt, 20, temperature=0)[0].tolist()) for _ in range(4)}
     assert len(texts) == 1 and net.training
-    assert "--packing: not with a gpt2" in tune(*flags, "--packing", expect=2)
+    assert "--data_mode packed: not with a gpt2" in tune(*flags, "--data_mode", "packed", expect=2)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

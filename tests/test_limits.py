@@ -240,7 +240,7 @@ def test_the_sentence():
     assert str(event) == (
         "host memory grows 1.0 MB a step since about step 120: at its limit of 8.0 GB at about "
         "step 23,000 of 100,000; look for what the loop keeps, such as losses that are never "
-        "detached: --verbose names the types that grow")
+        "detached: --monitor full names the types that grow")
     files = replace(event, code="open files", of="open files", per_step=0.04, limit=1024)
     assert str(files).startswith(
         "open files grow by 40 every 1,000 steps since about step 120: at their limit of 1,024 at")

@@ -135,8 +135,8 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
                     f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | left 0s")
 
 
-def test_verbose_shows_every_phase(tmp_path, capsys, clock):
-    m = make(tmp_path, verbose=True)
+def test_the_full_line_shows_every_phase(tmp_path, capsys, clock):
+    m = make(tmp_path, monitor="full")
     spend(m, clock, forward=20, backward=30)
     step(m, 1)
     assert "forward 20.0 | backward 30.0" in capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
     row = rows(tmp_path)[-1]
     assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
     assert row["perf/padding_fraction"] == 0.75
-    assert "padding is 75% of the tokens computed: --packing (and with it a larger" in m.close()
+    assert "padding is 75% of the tokens computed: --data_mode packed (and with" in m.close()
 
 
 def test_numbers_for_people():

@@ -184,7 +184,7 @@ UNEVEN = [
     (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
     (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
     (3, 8, ["--data_mode", "documents", "--micro_batch_size", 2, "--group_window", 4]),
-    (3, 8, ["--data_mode", "documents", "--micro_batch_size", 1, "--packing"]),
+    (3, 8, ["--micro_batch_size", 1, "--data_mode", "packed"]),
     (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"]),
 ]
 

@@ -239,7 +239,7 @@ def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
 
 def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
     url = f"file://{tmp_path}/disk2"
-    flags = [*FLAGS, "--data", corpus, "--backup_to", url, "--backup_interval", 2]
+    flags = [*FLAGS, "--data", corpus, "--backup_to", url]
     for process in processes(tmp_path, 2, [*flags, "--out_dir", "r", "--keep_checkpoints", 1]):
         assert process.code() == 0, process.text()
     whole = Checkpoint(tmp_path / "r/checkpoints/step_00000006").state()

@@ -327,7 +327,7 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     assert "--epochs and --max_steps: expected one of them" in told
     assert "--epochs: not with --verify_resume" in run(*flags, "--verify_resume", 2, bare=True,
                                                        expect=2)
-    assert ": 7 steps, " in run(*flags, "--estimate", bare=True)
+    assert ": 7 steps, " in run(*flags, "--estimate", 1, bare=True)
 
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 2.5, 12: math.nan, 14: 2.2, 16: 1.0, 18: 1.0, 20: 1}

@@ -1,4 +1,4 @@
-"""What a run will need, before anything is rented: `python train.py --estimate [--world_size N]`.
+"""What a run will need, before anything is rented: `python train.py --estimate DEVICES`.
 
 Steps are made with fake tensors, which have shapes and types but no memory, on an imaginary CPU;
 the bytes alive at each moment are added up. So the figures come from the operations that an eager
@@ -30,6 +30,7 @@ from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
 from steady.watch.sinks import duration
 
+MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
 
@@ -46,7 +47,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
     precision = "bf16" if cfg.precision == "auto" else cfg.precision
     dtype = pick_dtype(precision, torch.device("cpu"))
-    return report(cfg, cfg.world_size, dtype, make_optimizers)
+    return report(cfg, cfg.estimate, dtype, make_optimizers)
 
 
 class Live(TorchDispatchMode):
@@ -151,7 +152,7 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
                                  shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
     no_mask = takes_varlen(cfg, dtype)
-    documents = trial_documents(tokens, no_mask) if cfg.packing else None
+    documents = trial_documents(tokens, no_mask) if cfg.data_mode == "packed" else None
     exchanged = []
     for micro_batches in (1, min(2, accumulation)):
         live.exchanged, live.peak = {}, live.bytes
@@ -221,7 +222,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     found["peak_tflops"] = peak
-    found["step_seconds"] = found["flops_per_step"] / (peak * 1e12 * cfg.mfu * world_size)
+    found["step_seconds"] = found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
     return found
 
 
@@ -262,7 +263,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
                                   for way in WAYS)),
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "
-        f"at {cfg.mfu:.0%} (--mfu) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
+        f"at {MFU:.0%} (assumed) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'})",
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
         "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "

@@ -54,7 +54,7 @@ def show_step(run_dir: str, step: int):
     """Print the samples of update number `step`, in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
-                        mode=cfg.data_mode, packing=cfg.packing)
+                        mode=cfg.data_mode)
     # each process writes where its samples begin; the newest one before the step made it
     order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
     with contextlib.suppress(OSError, ValueError), open(f"{run_dir}/metrics.jsonl") as file:
@@ -70,7 +70,7 @@ def show_step(run_dir: str, step: int):
     for i in range(n):
         dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
         counted = [True] * len(ids)
-        if data.mode == "documents":
+        if data.mode != "stream":
             ids = ids[: dataset.lengths[sample[i]]]
             counted = [data.has_prompts == 0, *(batch.targets[i] != IGNORE)][: len(ids)]
         path, token = dataset.find(sample[i])

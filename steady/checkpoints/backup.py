@@ -18,28 +18,25 @@ LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-
 class Backup:
     """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
 
-    Every `interval` steps; while one upload is under way, no other begins. Keeps the newest `keep`
-    checkpoints there. Raises ConfigError for a URL that cannot be written.
+    While one upload is under way, no other begins. Keeps the newest `keep` checkpoints there.
+    Raises ConfigError for a URL that cannot be written.
     """
 
-    def __init__(self, url: str, interval: int, keep: int):
+    def __init__(self, url: str, keep: int):
         self.fs, self.root = open_url(url)
         try:
             self.fs.makedirs(f"{self.root}/checkpoints", exist_ok=True)
         except Exception as e:
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-        self.url, self.interval, self.keep = url, interval, keep
+        self.url, self.keep = url, keep
         self.thread = None
-        self.begun = 0  # the step of the newest upload
         self.newest = None  # checkpoint
         self.uploaded = None  # the newest checkpoint that is there, and when it was written
 
-    def offer(self, checkpoint: Checkpoint, last: bool = False):
-        """Upload a checkpoint if one is due; the last one always."""
-        self.newest, step = checkpoint, checkpoint.step
-        busy = self.thread and self.thread.is_alive()
-        if not busy and (last or step // self.interval > self.begun // self.interval):
-            self.begun = step
+    def offer(self, checkpoint: Checkpoint):
+        """Upload a checkpoint, unless the upload of an older one is under way."""
+        self.newest = checkpoint
+        if not (self.thread and self.thread.is_alive()):
             self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
 
@@ -48,7 +45,7 @@ class Backup:
         if self.thread:
             self.thread.join()
         if self.newest:
-            self.offer(self.newest, last=True)
+            self.offer(self.newest)
             self.thread.join()
 
     def upload(self, checkpoint: Checkpoint):

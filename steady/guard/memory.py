@@ -77,7 +77,7 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
     try:
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
-            documents = trial_documents(tokens, varlen) if cfg.packing else None
+            documents = trial_documents(tokens, varlen) if cfg.data_mode == "packed" else None
             with autocast:
                 losses = model(tokens, tokens, documents)
             losses.sum().backward()

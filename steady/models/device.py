@@ -121,7 +121,6 @@ def configure(cfg, device: torch.device):
         # torch 2.15's varlen_attn prefers cuDNN, which takes no empty documents before 9.25, as
         # `packing.boundaries` pads with: github.com/NVIDIA/cudnn-frontend/pull/944
         torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.autograd.set_detect_anomaly(cfg.detect_anomaly)
 
 
 def keep_freed_memory(device: torch.device):
@@ -168,7 +167,8 @@ def takes_varlen(cfg, dtype: torch.dtype) -> bool:
     """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
     heads = cfg.head_dim in range(8, 257, 8)  # that flash attention takes
     suits = heads and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
-    return cfg.packing and suits and dtype != torch.float32 and torch.version.hip is None
+    packed = cfg.data_mode == "packed"
+    return packed and suits and dtype != torch.float32 and torch.version.hip is None
 
 
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
@@ -182,7 +182,8 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
             SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
         return VARLEN
-    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if cfg.packing else None
+    packed = cfg.data_mode == "packed"
+    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if packed else None
     used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
         choice = torch._fused_sdp_choice(
@@ -191,7 +192,7 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
         )
         used = BACKEND_NAMES.get(int(choice))
     if used is None or cfg.attention not in ("auto", used):
-        packed = " with --packing" if cfg.packing else ""
+        rows = " with --data_mode packed" if packed else ""
         raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "
-                          f"{dtype} heads of width {D}{packed}; expected one that is, or auto")
+                          f"{dtype} heads of width {D}{rows}; expected one that is, or auto")
     return used

@@ -104,9 +104,10 @@ def config_from_hf(cfg):
         if absent or getattr(found, "is_encoder_decoder", False):
             raise ConfigError(f"--init_from {cfg.init_from}: a {found.model_type} cannot be "
                               "trained here; expected a causal language model")
-        if cfg.packing:
+        if cfg.data_mode == "packed":
             longer = f" and a --seq_len above {shape['max_position']}" if windowed else ""
-            raise ConfigError(f"--packing: not with a {found.model_type}{longer}, which is trained "
+            why = f"not with a {found.model_type}{longer}"
+            raise ConfigError(f"--data_mode packed: {why}, which is trained "
                               "through transformers' own module")
         heads = getattr(text, "num_attention_heads", None) or 1
         shape = dict(

@@ -82,11 +82,9 @@ class Documents(Dataset):
     The last token of a document is only a target: one of n + 1 tokens has a length of n.
     """
 
-    mode = "documents"
-
     def __init__(self, *args, packing: bool = False):
         super().__init__(*args)
-        self.row_lengths_vary = not packing
+        self.mode, self.row_lengths_vary = "packed" if packing else "documents", not packing
         self.has_prompts = any(file.mask is not None for file in self.files)
         begins, ends, targets = [], [], []
         for file in self.files:

@@ -152,9 +152,9 @@ def verdict(out: dict) -> list[str]:
             lines.append(f"{name} takes {share:.0%} of the time: {advice}")
     padding = out["figures"].get("padding_fraction", 0.0)
     if padding > 0.2:
-        lines.append(f"padding is {padding:.0%} of the tokens computed: --packing (and with it "
-                     "a larger --seq_len), a larger --group_window, or processes that divide the "
-                     "batch evenly")
+        lines.append(f"padding is {padding:.0%} of the tokens computed: --data_mode packed (and "
+                     "with it a larger --seq_len), a larger --group_window, or processes that "
+                     "divide the batch evenly")
     return lines
 
 

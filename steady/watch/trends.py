@@ -35,10 +35,10 @@ RESOURCES = {  # name → (metrics that are summed, its limit or None for 0, uni
 WORKERS = "host memory of loader workers"  # most of what host memory grows by
 ADVICE = {
     "host memory": "look for what the loop keeps, such as losses that are never detached: "
-                   "--verbose names the types that grow",
+                   "--monitor full names the types that grow",
     WORKERS: "look for what the dataset keeps in each worker, or fewer --num_workers",
     "device memory": "look for tensors that the loop keeps, such as losses that are never "
-                     "detached: --verbose names the types that grow",
+                     "detached: --monitor full names the types that grow",
     "open files": "close what is opened, or raise ulimit -n",
     "threads": "look for what starts a thread or a pool of them again and again",
     "free disk space": "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir",
@@ -126,8 +126,8 @@ class Resources:
         return [str(event) for event in self.trends.add(row)]
 
     def growing(self) -> str:
-        """With --verbose: which types of objects there are more of than at the last call."""
-        if not self.cfg.verbose:
+        """With --monitor full: which types of objects there are more of than at the last call."""
+        if self.cfg.monitor != "full":
             return ""
         before, self.types = self.types, count_types()
         return growing_types(before, self.types) if before else ""

@@ -242,7 +242,7 @@ def make_run(flags: list[str]) -> train.Run:
     """
     with tempfile.TemporaryDirectory() as folder:
         random_tokens(Path(folder) / "train.bin", 10**6, config.parse(flags).vocab_size)
-        if "--packing" in flags:  # documents of 125 tokens
+        if "packed" in flags:  # documents of 125 tokens
             np.arange(0, 10**6 + 1, 125, dtype=np.uint64).tofile(f"{folder}/train.bin.docs")
         run = train.set_up([*flags, "--data", folder, "--max_steps", str(10**9), "--warmup_steps",
                             "0", "--eval_interval", "0", "--save_interval", "0"])

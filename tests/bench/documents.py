@@ -33,7 +33,7 @@ KINDS = {  # flags, and the multiple that the length of rows is rounded up to
     "fixed": (["--group_window", "0"], SEQ_LEN),
     "dynamic": (["--group_window", "0"], 8),
     "grouped": ([], 8),
-    "packed": (["--packing", "--batch_size", "20", "--micro_batch_size", "10"], 8),
+    "packed": (["--data_mode", "packed", "--batch_size", "20", "--micro_batch_size", "10"], 8),
 }
 
 
@@ -67,8 +67,8 @@ def padding(mixture: data.Mixture, batch: int = BATCH, micro: int = MICRO) -> fl
 def load_alone(folder: Path, kind: str) -> float:
     """Share of padding; prints what the loader hands out with no model behind it."""
     data.Mixture.ROUND = KINDS[kind][1]
-    mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents",
-                                packing=kind == "packed")
+    mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0,
+                                mode="packed" if kind == "packed" else "documents")
     if kind == "grouped":
         mixture.group_by_length(32, BATCH)
     found = padding(mixture, 20, 10) if kind == "packed" else padding(mixture)

@@ -214,7 +214,8 @@ def attention(device: torch.device, tiny: bool):
     yield from choices(f"gpt2-124m, batch of {batch}", flags, batch, steps, {
         "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
         **kinds})
-    yield from choices("gpt2-124m, packed rows", [*flags, "--packing"], batch, steps, packed)
+    flags += ["--data_mode", "packed"]
+    yield from choices("gpt2-124m, packed rows", flags, batch, steps, packed)
     if tiny:
         return
     eager = warm_run([*flags, "--optimizer", "adamw"], batch)

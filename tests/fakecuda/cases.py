@@ -207,7 +207,7 @@ def flash_kernels(counts: dict) -> tuple[int, int]:
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_packing(go, flags, attention):
     """Numbers of documents, or where these begin, come with the tokens from page-locked memory."""
-    printed, steps = go("--packing", *flags)
+    printed, steps = go("--data_mode", "packed", *flags)
     assert attention in printed
     check(steps, logs=[1, 4, 8], tensors=3)
     passes = 2 if "full" in flags else 1
@@ -216,7 +216,7 @@ def test_packing(go, flags, attention):
 
 
 def test_evaluation_and_health_of_packed_rows(go):
-    _, steps = go("--packing", "--eval_interval", "3", "--monitor", "full")
+    _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitor", "full")
     assert exchanged(steps[2]) == {BATCH: 3}
     found = exchanged(steps[3])
     del found[COPIED]  # a new best is saved
@@ -229,8 +229,8 @@ def test_evaluation_and_health_of_packed_rows(go):
 
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
 def test_packed_rows_of_two_ranks(go, way):
-    printed, steps = go("--packing", "--parallel", way, "--activation_checkpointing", "full",
-                        ranks=2, hook=no_comparison)
+    printed, steps = go("--data_mode", "packed", "--parallel", way, "--activation_checkpointing",
+                        "full", ranks=2, hook=no_comparison)
     assert VARLEN in printed
     if way == "zero3":
         assert [waited(steps[step]) for step in (2, 3, 8, 9)] == [{}, {}, READ, {}]
@@ -246,7 +246,7 @@ def test_a_mixture(go, corpus):
 
 @pytest.mark.parametrize("preset", ["fast", "max_throughput", "low_memory", "debug"])
 def test_presets(go, preset):
-    _, steps = go("--preset", preset, "--no_detect_anomaly")  # which waits for each operation
+    _, steps = go("--preset", preset)
     check(steps, logs=[1, 4, 8], micro_batches=8 if preset == "low_memory" else 1)
 
 
@@ -374,7 +374,7 @@ def compile_quickly():
 
 @pytest.mark.parametrize("flags", [
     ["--micro_batch_size", "2", "--monitor", "full"],
-    ["--packing"],
+    ["--data_mode", "packed"],
     ["--data_mode", "documents"],
 ], ids=" ".join)
 def test_compiled(go, flags):
@@ -389,7 +389,7 @@ def test_compiled(go, flags):
     assert not any(counts.get("graph breaks") for counts in steps.values())
     ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
     check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
-          tensors={"--packing": 3, "--data_mode": 2}.get(" ".join(flags[:1]), 1))
+          tensors={"packed": 3, "documents": 2}.get(flags[1], 1))
 
 
 def test_compiled_on_two_ranks(go):
