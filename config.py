@@ -42,7 +42,6 @@ PRESETS = {
 
 NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "micro_batch_size",
           "learning_rate", "out_dir", "auto_resume")  # what --help shows
-IGNORE = -100  # a target that the loss ignores
 
 
 @dataclass

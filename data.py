@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_convert
 
-from config import IGNORE, Config
+from config import Config
 from steady.checkpoints.retry import retry
 from steady.guard.process import leave_to_parent
 from steady.options import ConfigError
 from steady.tokens.documents import Dataset, Documents, Stream
-from steady.tokens.files import find_sources, read_sidecars
+from steady.tokens.files import IGNORE, find_sources, read_sidecars
 from steady.tokens.order import Order
 from steady.tokens.packing import boundaries
 from steady.tokens.tokenizers import decode
@@ -141,6 +141,24 @@ class Samples:
             return retry(lambda: self.rows(*positions))
         except ConfigError as e:
             return e  # raised from a loader process, it would come with a traceback around it
+
+    def prompt(self) -> torch.Tensor:
+        """Ids [1, n] to sample from: the first prompt, else the beginning of a document."""
+        batch = self.batch(0, 1)
+        if not self.has_prompts:
+            begin = batch.tokens[:, :1] if self.end_of_text is None else [[self.end_of_text]]
+            return torch.as_tensor(begin).long()
+        counted = (batch.targets[0] != IGNORE).nonzero()
+        return batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
+
+    def answer(self, ids: list[int], n: int) -> str:
+        """The text of the ids that a model wrote after a prompt of n."""
+        if not self.has_prompts:
+            return self.decode(ids[1:])
+        prompt, answer = ids[:n], ids[n:]
+        if self.end_of_text in answer:
+            answer = answer[: answer.index(self.end_of_text)]
+        return f"{self.decode(prompt)}\n→ {self.decode(answer)}"
 
     def decode(self, ids: list[int]) -> str:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)

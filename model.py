@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config import IGNORE, Config
+from config import Config
 from steady.models import layers
 from steady.tokens import packing
+from steady.tokens.files import IGNORE
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -192,11 +193,15 @@ class Transformer(nn.Module):
         """tokens [B, T] → fp32 logits [B, T, V]."""
         return self.logits(self.hidden(tokens, documents=documents))
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
+                with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is IGNORE.
 
-        Unreduced, for the mean over all targets of a step. documents: as in `hidden`.
+        Unreduced, for the mean over all targets of a step. documents: as in `hidden`. with_logits:
+        return them, too.
         """
+        if with_logits:
+            return self.losses_and_logits(tokens, targets, documents)
         if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
             return self.losses_and_logits(tokens, targets, documents)[0]
         hidden = self.hidden(tokens, documents=documents)

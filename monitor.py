@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import IGNORE, Config
+from config import Config
 from steady.models.device import peak_flops
 from steady.options import due
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
+from steady.tokens.files import IGNORE
 from steady.watch.anomalies import AnomalyDetector
 from steady.watch.clock import Clock
 from steady.watch.goodput import Goodput

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import config
-from config import IGNORE, Config
+from config import Config
 from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
@@ -59,6 +59,7 @@ from steady.ranks.ranks import (
 )
 from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
+from steady.watch.evaluation import Means
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -214,49 +215,30 @@ def evaluation_due(run: "Run") -> bool:
 
 @torch.no_grad()
 def evaluate(run: "Run") -> float:
-    """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none."""
+    """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none.
+
+    Another metric is one more line: `means.add("val/NAME", values, batch)`, values of [B, T].
+    """
     cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
     previous = run.monitor.phase("evaluation")
     run.model.eval()
-    totals = torch.zeros(2, len(data.datasets), device=ranks.device)  # sums of losses, of targets
-    n = eval_samples(cfg, data)
+    means, n = Means(data, ranks), eval_samples(cfg, data)
     batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device)
     for batch in batches:
         run.monitor.phase("evaluation")  # a sign of progress
         with ranks.autocast:
             losses = run.model(batch.tokens, batch.targets, batch.documents)
-        batch.add_by_dataset(totals, losses)
+        means.add("val/loss", losses, batch)
     run.model.train()
     parallel.release(run.model)
-    if ranks.world_size > 1:
-        dist.all_reduce(totals)
-    sums, counts = totals.tolist()
+    row, shown = means.row(n, with_counts=cfg.eval_only)
     run.progress.evaluated_step = step
     run.monitor.phase(previous)
-    if not any(counts):
-        if ranks.rank == 0:
-            print(f"warning: step {step}: the validation data has no target that counts")
-        return math.nan
-    loss = sum(sums) / sum(counts)
-    counted = {"val/loss": sum(counts)}  # tokens that each loss is the mean of
-    row = {"val/loss": loss, "val/perplexity": math.inf if loss > 700 else math.exp(loss)}
-    if data.bytes_per_token:
-        row["val/bits_per_byte"] = sum(sums) / math.log(2) / np.dot(counts, data.bytes_per_token)
-    if len(data.datasets) > 1:
-        for dataset, total, count in zip(data.datasets, sums, counts, strict=True):
-            if count:
-                row[f"val/loss/{dataset.name}"] = total / count
-                counted[f"val/loss/{dataset.name}"] = count
     if ranks.rank == 0:
-        sizes = {name: f" ({count:,.0f} tokens)"
-                 for name, count in counted.items() if cfg.eval_only}
-        shown = " | ".join(f"{name[len('val/') :]} {value:{'.4f' if value < 1e4 else '.4g'}}"
-                           f"{sizes.get(name, '')}" for name, value in row.items())
-        if n < data.n_samples:
-            shown += f" ({n:,} of {data.n_samples:,} sequences)"
         print(f"step {step}: validation {shown}", flush=True)
-    run.monitor.write(step, row)
-    return loss
+    if row:
+        run.monitor.write(step, row)
+    return row.get("val/loss", math.nan)
 
 
 def keep_best(run: "Run", val_loss: float):
@@ -287,27 +269,15 @@ def show_sample(run: "Run", title: str = ""):
 
 
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
-    """Text generated with a fixed sampling seed.
-
-    From the beginning of a document or, where the data has prompts, in answer to the first one.
-    """
+    """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data
-    batch, end = data.batch(0, 1), run.train_data.end_of_text
-    prompt = batch.tokens[:, :1].long() if end is None else torch.tensor([[end]])
-    if data.has_prompts:
-        counted = (batch.targets[0] != IGNORE).nonzero()
-        prompt = batch.tokens[:, : int(counted[0]) + 1 if len(counted) else 1].long()
-    prompt = prompt.to(run.ranks.device)
+    prompt = data.prompt().to(run.ranks.device)
     with run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
         tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50)
-    if not data.has_prompts:
-        return data.decode(tokens[0, 1:].tolist())
-    answer = tokens[0, prompt.shape[1] :].tolist()
-    answer = answer[: answer.index(end)] if end in answer else answer
-    return f"{data.decode(prompt[0].tolist())}\n→ {data.decode(answer)}"
+    return data.answer(tokens[0].tolist(), prompt.shape[1])
 
 
 # --- setting up a run ------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from conftest import column, rows, tiny_config
 
 import data
 import train
-from config import IGNORE
 from data import Documents, Mixture, load_mixture
 from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
-from steady.tokens.files import TokenWriter
+from steady.tokens.files import IGNORE, TokenWriter
 from steady.tokens.order import mixture_pattern
 from steady.tokens.packing import boundaries, pack
 from steady.tokens.tokenizers import byte_tokenizer

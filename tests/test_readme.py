@@ -211,7 +211,7 @@ def test_tests_have_an_environment_of_their_own():
 
 # --- how to change things --------------------------------------------------------------------
 
-SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?, in|In) `(\w+\.py)`, replace"
+SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?[,.] [iI]n|In) `(\w+\.py)`, replace"
                       r"\n\n```python\n(.*?)```\n\nwith"
                       r"\n\n```python\n(.*?)```$", HACKING, re.DOTALL | re.MULTILINE)
 
@@ -232,7 +232,7 @@ def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
 
 def test_hacking_has_its_snippets():
     assert [what for what, *_ in SNIPPETS] == [
-        "optimizer", "block", "loss", "Generated data", "metric"]
+        "optimizer", "block", "loss", "evaluation", "Generated data", "metric"]
 
 
 @pytest.mark.parametrize("what, file, old, new", SNIPPETS, ids=[what for what, *_ in SNIPPETS])
@@ -243,9 +243,10 @@ def test_snippets_apply_and_train(tmp_path, corpus, unchanged, what, file, old, 
     (clone / file).write_text(text.replace(old, new))
     after = train_in(clone, corpus)
     assert after[12] < after[1]
-    if what == "metric":
+    if what in ("evaluation", "metric"):
         assert after == unchanged  # it watches and changes nothing
-        assert len(column(clone / "r", "health/head_norm")) == 12
+        name, n = {"evaluation": ("val/accuracy", 1), "metric": ("health/head_norm", 12)}[what]
+        assert len(column(clone / "r", name)) == n
     else:
         assert after != unchanged
     if what in ("loss", "Generated data"):

@@ -276,16 +276,34 @@ def test_an_evaluation_without_a_target_has_no_value(run, tmp_path, monkeypatch,
     def batches(data, *how):
         evaluations.append(data)
         for batch in plain(data, *how):
-            nothing = torch.full_like(batch.targets, train.IGNORE)
+            nothing = torch.full_like(batch.targets, -100)
             yield batch._replace(targets=nothing) if len(evaluations) == 1 else batch
 
     evaluations, plain = [], train.eval_batches
     monkeypatch.setattr(train, "eval_batches", batches)
     told = run("--eval_interval", 6, "--out_dir", "r", ranks=ranks)
-    assert told.count("warning: step 6: ") == 1
+    assert told.count("validation without a target") == 1
     assert list(column(tmp_path / "r", "val/loss")) == [12]
     best = torch.load(tmp_path / "r/checkpoints/best.pt", weights_only=True)
     assert best["best_step"] == 12 and best["best_loss"] > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_takes_further_metrics(run, tmp_path, monkeypatch, corpus, ranks):
+    class More(train.Means):
+        def add(self, name, values, batch):
+            super().add(name, values, batch)
+            super().add("val/half", values / 2, batch)
+
+    other = tmp_path / "other"
+    other.symlink_to(corpus)
+    monkeypatch.setattr(train, "Means", More)
+    told = run("--eval_interval", 6, "--out_dir", "r", "--data", f"{corpus}:3", f"{other}:1",
+               ranks=ranks)
+    assert "| half " in told
+    for name in ("", "/other"):
+        loss, half = (column(tmp_path / "r", f"val/{each}{name}") for each in ("loss", "half"))
+        assert len(half) == 2 and half == {step: value / 2 for step, value in loss.items()}
 
 
 def test_bits_per_byte_of_a_mixture_are_of_the_bytes_that_were_evaluated(run, tmp_path):

@@ -10,10 +10,10 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from config import IGNORE, parse
+from config import parse
 from data import load_mixture
 from steady.options import ConfigError
-from steady.tokens.files import TokenFile, find_files, read_sidecars
+from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars
 from steady.tokens.tokenizers import decode
 
 GREEN = "\033[32m", "\033[0m"  # on a terminal

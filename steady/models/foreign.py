@@ -109,11 +109,13 @@ class HFModel(nn.Module):
         """tokens [B, T] → fp32 logits [B, T, V]."""
         return self.module(tokens, use_cache=False).logits.float()
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
+                with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is -100."""
-        logits = self.predict(tokens).flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view_as(targets).clone()  # fully_shard warns of a view
+        logits = self.predict(tokens)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses = losses.view_as(targets).clone()  # fully_shard warns of a view
+        return (losses, logits) if with_logits else losses
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None,

@@ -7,10 +7,8 @@ import numpy as np
 
 from steady.checkpoints.retry import retry
 from steady.options import ConfigError
-from steady.tokens.files import TokenFile
+from steady.tokens.files import IGNORE, TokenFile
 from steady.tokens.packing import pack
-
-IGNORE = -100  # a target that the loss ignores, as in config.py; torch's default
 
 
 class Dataset:

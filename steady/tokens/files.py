@@ -23,6 +23,8 @@ GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # of a file, to notice that its content was replaced
 MANY_FILES, FEW_BLOCKS = 16, 4  # of more files than these, each is sampled in so few places
 
+IGNORE = -100  # a target that the loss ignores; torch's default
+
 # --- reading ---------------------------------------------------------------------------------
 
 
