@@ -32,7 +32,11 @@ TESTS = {  # module → test files that run against it, in this order
     "steady/guard/memory.py": ["test_config", "test_faults", "test_train"],
     "config.py": ["test_config", "test_attacks_cli", "test_model", "test_train"],
     "steady/checkpoints/checkpoint.py": [
-        "test_attacks", "test_train", "test_faults", "test_attacks_cli"],
+        "test_attacks", "test_parts", "test_train", "test_faults", "test_attacks_cli"],
+    "steady/checkpoints/writer.py": ["test_parts", "test_attacks", "test_train", "test_faults"],
+    "steady/checkpoints/state.py": ["test_attacks", "test_train", "test_faults", "test_parallel"],
+    "steady/guard/guard.py": ["test_guard", "test_spikes", "test_train", "test_faults"],
+    "steady/guard/faults.py": ["test_guard", "test_attacks", "test_faults", "test_attacks_cli"],
 }
 SWAPS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
