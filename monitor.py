@@ -32,6 +32,7 @@ from steady.watch.goodput import Goodput
 from steady.watch.learning import Learning
 from steady.watch.machine import Machine
 from steady.watch.norms import Update, output_health
+from steady.watch.profile import Sampler
 from steady.watch.report import describe_end, describe_event, report, report_text, worth_saying
 from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
 from steady.watch.slowdowns import SlowdownDetector
@@ -92,6 +93,7 @@ class Monitor:
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.read_step = Machine(device), start_step
+        self.sampler = Sampler(self.clock) if out_dir and cfg.monitor != "off" else None
 
     # --- what the loop calls ---
 
@@ -246,6 +248,8 @@ class Monitor:
         self.read_step = step
         if self.machine.looked:
             row |= self.resources.read()
+        if self.sampler and (profile := self.sampler.take()):
+            row["profile"] = profile
         return row | self.goodput.row()
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
@@ -306,6 +310,8 @@ class Monitor:
         self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.close()
         self.machine.close()
+        if self.sampler:
+            self.sampler.close()
         text = ""
         if self.out_dir:
             end = {"end": self.goodput.row()}  # with what came after the last log

@@ -22,7 +22,7 @@ from steady.checkpoints.state import Progress
 from steady.models import device
 from steady.ranks.parallel import Shards
 from steady.watch import clock as clocks
-from steady.watch import goodput, machine
+from steady.watch import goodput, machine, profile
 from steady.watch import sinks as telemetry
 from steady.watch import trends as limits
 from steady.watch.clock import DeviceTimes
@@ -44,6 +44,7 @@ class Clock:
         self.start_process(monkeypatch)
         for module in (clocks, telemetry, machine):
             monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(profile.Sampler, "take", lambda self: {})  # which are of real time
 
     def start_process(self, monkeypatch):
         """From now on the monitor believes to be in a process that was started this moment."""

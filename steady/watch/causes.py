@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from steady.watch.profile import Lines, add_profiles, longer_lines
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 
 COMPUTE = ("forward", "backward", "optimizer")
@@ -31,6 +32,7 @@ CAUSES = {  # code → words
     "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
     "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
                  "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "lines": "{found}",
     "loop": "something in the loop grows, such as a list that is traversed each time",
     "slow rank": SLOW_RANK,
     "slow rank, work": f"{SLOW_RANK}; its machine is as fast as theirs, so it is its share of the "
@@ -71,9 +73,10 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
     Of the probes the median: a row may have caught a bad moment.
     """
     if len(rows) == 1:  # as of every log of 20 steps or more: a third of the time of a report
-        return {name: value for name, value in rows[0].items() if value is not None}
+        return {name: value for name, value in rows[0].items()
+                if value is not None and name != "profile"}
     out = {}
-    for name in {name: None for row in rows for name in row}:
+    for name in {name: None for row in rows for name in row if name != "profile"}:
         values = [row[name] for row in rows if row.get(name) is not None]
         measured = name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS
         if values:
@@ -123,7 +126,12 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
         shown = {name: max(ms, alone.get(name, 0.0)) for name, ms in shown.items()}
     total = sum(alone.values()) + common_ms or 1e-9
     left = Left(alone | {"common": common_ms})
-    take_program(left, old, new, after, event["creeps"])
+    take_program(left, old, new, after)
+    factor = 1 + common_ms / max(event["before"], 1e-9)
+    take_lines(left, old, new, before, after, factor)
+    left.take("data", left.total, ["data"])
+    if event["creeps"] and left.ms.get("other", 0.0) > 0.5 * left.total:
+        left.take("loop", left.total, ["other"])
     take_machine(left, old, new, before, after, series, least, shared)
     of_machine = sum(ms for code, ms in left.explained.items() if code in OF_MACHINE)
     parts = sorted(left.explained.items(), key=lambda item: -item[1])
@@ -281,7 +289,22 @@ def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
     return float(np.median(new) / np.median(old))
 
 
-def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bool):
+def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
+               factor: float):
+    """Take what lines of the program take longer by than a machine that is `factor` slower."""
+    found = []
+    for phase in OWN_PHASES:
+        ms = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
+        looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
+        most = left.ms.get(phase, 0.0)  # what is certain, since phases are timed
+        found += [line for line in longer_lines(phase, ms, looks, factor)
+                  if most and line.ms > max(line.error, 0.3 * most)]
+    found = Lines(sorted(found, key=lambda line: -line.ms)[:3])
+    for line in found:
+        left.take("lines", line.ms, [line.phase], found=found)
+
+
+def take_program(left: Left, old: dict, new: dict, after: list[dict]):
     """Take what the program is to blame for, as far as known."""
     gc_ms = added(old, new, "perf/gc_ms")
     if gc_ms > 0.05 * left.total:
@@ -304,11 +327,8 @@ def take_program(left: Left, old: dict, new: dict, after: list[dict], creeps: bo
     grows = rss in old and most > old[rss] + 0.1
     if grows:
         left.take("loader memory", left.total, ["data"], old=old[rss], new=most)
-    left.take("data", left.total, ["data"])
     compute = [name for name in left.ms if name not in ("data", "waiting")]
     if goes_on(after, "perf/compilations"):
         left.take("compilations", left.total, compute)
     elif goes_on(after, "memory/alloc_retries"):
         left.take("allocator", left.total, compute)
-    elif creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
-        left.take("loop", left.total, ["other"])

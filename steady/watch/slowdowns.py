@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 
 from steady.watch.causes import COMPUTE, explain, mean_row
+from steady.watch.profile import add_profiles
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
@@ -161,7 +162,8 @@ class SlowdownDetector:
         self.block.append(row | {"work": tflop / self.tflop})
         if row["step"] - self.step < MIN_STEPS:
             return []
-        point = dict(first=self.step + 1, last=row["step"], row=mean_row(self.block), values={})
+        point = dict(first=self.step + 1, last=row["step"], row=mean_row(self.block), values={},
+                     profile=add_profiles(self.block))
         self.block, self.step = [], row["step"]
         self.points.append(point)
         if self.normal:

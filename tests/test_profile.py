@@ -1,0 +1,113 @@
+"""Which line became slower: what the sampler sees, and what is made of it."""
+
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import rows
+from test_causes import EVERY, PLANTED, STEP_MS, codes, detect, made
+
+from steady.watch import profile
+from steady.watch.profile import LEAST, OTHERS, Sampler, add_profiles, longer_lines
+from steady.watch.sinks import PHASES
+
+FRAMES = []
+
+
+class Watched(torch.nn.Module):
+    def forward(self, x):
+        FRAMES.append(sys._getframe())
+        return x
+
+
+def through_libraries(model):
+    return json.loads("[1]", object_hook=None) and model(torch.ones(1))
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    monkeypatch.setattr(profile.threading.Thread, "start", lambda self: None)
+    return Sampler(SimpleNamespace(current="forward"))
+
+
+def test_a_look_skips_torch_and_the_standard_library(sampler):
+    outer = Watched()
+    through_libraries(outer)
+    frame = FRAMES.pop()
+    for _ in range(LEAST - 1):
+        sampler.look(frame)
+    assert sampler.take() == {}  # too few yet
+    sampler.look(frame)
+    (line,) = sampler.take()["forward"]
+    inner, caller = line.split(" < ")  # with torch's own Module.__call__ between them
+    assert inner.startswith("tests/test_profile.py:") and inner.endswith(" forward")
+    assert caller.startswith("tests/test_profile.py:") and caller.endswith(" through_libraries")
+    assert sampler.take() == {}
+    sampler.look(None)  # a thread that has ended
+    assert sampler.counts
+
+
+def test_a_row_holds_few_lines(sampler):
+    frame = sys._getframe()
+    for n in range(40):
+        code = frame.f_code.replace(co_name=f"f{n}")
+        sampler.counts["data", ((code, 1), None)] = 100 - n
+    lines = sampler.take()["data"]
+    assert len(lines) == profile.MOST_LINES + 1 and sum(lines.values()) == sum(range(61, 101))
+    assert OTHERS in lines and "f0" in next(iter(lines))
+
+
+def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    monkeypatch.setattr(profile, "LEAST", 1)
+    run("--out_dir", "r", "--log_interval", 4)
+    found = add_profiles(rows(tmp_path / "r"))
+    assert found and found.keys() <= {*PHASES}
+    places = {name for lines in found.values() for name in lines}
+    assert any("train.py:" in name for name in places), places
+    run("--out_dir", "off", "--monitor", "off")
+    assert not add_profiles(rows(tmp_path / "off"))
+
+
+def profiles(slower: str, ms: float, looks: int = 40):
+    """Looks at a forward pass of three lines; one takes so many ms more once it is late."""
+    usual = {"attend": 3.0, "project": 3.0, "norm": 1.5}  # of 0.3 STEP_MS
+
+    def more(late: bool) -> dict:
+        lines = {name: t + (ms if late and name == slower else 0.0) for name, t in usual.items()}
+        total = sum(lines.values())
+        return {"profile": {"forward": {f"model.py:{i} {name} < model.py:9 forward":
+                                        round(looks * t / total)
+                                        for i, (name, t) in enumerate(lines.items())}}}
+
+    return more
+
+
+@pytest.mark.parametrize("slower", ["attend", "norm"])
+def test_the_line_that_became_slower_is_named(slower):
+    share = 0.2
+    found, _ = detect(made(1, phase="forward", share=share,
+                           more=profiles(slower, share * STEP_MS)))
+    (event,) = [event for event in found if event["blames"] == "program"]
+    assert codes(event) == ["lines"] and event["since"] <= (PLANTED + 3) * EVERY
+    line = event["causes"][0].values["found"][0]
+    assert line.phase == "forward" and f" {slower} < model.py:9 forward" in line.place
+    assert abs(line.ms - share * STEP_MS) < max(line.error, 0.2 * share * STEP_MS)
+
+
+def test_lines_that_keep_their_shares_are_not_blamed():
+    """All of them longer alike, as on a slower machine, or beside work that no look has met."""
+    found, _ = detect(made(1, factor=1.5, more=profiles("none", 0.0)))
+    assert found and not any("lines" in codes(event) for event in found)
+
+
+def test_a_line_of_a_phase_that_hardly_took_time_before():
+    looks = {}, {"data.py:5 augment < data.py:9 batch": 30, "data.py:9 batch < train.py:1 train": 3}
+    line, other = longer_lines("data", [0.1, 5.0], looks, 1.0)
+    assert line.place.startswith("data.py:5 augment") and line.ms == pytest.approx(4.5, abs=0.1)
+    assert line.error < 1.5 and other.ms < 1.0
+    assert longer_lines("data", [0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0) == []  # too few
+    assert "+4.5 ms (±0.6) in data.py:5 augment <" in str(dataclasses.replace(line, ms=4.5))
