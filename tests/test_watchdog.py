@@ -172,59 +172,82 @@ def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, k
                 groups={"0": [entered, entered, kind]}) | other
 
 
+def first(hang) -> tuple:
+    """(code, the ranks to blame, what those in the first row are doing)."""
+    return hang.code, hang.blamed, hang.rows[0].doing
+
+
 def test_a_rank_is_stuck_in_data():
     notes = {0: note(), 1: note(), 2: note(), 3: note("data", "b", entered=6, at="data.py:41 in f")}
-    assert hangs.describe(notes, {}) == (
-        "rank 3 (host b) has been in data of step 812 for 1m30s, at data.py:41 in f; ranks 0 to 2 "
-        "wait for it in all_reduce of [4160]")
+    hang = hangs.find(notes, {})
+    assert first(hang) == ("stuck", [3], "data.py:41 in f")
+    assert hang.rows[1] == hangs.Row([0, 1, 2], "a", "waiting of step 812", 90.0,
+                                     "waits in all_reduce of [4160]")
     notes[3] |= dict(disk=True, workers=["loader process 5 is stopped"])
-    text = hangs.describe(notes, {})
-    assert "waiting for a disk; loader process 5 is stopped; ranks 0 to 2 wait" in text
+    assert first(hangs.find(notes, {}))[2] == (
+        "data.py:41 in f; waits for a disk; loader process 5 is stopped")
+
+
+def test_what_is_printed_of_a_hang():
+    """The wording, in this one place; elsewhere codes and ranks."""
+    notes = {0: note(), 1: note(), 2: note("data", "b", entered=6, at="data.py:41 in f")}
+    hang = hangs.find(notes, {})
+    assert hang.headline() == "rank 2 (host b) is stuck in data of step 812"
+    assert hang.table().splitlines() == [
+        "  rank 2      b  data of step 812     1m30s  data.py:41 in f",
+        "  ranks 0, 1  a  waiting of step 812  1m30s  waits in all_reduce of [4160]"]
+    for code in hangs.HEADLINES:
+        told = hangs.Hang(code, [1], hang.rows).headline()
+        assert told and "{" not in told
 
 
 def test_of_ranks_that_compute_the_one_that_is_behind_is_stuck():
     """On a GPU a rank may still fill its queue while its collective waits."""
     notes = {0: note("backward", waits=False), 1: note("forward", entered=6), 2: note()}
     notes[1]["waits"] = False
-    assert hangs.describe(notes, {}).startswith("rank 1 (host a) has been in forward")
+    assert first(hangs.find(notes, {}))[:2] == ("stuck", [1])
 
 
 def test_all_ranks_wait_for_the_same_disk():
     notes = {rank: note("data", waits=False) for rank in range(4)}
-    assert hangs.describe(notes, {}).startswith("ranks 0 to 3 (host a) have been in data")
+    hang = hangs.find(notes, {})
+    assert (hang.code, hang.blamed, len(hang.rows)) == ("stuck", [0, 1, 2, 3], 1)
 
 
-@pytest.mark.parametrize("gone, killed, words", [
-    ({"1": "stopped"}, False, "rank 1 (host a) is stopped"),
-    ({"1": "dead"}, False, "rank 1 (host a) is dead; last heard"),
-    ({"1": "dead"}, True, "is dead: the kernel has killed a process for lack of memory"),
-    ({}, False, "holding the GIL"),
+@pytest.mark.parametrize("gone, killed, code", [
+    ({"1": "stopped"}, False, "stopped"), ({"1": "dead"}, False, "dead"),
+    ({"1": "dead"}, True, "killed"), ({}, False, "no answer"),
 ])
-def test_a_rank_is_silent_on_a_host_that_answers(gone, killed, words):
+def test_a_rank_is_silent_on_a_host_that_answers(gone, killed, code):
     notes = {0: note(gone=gone, killed=killed), 1: note("forward", age=0.1)}
-    text = hangs.describe(notes, {1: 90.0})
-    assert words in text and text.endswith("rank 0 waits for it in all_reduce of [4160]")
+    hang = hangs.find(notes, {1: 90.0})
+    assert (hang.code, hang.blamed) == (code, [1])
+    assert hang.rows[0].doing.startswith(code) and hang.rows[0].seconds == 90.0
+    assert hang.rows[1].doing == "waits in all_reduce of [4160]"
 
 
 def test_a_host_is_out_of_reach():
     notes = {0: note(), 1: note(), 2: note("forward", "b", age=0), 3: note("forward", "b", age=0)}
-    text = hangs.describe(notes, {2: 90.0, 3: 90.0})
-    assert text.startswith("ranks 2, 3 (host b) are out of reach: its host or the network")
-    assert "ago, in forward of step 812; ranks 0, 1 wait for them" in text
+    hang = hangs.find(notes, {2: 90.0, 3: 90.0})
+    assert (hang.code, hang.blamed) == ("unreachable", [2, 3])
+    assert (hang.rows[0].host, hang.rows[0].where) == ("b", "forward of step 812")
+    notes[1] |= dict(gone={"0": "dead"})  # the gravest of several comes first
+    hang = hangs.find(notes, {0: 90.0, 2: 90.0, 3: 90.0})
+    assert (hang.code, hang.blamed, [row.ranks for row in hang.rows]) == (
+        "dead", [0], [[0], [2, 3], [1]])
 
 
 def test_a_collective_was_skipped():
     notes = {rank: note() for rank in range(3)}
     notes[1] |= dict(groups={"0": [7, 7, "broadcast of [2]"]}, at="mine.py:3 in f")
-    assert hangs.describe(notes, {}).startswith(
-        "rank 1 (host a) is in broadcast of [2] at mine.py:3 in f and others in all_reduce of "
-        "[4160]: it has skipped a collective or made one more; all have waited for 1m30s")
+    assert first(hangs.find(notes, {})) == (
+        "mismatch", [1], "waits in broadcast of [2] at mine.py:3 in f")
     # one of two: it is in the next exchange, of another group, which the other has not begun
     one = note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]})
     two = note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"]})
     two["groups"]["2"] = [1, 0, ""]  # it has come further
-    assert hangs.describe({0: one, 1: two}, {}).startswith("rank 1 ")
-    assert hangs.describe({0: two, 1: one}, {}).startswith("rank 0 ")
+    assert hangs.find({0: one, 1: two}, {}).blamed == [1]
+    assert hangs.find({0: two, 1: one}, {}).blamed == [0]
 
 
 def test_after_a_collective_was_skipped_nothing_is_saved(monkeypatch):
@@ -246,11 +269,10 @@ def test_after_a_collective_was_skipped_nothing_is_saved(monkeypatch):
 
 def test_the_network_between_hosts():
     notes = {0: note(), 1: note(host="b")}
-    assert "all_reduce of [4160] and get no answer" in hangs.describe(notes, {})
-    assert "check the network between the 2 hosts" in hangs.describe(notes, {})
+    assert first(hangs.find(notes, {})) == ("network", [], "waits in all_reduce of [4160]")
     # an exchange may be done on one rank while the other lacks the last packet
     notes[1]["groups"] = {"0": [8, 8, "broadcast of [2]"]}
-    assert "check the network" in hangs.describe(notes, {})
+    assert hangs.find(notes, {}).code == "network"
 
 
 # --- what a rank concludes from them ---------------------------------------------------------
@@ -274,7 +296,7 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
     return watchdog
 
 
-@pytest.mark.parametrize("rank, notes, silent, words", [
+@pytest.mark.parametrize("rank, notes, silent, expected", [
     # rank 0 may take that long for a checkpoint: nobody says anything
     (1, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
     (8, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
@@ -283,27 +305,24 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
     # a rank that knows little leaves it to those that know more, unless they are gone
     (9, {}, (3, 4), None),
     (9, {}, (0, 1), None),
-    (9, {}, (0, 1, 8), "ranks 0, 1 (host a) are out of reach"),
-    (9, {8: dict(pid=2**22 + 1)}, (0, 1, 8), "rank 8 (host b) is dead"),
-    (8, {}, range(8), "ranks 0 to 7 (host a) are out of reach: its host or the network"),
-    (0, {3: dict(phase="data", waits=False)}, (), "rank 3 (host a) has been in data"),
-    (1, {}, (0,), "rank 0 (host a) is"),
-    # its own notes do not come back
-    (8, {}, range(16), "no answer from the store, which is in rank 0, for 1m40s: rank 0 is stopped "
-     "or stuck, or its host or the network to it is gone"),
+    (9, {}, (0, 1, 8), ("unreachable", [0, 1])),
+    (9, {8: dict(pid=2**22 + 1)}, (0, 1, 8), ("dead", [8])),
+    (8, {}, range(8), ("unreachable", [*range(8)])),
+    (0, {3: dict(phase="data", waits=False)}, (), ("stuck", [3])),
+    (1, {}, (0,), ("no answer", [0])),
+    (8, {}, range(16), ("store", [])),  # its own notes do not come back
 ])
-def test_what_a_rank_of_many_concludes(rank, notes, silent, words, monkeypatch):
-    text = watch_several(rank, notes, silent, monkeypatch=monkeypatch).judge()
-    assert words in text if words else text is None
+def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
+    hang = watch_several(rank, notes, silent, monkeypatch=monkeypatch).judge()
+    assert (hang and (hang.code, hang.blamed)) == expected
 
 
 def test_the_store_is_lost(monkeypatch):
-    text = hangs.describe_lost(1, note(gone={"0": "stopped"}), 100.0)
-    assert text.endswith("in rank 0, for 1m40s: rank 0 is stopped")
+    hang = hangs.lost_store(1, note(gone={"0": "stopped"}), 100.0)
+    assert (hang.code, hang.blamed, hang.rows[1].seconds) == ("stopped", [0], 100.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    text = watch_several(9, {}, range(16), monkeypatch=monkeypatch).judge()
-    assert text.endswith("has had no answer from torchrun's store for 1m40s: the network, or the "
-                         "host that the store is on, is gone")
+    hang = watch_several(9, {}, range(16), monkeypatch=monkeypatch).judge()
+    assert (hang.code, hang.blamed, hang.rows[0].ranks) == ("torchrun", [], [9])
 
 
 def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):
@@ -326,12 +345,8 @@ def test_a_dead_neighbour_is_not_waited_for(phase, age, ended, blamed, monkeypat
     begin(watchdog, phase)
     watchdog.measure(0.0)
     watchdog.age = age
-    text = watchdog.judge()
-    if not blamed:
-        assert text is None
-    else:
-        assert "rank 9 (host b) is dead; last heard 1s ago" in text
-        assert text.endswith("; rank 8 waits for it in a collective")
+    hang = watchdog.judge()
+    assert (hang and (hang.code, hang.blamed)) == (("dead", [9]) if blamed else None)
 
 
 def test_one_rank_speaks_for_all(monkeypatch):
@@ -353,7 +368,7 @@ def test_one_rank_speaks_for_all(monkeypatch):
             watchdog = watch_several(rank, {}, monkeypatch=monkeypatch)
             watchdog.store, watchdog.period = store, 0.01
             watchdog.say = lambda *args: said.append(args)
-            watchdog.last_words("the text")
+            watchdog.last_words(hangs.Hang("network", [], []))
         return len(said)
 
     assert speakers(Store()) == 1
@@ -446,9 +461,10 @@ def test_one_process_alone_whose_data_does_not_come(corpus, tmp_path):
     flags = [*TINY, "--data", corpus, *FLAGS, "--save_interval", "30"]
     process = Process(tmp_path, [*flags, "--hang_seconds", "3"], hook)
     assert process.code() == 1
-    where = r"has been in data of step 50 for \ds, at tests/test_watchdog.py:\d+ in batch"
-    assert re.search(rf"failed: no progress: rank 0 \(host .*\) {where}; the", process.text())
-    assert hang_of(tmp_path)["step"] == 49
+    hang = hang_of(tmp_path)
+    assert (hang["step"], hang["hang_code"], hang["hang_ranks"]) == (49, "stuck", [0])
+    assert hang["hang"] in process.text()
+    assert re.search(r"data of step 50 +\ds +tests/test_watchdog.py:\d+ in batch", process.text())
     assert "in batch" in (tmp_path / "run/stacks/rank_0.txt").read_text()
     again = Process(tmp_path, [*flags, "--max_steps", "60", "--auto-resume"])
     assert again.code() == 0, again.text()
@@ -527,8 +543,10 @@ def run_stuck(corpus, folder, kind: str, ranks: int, flags=()):
 
 def test_a_rank_that_hangs_is_named_and_loses_no_step(corpus, tmp_path):
     printed = run_stuck(corpus, tmp_path, "sleep", 2)
-    assert "no progress: rank 1 (host" in printed and "has been in forward of step 60" in printed
-    assert "test_watchdog.py" in printed and "in stuck; rank 0 waits for it in all_r" in printed
+    hang = hang_of(tmp_path)
+    assert (hang["hang_code"], hang["hang_ranks"]) == ("stuck", [1])
+    assert re.search(r"rank 1 .* forward of step 60 .*test_watchdog.py:\d+ in stuck", printed)
+    assert re.search(r"rank 0 .* waits in all_r", printed)
     assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
     assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
 
@@ -554,7 +572,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
     group = processes(tmp_path, 2, flags, hook)
     assert [process.code() for process in group] == [1, -9]
     printed = group[0].text()
-    assert re.search(r"no progress: rank 1 \(host .*\) is dead", printed), printed
+    assert (hang_of(tmp_path)["hang_code"], hang_of(tmp_path)["hang_ranks"]) == ("dead", [1])
     assert "saved the last completed step, 50" in printed
     path = tmp_path / "run/checkpoints/step_00000050.pt"
     assert path.exists() and sealed.find_corruption(path) is None
@@ -565,9 +583,8 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
 @pytest.mark.parametrize("kind", ["sleep", "loop", "lock", "file", "stopped", "no answer"])
 def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
     printed = run_stuck(corpus, tmp_path, kind, 4, flags)
-    words = {"stopped": r"rank 3 \(host .*\) is stopped", "no answer": "rank 3 .* holding the GIL"}
-    expected = words.get(kind, r"rank 3 \(host .*\) has been in forward of step 60")
-    assert re.search(f"no progress: {expected}", printed), printed
+    hang, code = hang_of(tmp_path), kind if kind in ("stopped", "no answer") else "stuck"
+    assert (hang["hang_code"], hang["hang_ranks"]) == (code, [3]), printed
 
 
 @pytest.mark.slow
@@ -586,7 +603,7 @@ def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp
     process = Process(tmp_path, [*TINY, "--data", corpus, *FLAGS, "--num_workers", "1",
                                  "--hang_seconds", "3"], hook)
     assert process.code() == 1
-    found = re.search(r"in data of step \d+ .*loader process (\d+) is stopped", process.text())
+    found = re.search(r"data of step \d+ .*loader process (\d+) is stopped", process.text())
     assert found, process.text()
     for _ in range(1000):
         if hangs.STATES.get(hangs.state_of(found[1])) == "dead":
@@ -613,7 +630,7 @@ def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
     assert [process.code() for process in group] == [1, 1]
     assert "no progress: rank 0 (host" in group[0].text()
     assert "steady/checkpoints/writer.py" in group[0].text()
-    assert "rank 1 (" not in group[0].text()
+    assert hang_of(tmp_path)["hang_ranks"] == [0]
 
 
 @pytest.mark.slow
@@ -633,7 +650,8 @@ def test_a_collective_that_one_rank_skips(corpus, tmp_path, ranks):
                                         "--batch_size", "12"], hook)
     assert [process.code() for process in group] == [1] * ranks
     printed = "".join(process.text() for process in group)
-    assert re.search(rf"no progress: rank {ranks - 1} .* skipped a collective", printed), printed
+    hang = hang_of(tmp_path)
+    assert (hang["hang_code"], hang["hang_ranks"]) == ("mismatch", [ranks - 1]), printed
     assert "saved the last completed step" not in printed  # sums may be of different steps
 
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing.process
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from steady.ranks.ranks import names
@@ -123,81 +124,119 @@ def out_of_memory_kills() -> int:
 
 # --- what their notes say --------------------------------------------------------------------
 
+HEADLINES = {  # code → what is said of the ranks that are to blame, the gravest first
+    "dead": "{who} {be} dead",
+    "killed": "{who} {be} dead: the kernel has killed a process for lack of memory",
+    "stopped": "{who} {be} stopped, by SIGSTOP or a debugger",
+    "unreachable": "{who} {be} out of reach: the host or the network to it is gone",
+    "no answer": "{who} {be} not responding (native code holding the GIL?)",
+    "stuck": "{who} {be} stuck in {where}",
+    "mismatch": "{who} {have} skipped a collective or made one more",
+    "network": "all ranks wait for one another: check the network between the hosts",
+    "store": "no answer from rank 0, which has the store: stopped, stuck, or out of reach",
+    "torchrun": "no answer from torchrun's store: the network, or the host that it is on, is gone",
+}
 
-def describe(notes: dict[int, dict], silent: dict[int, float]) -> str:
-    """Which ranks are stuck, where and since when; silent: rank → seconds since its last note."""
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks of one host that are at the same place."""
+
+    ranks: list[int]
+    host: str
+    where: str  # phase and step
+    seconds: float  # there, or since they were last heard
+    doing: str  # a line of the program, a collective, what is wrong
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Why there is no progress. blamed: ranks; rows: those of all ranks, the blamed ones first."""
+
+    code: str  # in HEADLINES
+    blamed: list[int]
+    rows: list[Row]
+
+    def headline(self) -> str:
+        hosts = sorted({row.host for row in self.rows if set(row.ranks) & set(self.blamed)})
+        who = f"{names(self.blamed)} (host {', '.join(hosts)})" if self.blamed else ""
+        be, have = ("is", "has") if len(self.blamed) == 1 else ("are", "have")
+        return HEADLINES[self.code].format(who=who, be=be, have=have, where=self.rows[0].where)
+
+    def table(self) -> str:
+        cells = [(names(row.ranks), row.host, row.where, duration(row.seconds), row.doing)
+                 for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  " + "  ".join(map(str.ljust, each, widths)).rstrip() for each in cells)
+
+
+def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
+    """Which ranks are to blame; silent: rank → seconds since its last note."""
+    states = {rank: state_of_silent(rank, notes, silent) for rank in silent}
+    busy = [rank for rank in sorted(notes) if not notes[rank].get("waits")]
     if silent:
-        stuck, text = sorted(silent), describe_silent(notes, silent)
-    else:
+        code = min(states.values(), key=list(HEADLINES).index)
+        blamed = sorted(rank for rank in silent if states[rank] == code)
+    elif busy:
         behind = ranks_behind(notes)
-        busy = [rank for rank in sorted(notes) if not notes[rank]["waits"]]
-        stuck = [rank for rank in busy if rank in behind] or busy
-        if not stuck:
-            return describe_waiting(notes)
-        text = "; ".join(describe_stuck(ranks, notes[ranks[0]]) for ranks in alike(stuck, notes))
-    waiting = [rank for rank in sorted(notes) if rank not in stuck and notes[rank].get("waits")]
-    if waiting:
-        for_it = "it" if len(stuck) == 1 else "them"
-        text += f"; {names(waiting)} wait{'s' * (len(waiting) == 1)} for {for_it}"
-        text += f" in {pending(notes[waiting[0]])}"
-    return text
+        code, blamed = "stuck", [rank for rank in busy if rank in behind] or busy
+    elif disagree(notes):
+        code, blamed = "mismatch", odd_ones(notes)
+    else:
+        code, blamed = "network", []
+    return Hang(code, blamed, table_rows(notes, blamed, states, silent))
 
 
-def describe_stuck(ranks: list[int], note: dict) -> str:
-    who = f"{names(ranks)} (host {note['host']}) {'has' if len(ranks) == 1 else 'have'}"
-    text = f"{who} been in {place(note)} for {duration(note['age'])}"
-    text += f", at {note['at']}" if note.get("at") else ""
-    text += ", waiting for a disk" if note.get("disk") else ""
-    return text + "".join(f"; {worker}" for worker in note.get("workers", []))
+def lost_store(rank: int, note: dict, seconds: float) -> Hang:
+    """A rank has been cut off from the others: their store, in torchrun or rank 0, is silent."""
+    code = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "store"
+    state = note.get("gone", {}).get("0")  # known on its host alone
+    row = Row([rank], note["host"], place(note), seconds, doing(note))
+    if code == "store" and state:
+        return Hang(state, [0], [Row([0], note["host"], "the store", seconds, ""), row])
+    return Hang(code, [], [row])
 
 
-def describe_silent(notes: dict[int, dict], silent: dict[int, float]) -> str:
-    """Ranks that have sent no notes: stopped, dead, stuck with Python's lock, or out of reach.
+def table_rows(notes: dict[int, dict], blamed: list[int], states: dict[int, str],
+               silent: dict[int, float]) -> list[Row]:
+    groups = {}
+    for rank in sorted(notes, key=lambda rank: (rank not in blamed, rank not in silent, rank)):
+        note = notes[rank]
+        said = f"{states[rank]}, last heard then" if rank in silent else doing(note)
+        groups.setdefault((note["host"], place(note), said), []).append(rank)
+    return [Row(ranks, host, where, silent.get(ranks[0], notes[ranks[0]]["age"]), said)
+            for (host, where, said), ranks in groups.items()]
 
-    The ranks on the same host know which.
-    """
-    said = {}
+
+def doing(note: dict) -> str:
+    """What a rank that answers is doing, as far as its note says."""
+    if note.get("waits"):
+        waited = " and ".join(kind for _, _, kind in note["groups"].values() if kind)
+        return f"waits in {waited or 'a collective'}" + f" at {note['at']}" * bool(note["at"])
+    disk = "waits for a disk" if note.get("disk") else ""
+    return "; ".join(filter(None, [note.get("at"), disk, *note.get("workers", [])]))
+
+
+def state_of_silent(rank: int, notes: dict[int, dict], silent: dict[int, float]) -> str:
+    """A code of a rank that sends no notes: those on its host know whether it is stopped or dead,
+    or else stuck with Python's lock; where its host is silent, it is out of reach."""
+    known = {}
     for note in notes.values():
-        said |= {int(rank): state for rank, state in note.get("gone", {}).items()}
-    killed = any(note.get("killed") for note in notes.values())
-    heard_hosts = {note["host"] for rank, note in notes.items() if rank not in silent}
-    lines = []
-    for ranks in alike(sorted(silent), notes, lambda rank: said.get(rank)):
-        note, state = notes[ranks[0]], said.get(ranks[0])
-        if state == "stopped":
-            why = "stopped (by SIGSTOP or a debugger)"
-        elif state == "dead":
-            why = "dead" + (": the kernel has killed a process for lack of memory" * killed)
-        elif note["host"] in heard_hosts:
-            why = "not responding (native code holding the GIL?)"
-        else:
-            why = "out of reach: its host or the network to it is gone"
-        verb = "is" if len(ranks) == 1 else "are"
-        lines.append(f"{names(ranks)} (host {note['host']}) {verb} {why}; last heard "
-                     f"{duration(silent[ranks[0]])} ago, in {place(note)}")
-    return "; ".join(lines)
+        known |= note.get("gone", {})
+    state = known.get(str(rank))
+    if state == "dead" and any(note.get("killed") for note in notes.values()):
+        return "killed"
+    heard_hosts = {note["host"] for each, note in notes.items() if each not in silent}
+    return state or ("no answer" if notes[rank]["host"] in heard_hosts else "unreachable")
 
 
-def describe_waiting(notes: dict[int, dict]) -> str:
-    """Where every rank waits for others: which of them is elsewhere in the program, if any."""
-    ranks = sorted(notes)
-    first = notes[ranks[0]]
-    since = f"all have waited for {duration(first['age'])} in step {first['step'] + 1}"
-    doing = {rank: pending(note) + f" at {note['at']}" * bool(note["at"])
-             for rank, note in notes.items()}
-    if disagree(notes):
-        places = {}
-        for rank in ranks:
-            places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)
-        # the fewest ranks; of as many, whoever left something out has come further
-        odd = min(places.values(), key=lambda each: (len(each), -entered(notes[each[0]])))
-        other = next(each[0] for each in places.values() if each is not odd)
-        verb, it, have = ("is", "it", "has") if len(odd) == 1 else ("are", "they", "have")
-        return (f"{names(odd)} (host {notes[odd[0]]['host']}) {verb} in {doing[odd[0]]} and others "
-                f"in {doing[other]}: {it} {have} skipped a collective or made one more; {since}")
-    hosts = len({note["host"] for note in notes.values()})
-    where = f"the network between the {hosts} hosts" if hosts > 1 else "their connections"
-    return f"all ranks are in {doing[ranks[0]]} and get no answer: check {where}; {since}"
+def odd_ones(notes: dict[int, dict]) -> list[int]:
+    """Of ranks in different collectives the fewest; of as many, whoever left one out is further."""
+    places = {}
+    for rank in sorted(notes):
+        places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)
+    return min(places.values(), key=lambda ranks: (
+        len(ranks), -sum(group[0] for group in notes[ranks[0]]["groups"].values())))
 
 
 def disagree(notes: dict[int, dict]) -> bool:
@@ -219,33 +258,6 @@ def disagree(notes: dict[int, dict]) -> bool:
     return False
 
 
-def entered(note: dict) -> int:
-    """How many collectives a rank has begun."""
-    return sum(group[0] for group in note["groups"].values())
-
-
-def pending(note: dict) -> str:
-    """The collectives that a rank has entered and that are not done."""
-    found = [kind for _, _, kind in note["groups"].values() if kind]
-    return " and ".join(found) or "a collective"
-
-
-def describe_lost(rank: int, note: dict, seconds: float) -> str:
-    """Where a rank has been cut off from the others: it gets no answer from their store.
-
-    That is in torchrun's own process, or in rank 0.
-    """
-    with_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = "torchrun's store" if with_torchrun else "the store, which is in rank 0,"
-    why = "the network, or the host that the store is on, is gone"
-    if not with_torchrun:
-        state = note.get("gone", {}).get("0")  # known on its host alone
-        why = (f"rank 0 is {state}" if state else
-               "rank 0 is stopped or stuck, or its host or the network to it is gone")
-    return (f"{describe_stuck([rank], note)}, and has had no answer from {store} for "
-            f"{duration(seconds)}: {why}")
-
-
 def ranks_behind(notes: dict[int, dict]) -> set[int]:
     """The ranks that have not entered a collective which others of its group have entered."""
     counts = {}  # group → {rank: how many it has entered}
@@ -254,16 +266,6 @@ def ranks_behind(notes: dict[int, dict]) -> set[int]:
             counts.setdefault(group, {})[rank] = count
     return {rank for each in counts.values() for rank, count in each.items()
             if count < max(each.values())}
-
-
-def alike(ranks: list[int], notes: dict[int, dict], also=lambda rank: None) -> list[list[int]]:
-    """The ranks in groups of one host, phase and step."""
-    groups = {}
-    for rank in ranks:
-        note = notes[rank]
-        key = note["host"], note["phase"], note["step"], also(rank)
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())
 
 
 def place(note: dict) -> str:

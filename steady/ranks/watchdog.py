@@ -5,13 +5,15 @@ A process alone, which torchrun will not restart, is only warned.
 A second thread looks after the training thread and judges, a third exchanges notes with the other
 ranks through torchrun's store, where it may block as a network is gone. So they also run while
 training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: they
-read its number, and the phase from a clock if there is one. steady/ranks/hangs.py finds the words.
+read its number, and the phase from a clock if there is one. steady/ranks/hangs.py says
+who is to blame.
 
 A thread that keeps Python's lock for ever, as a loop in a C extension may, stops these two as well:
 then the other ranks say so. One process alone does not notice.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import itertools
 import json
@@ -104,14 +106,14 @@ class Watchdog:
             before, self.awake = now, self.awake + passed
             try:
                 self.measure(passed)
-                text = self.verdict or self.judge()
+                hang = self.judge() if self.verdict is None else None
             except Exception as e:  # such as a fork's notes: to go on looking matters more
-                text = None
+                hang = None
                 if not warned:
                     print(f"warning: the watchdog: {e!r}", file=sys.stderr, flush=True)
                 warned = True
-            if text and not self.ended.is_set():
-                self.end(text)
+            if (hang or self.verdict) and not self.ended.is_set():
+                self.end(hang)
 
     def measure(self, passed: float):
         """Count how long the training thread has been where it is."""
@@ -206,12 +208,12 @@ class Watchdog:
         running = {r: note for r, note in self.neighbours().items() if not note["ended"]}
         return [int(r) for r, state in hangs.gone(running).items() if state == "dead"]
 
-    def judge(self) -> str | None:
-        """What is wrong; None while some rank may be making progress."""
+    def judge(self) -> hangs.Hang | None:
+        """Who is to blame; None while some rank may be making progress."""
         dead = self.dead_neighbours()
         if dead:
             notes = {rank: self.notes[rank] for rank in dead} | {self.rank: self.note()}
-            return hangs.describe(notes, {rank: self.awake - self.heard[rank] for rank in dead})
+            return hangs.find(notes, {rank: self.awake - self.heard[rank] for rank in dead})
         if self.age <= self.limit():
             return None
         ended = {rank for rank, note in self.notes.items() if note["ended"]}
@@ -219,7 +221,7 @@ class Watchdog:
         notes[self.rank] = self.note()
         silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
         if self.store and silence[self.rank] > self.quiet:  # not even its own notes come back
-            return hangs.describe_lost(self.rank, notes[self.rank], silence[self.rank])
+            return hangs.lost_store(self.rank, notes[self.rank], silence[self.rank])
         silent = {rank: seconds for rank, seconds in silence.items()
                   if seconds > self.quiet and rank != self.rank}
         for rank, note in notes.items():
@@ -233,7 +235,7 @@ class Watchdog:
         if self.rank not in self.informed and not self.informed <= ended.union(silent):
             return None  # they know more
         self.mixed = not silent and hangs.disagree(notes)
-        return hangs.describe(notes, silent)
+        return hangs.find(notes, silent)
 
     def last_signs(self) -> str:
         """After an error: what is known of the ranks and processes that are gone, or ""."""
@@ -243,8 +245,10 @@ class Watchdog:
             lines.append("the kernel has killed a process on this machine for lack of memory")
         return "; ".join(lines)
 
-    def end(self, text: str):
-        """Say it, once for all ranks, write this rank's stacks, and end the process.
+    def end(self, hang: hangs.Hang | None):
+        """Report it, once for all ranks, write this rank's stacks, and end the process.
+
+        None: another rank has reported it.
 
         A rank that waits for others does so a little longer: when they are gone its collective
         fails, and the training thread saves the last step and ends in its own way. A process alone
@@ -252,11 +256,11 @@ class Watchdog:
         """
         if self.alone:
             if self.where != self.reported:
-                self.report(text)
+                self.report(hang)
             self.reported = self.where
             return
         waits = hangs.waits(self.where[1], self.stack())
-        words = threading.Thread(target=self.last_words, args=(text,), daemon=True)
+        words = threading.Thread(target=self.last_words, args=(hang,), daemon=True)
         words.start()
         words.join(LAST_WORDS)  # it may block, as where a disk does not answer
         for rank, note in self.neighbours().items():
@@ -279,49 +283,49 @@ class Watchdog:
             worker.kill()  # one that is stopped would stay
         os._exit(1)
 
-    def last_words(self, text: str):
-        speaks = self.verdict is None
-        if speaks and self.store:
-            asking = threading.Thread(target=self.ask_to_speak, args=(text,), daemon=True)
+    def last_words(self, hang: hangs.Hang | None):
+        if hang and self.store:
+            verdict = json.dumps({"rank": self.rank, **dataclasses.asdict(hang)})
+            asking = threading.Thread(target=self.ask_to_speak, args=(verdict,), daemon=True)
             asking.start()
             asking.join(2 * self.period + 1)
-            speaks = self.verdict in (None, self.signed(text))
-        self.report(text if speaks else None)
+            hang = hang if self.verdict in (None, verdict) else None
+        self.report(hang)
         if self.run_dir and self.run_dir.writer:
             self.run_dir.writer.wait()  # for a checkpoint on its way to the disk
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
-    def ask_to_speak(self, text: str):
-        """The first rank to tell the others does so on the screen, too."""
+    def ask_to_speak(self, verdict: str):
+        """The first rank whose verdict is in the store prints it."""
         with contextlib.suppress(Exception):
             if self.mixed:
                 self.store.set("mixed", "")
-            self.verdict = self.store.compare_set("verdict", "", self.signed(text)).decode()
+            self.verdict = self.store.compare_set("verdict", "", verdict).decode()
 
-    def signed(self, text: str) -> str:
-        return f"rank {self.rank} says: {text}"
-
-    def report(self, text: str | None):
-        """On the screen and in files; without a text, this rank's stacks alone."""
+    def report(self, hang: hangs.Hang | None):
+        """On the screen and in files; without one, this rank's stacks alone."""
         folder = self.run_dir and self.run_dir.path
-        if text:  # in a thread of its own: the screen may block, and so may the disk
-            threading.Thread(target=self.say, args=(text, folder), daemon=True).start()
+        if hang:  # in a thread of its own: the screen may block, and so may the disk
+            threading.Thread(target=self.say, args=(hang, folder), daemon=True).start()
         if folder and folder.is_dir():
             with contextlib.suppress(OSError):
-                self.write_files(folder, text)
+                self.write_files(folder, hang)
 
-    def say(self, text: str, folder: Path | None):
+    def say(self, hang: hangs.Hang, folder: Path | None):
         where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
         begin, end = "train.py: failed", "--auto-resume continues from the newest checkpoint"
         if self.alone:
             begin, end = "warning", "it is left alone, as no other process waits for it"
-        print(f"{begin}: no progress: {text}{where}; {end}", file=sys.stderr, flush=True)
+        print(f"{begin}: no progress: {hang.headline()}{where}; {end}\n{hang.table()}",
+              file=sys.stderr, flush=True)
 
-    def write_files(self, folder: Path, text: str | None):
+    def write_files(self, folder: Path, hang: hangs.Hang | None):
         step, phase, _ = self.where
-        if text:
+        if hang:
+            row = {"step": step, "hang": hang.headline(), "hang_code": hang.code,
+                   "hang_ranks": hang.blamed}
             with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, "hang": text}) + "\n")
+                file.write(json.dumps(row) + "\n")
         (folder / "stacks").mkdir(exist_ok=True)
         with open(folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
             print(f"\n{time.strftime('%F %T')}: step {step}, in {phase} for "

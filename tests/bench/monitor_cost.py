@@ -135,7 +135,8 @@ def main(options) -> list[Figure]:
 
     off_ms = [1e3 * seconds for found in paired.values() for seconds in found["off"]]
     step_ms = statistics.median(off_ms)
-    print(f"default model, {off.cfg.batch_size} x {off.cfg.seq_len} tokens, {off.ranks.device.type}, "
+    print(f"default model, {off.cfg.batch_size} x {off.cfg.seq_len} tokens, "
+          f"{off.ranks.device.type}, "
           f"{torch.get_num_threads()} threads: {step_ms:.4g} ms/step with no monitor "
           f"({min(off_ms):.4g} to {max(off_ms):.4g})")
     print(f"{blocks} pairs of blocks of {steps} steps for each setting")
