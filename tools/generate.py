@@ -152,8 +152,19 @@ class Writer:
         return ids
 
     def context(self, length: int) -> int:
-        """How many tokens the model sees at once, with `length` of them in the prompt."""
-        return widen(self.model, length + self.max_new_tokens)
+        """How many tokens the model sees at once, with `length` of them in the prompt.
+
+        Lets our Transformer see them and their answer, as far as it has learned to.
+        """
+        model = self.model
+        if not isinstance(model, Transformer):
+            return model.context()
+        wanted = min(length + self.max_new_tokens, model.cfg.max_position or 0)
+        if wanted > model.cfg.seq_len:
+            model.cfg = replace(model.cfg, seq_len=wanted)
+            cos, sin = rope_table(model.cfg)
+            model.cos, model.sin = cos.to(model.cos.device), sin.to(model.sin.device)
+        return model.cfg.seq_len
 
     def warn_of_length(self, ids: list[int]):
         """A context that is too full is cut to its newer half, as in `generate`."""
@@ -174,10 +185,8 @@ class Writer:
             **self.sampling, stop=self.stop,
             on_token=on_token and (lambda new: on_token(int(new[0]))),
             padding=torch.tensor(padding, device=self.device) if any(padding) else None)
-        return [self.until_stop(row) for row in out[:, longest:].tolist()]
-
-    def until_stop(self, ids: list[int]) -> list[int]:
-        return [*itertools.takewhile(lambda i: i not in self.stop, ids)]
+        return [[*itertools.takewhile(lambda i: i not in self.stop, row)]
+                for row in out[:, longest:].tolist()]
 
 
 def write_text(writer: Writer, options: GenerateOptions):
@@ -216,21 +225,6 @@ def write_text(writer: Writer, options: GenerateOptions):
             for (_, prompt, ids), answer in zip(batch, answers, strict=True):
                 text = text_after(tokenizer, ids, answer)
                 print(f"--- {next(number)} of {total}\n{prompt}{text}", flush=True)
-
-
-def widen(model, length: int) -> int:
-    """Let our Transformer see `length` tokens at once, as far as it has learned to.
-
-    Returns how many tokens the model sees at once.
-    """
-    if not isinstance(model, Transformer):
-        return model.context()
-    wanted = min(length, model.cfg.max_position or 0)
-    if wanted > model.cfg.seq_len:
-        model.cfg = replace(model.cfg, seq_len=wanted)
-        cos, sin = rope_table(model.cfg)
-        model.cos, model.sin = cos.to(model.cos.device), sin.to(model.sin.device)
-    return model.cfg.seq_len
 
 
 def files_of(source: Path) -> Path | None:
