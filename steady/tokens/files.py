@@ -179,10 +179,7 @@ def sampled_hash(files: dict[str, Path], blocks: int = SAMPLE_BLOCKS) -> str:
     return digest.hexdigest()
 
 
-SIDECAR_TYPES = dict(
-    dtype=str, tokens=int, bytes=int, documents=int, vocab_size=int, end_of_text=int,
-    tokenizer=str, checksum=str,
-)
+COUNTS, TEXTS = ("tokens", "bytes", "documents", "vocab_size"), ("dtype", "checksum")
 
 
 def read_sidecar(path: Path) -> dict:
@@ -190,20 +187,15 @@ def read_sidecar(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        meta = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not JSON: {e}") from None
-    except PermissionError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
-    if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: a JSON {type(meta).__name__}; expected an object with keys")
-    for key, kind in SIDECAR_TYPES.items():
-        if key in ("tokenizer", "end_of_text") and meta.get(key) is None:
-            continue  # unknown
-        value = meta.get(key, kind())
-        if type(value) is not kind or kind is int and value < 0:
-            expected = "a number, 0 or above" if kind is int else "text"
-            raise ConfigError(f"{path}: {key} {value!r}; expected {expected}")
+        meta = dict(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, RecursionError, PermissionError) as e:
+        raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
+    kinds = dict.fromkeys(COUNTS, (int,)) | dict.fromkeys(TEXTS, (str,))
+    kinds |= dict(tokenizer=(str, type(None)), end_of_text=(int, type(None)))  # None: unknown
+    for key, allowed in kinds.items():
+        value = meta.get(key, allowed[0]())
+        if type(value) not in allowed or type(value) is int and value < 0:
+            raise ConfigError(f"{path}: {key} {value!r}; expected {allowed[0].__name__}")
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ConfigError(f"{path}: dtype {meta['dtype']}; expected uint16 or uint32")
     return meta
