@@ -187,7 +187,9 @@ def read_sidecar(path: Path) -> dict:
     if not path.exists():
         return {}
     try:
-        meta = dict(json.loads(path.read_text("utf-8")))
+        meta = json.loads(path.read_text("utf-8"))
+        if not isinstance(meta, dict):
+            raise TypeError(f"a {type(meta).__name__}")
     except (ValueError, TypeError, RecursionError, PermissionError) as e:
         raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
     kinds = dict.fromkeys(COUNTS, (int,)) | dict.fromkeys(TEXTS, (str,))
