@@ -59,6 +59,7 @@ from steady.ranks.ranks import (
 )
 from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
+from steady.watch import screen
 from steady.watch.evaluation import Means
 
 # --- the loop --------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ def open_run_dir(run: Run):
             run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
         rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
         best = reconcile_best(progress, run.dir)
-        print(rundir.describe(run), flush=True)
+        print(screen.describe(run), flush=True)
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
@@ -468,7 +469,7 @@ def main(argv: list[str]) -> int:
             if run_dir.lock:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
-            print(f"{run_dir.path}: {rundir.early_end(cfg, progress, 0) or finished}; "
+            print(f"{run_dir.path}: {screen.early_end(cfg, progress, 0) or finished}; "
                   "nothing to do")
         return 0
     open_run_dir(run)
@@ -477,7 +478,7 @@ def main(argv: list[str]) -> int:
         if ranks.world_size > 1:
             dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves
     if ranks.rank == 0:
-        print(*filter(None, (report, rundir.early_end(cfg, progress, stop.signal))), sep="\n")
+        print(*filter(None, (report, screen.early_end(cfg, progress, stop.signal))), sep="\n")
     if not stop.signal:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")

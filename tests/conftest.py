@@ -30,10 +30,9 @@ import config  # noqa: E402
 import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
-from steady.checkpoints import run_dir as rundir  # noqa: E402
 from steady.guard.process import exit_code, leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
-from steady.watch import clouds  # noqa: E402
+from steady.watch import clouds, screen  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
 # times slower on two cores.
@@ -45,7 +44,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 clouds.ROOT = Path("/nowhere")  # on a cloud's machine, too, tests write where they say
-rundir.crowded = lambda: ""  # or what a run says would depend on what else the machine does
+# or what a run prints would depend on what else the machine does
+whole_crowded, screen.crowded = screen.crowded, lambda: ""
 
 # A sample of 400 tokens takes longer than a run of 12 steps.
 whole_sample = train.sample

@@ -27,6 +27,7 @@ from steady.checkpoints import sealed
 from steady.checkpoints.checkpoint import list_checkpoints
 from steady.options import ConfigError
 from steady.ranks import hangs
+from steady.watch import screen
 
 FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
@@ -35,9 +36,10 @@ slow = pytest.mark.slow
 
 
 def dies_in(name: str):
-    """A hook: the first attempt is killed as it calls this function of rundir."""
+    """A hook: the first attempt is killed as it calls this function."""
     torchrun_sets(0)
-    setattr(rundir, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    module = screen if name == "describe" else rundir
+    setattr(module, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.mark.parametrize("moment", [

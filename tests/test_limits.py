@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import whole_crowded
 
-from steady.checkpoints import run_dir as rundir
-from steady.watch import machine, proc
+from steady.watch import proc, screen
 from steady.watch import trends as limits
 from steady.watch.trends import (
     MOST,
@@ -410,8 +410,8 @@ def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch
         return f"9.1 9.2 9.3 {running.pop()}/90 8697\n" if running else ""
 
     plain = proc.read
-    monkeypatch.setattr(rundir, "crowded", machine.crowded)
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(machine.proc, "read", read)
+    monkeypatch.setattr(screen, "crowded", whole_crowded)
+    monkeypatch.setattr(screen.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(screen.proc, "read", read)
     told = run("--max_steps", 1, "--warmup_steps", 1)
     assert said in told if said else "other threads" not in told

@@ -10,7 +10,6 @@ import platform
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -34,13 +33,10 @@ from steady.checkpoints.checkpoint import (
 )
 from steady.checkpoints.parts import MANIFEST, is_folder
 from steady.checkpoints.sealed import atomic_write
-from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.tokenizers import copy_tokenizer
-from steady.watch.machine import crowded
-from steady.watch.sinks import si
 
 CHECKPOINT_FILES = re.compile(
     r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
@@ -403,55 +399,3 @@ def provenance() -> dict[str, str]:
         "torch": torch.__version__,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
-
-
-def early_end(cfg, progress, signal_number: int) -> str:
-    """Why training has ended before max_steps; nothing if it has not."""
-    if signal_number:
-        return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
-                "--auto-resume continues from there")
-    if progress.step < cfg.max_steps:
-        return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
-                f"had a lower loss (--patience {cfg.patience})")
-    return ""
-
-
-def describe(run) -> str:
-    """Device, model, data and step of a run, in a few lines for the screen."""
-    cfg, data, ranks, progress = run.cfg, run.train_data, run.ranks, run.progress
-    parameters = sum(p.numel() for p in run.model.parameters())
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
-    samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
-    epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
-    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
-    if len(epochs) > 1:
-        total = sum(d.weight for d in data.datasets)
-        each = zip(data.datasets, epochs, strict=True)
-        sources = ", ".join(f"{d.name} {float(d.weight / total):.1%} ({n})" for d, n in each)
-        sources += f": {si(data.n_tokens)} tokens"
-    sources += "".join(d.describe() for d in data.datasets)
-    at_most = "at most " if data.row_lengths_vary else ""
-    foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
-    sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    shares = ""
-    if cfg.batch_size % (ranks.micro_batch * ranks.world_size):
-        least, rest = divmod(cfg.batch_size, ranks.world_size)
-        shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
-    lines = [
-        f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
-        f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
-        f"attention, compile {'on' if run.compiled else 'off'}{sharded}",
-        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
-        f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
-        f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {sources} in {cfg.max_steps} steps, {ranks.workers} loader processes a rank",
-        f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
-        f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}"
-        f"{shares}, {cfg.optimizer}",
-        f"run     {run.dir.path}",
-    ]
-    if run.dir.resumed_from:
-        lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
-    return "\n".join(filter(None, (*lines, crowded())))

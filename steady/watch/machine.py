@@ -182,24 +182,6 @@ class Machine:
             os.close(file)
 
 
-def crowded() -> str:
-    """A line for the start of a run where others want more than the cores that are left; or "".
-
-    The load average says it minutes later; of five looks the middle one, as a moment says little.
-    """
-    looks = []
-    for _ in range(5):
-        looks.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
-        time.sleep(0.01)
-    others = sorted(int(look or 0) for look in looks)[2] - 1  # this thread is one of them
-    cores = os.cpu_count()
-    if others < cores:
-        return ""
-    advice = "; OMP_NUM_THREADS=1 loses least" if torch.get_num_threads() > 1 else ""
-    return (f"load    {others} other threads are running or ready to on {cores} cores: steps will "
-            f"be slow and uneven{advice}")
-
-
 def open_fd(path: str | Path | None) -> int | None:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else None
