@@ -45,9 +45,7 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, creep
         row |= {"step": (i + 1) * EVERY, "perf/step_ms": total, "perf/step_ms_median": total,
                 "perf/tflops": 1 / total, "perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
         if probes:
-            row |= {"machine/cpu_probe_us": 10 * slower * rng.lognormal(0, 0.01),
-                    "machine/memory_probe_us": 50 * slower * rng.lognormal(0, 0.02),
-                    "machine/run_ms": total, "machine/process_ms": total}
+            row["machine/cpu_probe_us"] = 10 * slower * rng.lognormal(0, 0.01)
         rows.append(row | more(late))
     return rows
 
@@ -117,7 +115,7 @@ def test_a_slower_program_is_not_a_slower_machine():
     """All phases take longer, and the probe does not."""
     rows = made(wobbles=0.02, factor=1.3)
     for row in rows:
-        row["machine/cpu_probe_us"], row["machine/memory_probe_us"] = 10.0, 50.0
+        row["machine/cpu_probe_us"] = 10.0
     (event,) = detect(rows)[0]
     assert event["blames"] == "program" and codes(event) == ["unexplained"]
 
@@ -207,30 +205,11 @@ def test_why_the_clocks_of_a_gpu_are_lower(name, reading):
     assert codes(event)[0] == name and event["causes"][0].values == {"reading": ""}
 
 
-def test_a_neighbour_that_takes_the_bandwidth():
-    rows = made(wobbles=0.02, phase="optimizer", share=0.08)
-    for row in rows[PLANTED:]:
-        row["machine/memory_probe_us"] *= 1.6
-    events, _ = detect(rows)
-    event = next(event for event in events if event["phases"][0][0] == "optimizer")
-    assert event["blames"] == "machine" and codes(event)[0] == "memory probe"
-    assert event["causes"][0].values["ratio"] == pytest.approx(1.6, abs=0.05)
-
-
-def test_no_thread_is_blamed_where_all_threads_of_an_operation_take_longer():
-    """Then those beside the main one compute for longer, too, whatever the reason."""
-    rows = made(wobbles=0.02, factor=1.4)
-    for i, row in enumerate(rows):
-        row["machine/process_ms"] += 15 * (i >= PLANTED)
-    (event,) = detect(rows)[0]
-    assert event["blames"] == "machine" and codes(event)[0] == "probe"
-
-
 def test_what_is_said_is_said_again_when_more_is_known():
     """For ten logs it looks like the machine; then its probe is as fast as ever."""
     rows = made(wobbles=0.02, factor=1.3, logs=200)
     for row in rows[PLANTED + 10 :]:
-        row["machine/cpu_probe_us"], row["machine/memory_probe_us"] = 10.0, 50.0
+        row["machine/cpu_probe_us"] = 10.0
     (event,), updated = detect(rows)
     assert event["blames"] == "program" and updated and updated[0]["updated"] < rows[-1]["step"]
 
@@ -288,8 +267,8 @@ def test_the_machine_is_read():
         reader.slow_read = reader.slow_read[0] - 1, reader.slow_read[1]
         sum(range(10**5))
         row = reader.read(1)
-        assert row["machine/cpu_probe_us"] > 0 and row["machine/memory_probe_us"] > 0
-        assert 0 < row["machine/run_ms"] <= row["machine/process_ms"] + 1
+        assert row["machine/cpu_probe_us"] > 0
+        assert row["machine/steal_ms"] >= 0
         assert reader.probe_us == row["machine/cpu_probe_us"]
     finally:
         reader.close()

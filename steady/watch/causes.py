@@ -56,15 +56,12 @@ OF_MACHINE = {
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
     "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "
              "host, or lower clocks",
-    "memory probe": "main memory is {ratio:.2f} times slower, the machine's own probe too: a "
-                    "neighbour that takes its bandwidth",
 }
 READINGS = {"heat": ("machine/gpu_celsius", " ({:.0f} °C)"),
             "power": ("machine/gpu_watts", " at {:.0f} W")}
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
-PROBES = {"probe": ("machine/cpu_probe_us", "machine/gpu_probe_us"),
-          "memory probe": ("machine/memory_probe_us",)}
+PROBES = ("machine/cpu_probe_us", "machine/gpu_probe_us")
 
 
 def mean_row(rows: list[dict]) -> dict[str, float]:
@@ -250,24 +247,15 @@ def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: li
                 share = new.get(f"perf/{phase}_ms", 0.0) / of_all_phases(new)
                 left.take(name, share * (ms - shared), [phase])
     # of what all phases share, all but what is more than the probe is slower
-    best = (0.0, "", 1.0)
-    for name, columns in PROBES.items():
-        for column in columns:
-            beside, error = grown(before, after, series, column)
-            beside = beside if beside > max(error, least) else 0.0
-            ratio = probe_ratio(before, after, column)
-            best = max(best, (left.ms["common"] - beside, name, ratio))
-    ms, name, ratio = best
+    best = 0.0, 1.0
+    for column in PROBES:
+        beside, error = grown(before, after, series, column)
+        beside = beside if beside > max(error, least) else 0.0
+        best = max(best, (left.ms["common"] - beside, probe_ratio(before, after, column)))
+    ms, ratio = best
     if ms > 0 and ratio > 1.04:
-        left.take(name, ms, ["common"], ratio=ratio)
+        left.take("probe", ms, ["common"], ratio=ratio)
     left.take("network", left.total, ["waiting"])
-    # what a phase has alone, as far as main memory is slower than the rest of the machine
-    ratio = probe_ratio(before, after, "machine/memory_probe_us")
-    factor = 1 + shared / of_all_phases(old)
-    for phase in COMPUTE:
-        if ratio > 1.1 * factor:
-            most = 1.5 * (ratio - factor) * old.get(f"perf/{phase}_ms", 0.0)
-            left.take("memory probe", most, [phase], ratio=ratio)
 
 
 def lower_clocks(old: dict, new: dict) -> tuple[str, str]:

@@ -26,10 +26,8 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Probe:
-    """A fixed piece of work, timed. One number lives in the cache, the other in main memory.
-
-    The best of three: a try that is interrupted says nothing of the speed of the core. NumPy, so
-    that one thread does it.
+    """A fixed piece of work, timed: the best of three, since a try that is interrupted says nothing
+    of the speed of the core. NumPy, so that one thread does it.
     """
 
     TRIES = 3
@@ -37,34 +35,18 @@ class Probe:
     def __init__(self):
         self.small = np.full((48, 48), 0.01, np.float32)
         self.product = np.empty_like(self.small)
-        self.large = np.ones((32, 1 << 17), np.float64)  # 32 rows of 1 MB
-        self.row = np.empty(1 << 17, np.float64)
-        self.at = 0
         self.gpu = None  # events around a kernel that may still be running
 
-    def in_cache(self):
-        for _ in range(4):
-            np.matmul(self.small, self.small, out=self.product)
-
-    def in_memory(self):
-        self.at = (self.at + 1) % len(self.large)
-        np.copyto(self.row, self.large[self.at])
-
     def read(self, device: torch.device) -> dict[str, float]:
-        """Microseconds of each; on CUDA those of the kernel that was started at the last call."""
-        out = {"machine/cpu_probe_us": self.best(self.in_cache),
-               "machine/memory_probe_us": self.best(self.in_memory)}
-        if device.type == "cuda":
-            out |= self.read_gpu(device)
-        return out
-
-    def best(self, work) -> float:
+        """Microseconds; on CUDA also those of the kernel that was started at the last call."""
         times = []
         for _ in range(self.TRIES):
             began = time.perf_counter()
-            work()
+            for _ in range(4):
+                np.matmul(self.small, self.small, out=self.product)
             times.append(time.perf_counter() - began)
-        return min(times) * 1e6
+        out = {"machine/cpu_probe_us": min(times) * 1e6}
+        return out | self.read_gpu(device) if device.type == "cuda" else out
 
     def read_gpu(self, device: torch.device) -> dict[str, float]:
         out = {}
@@ -85,7 +67,7 @@ class Machine:
     """Reads what may explain a slow-down from outside the training loop. Main thread only."""
 
     def __init__(self, device: torch.device):
-        self.device, self.probe = device, None  # made at the first log, for it takes 33 MB
+        self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         self.files = {name: file for name, path in {
             "schedstat": f"/proc/self/task/{threading.get_native_id()}/schedstat",
@@ -133,7 +115,6 @@ class Machine:
         then, old = self.slow_read
         self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
         if self.looked:
-            self.probe = self.probe or Probe()
             row |= self.probe.read(self.device)
             of_device = "gpu" if self.device.type == "cuda" else "cpu"
             self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
@@ -151,11 +132,10 @@ class Machine:
         return int(text[1]) / 1e9 if len(text) > 1 else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Since the process or the machine began. In ms: the time the main thread ran; that of all
-        threads; that a core was stolen by the hypervisor (mean of all cores); that the container
-        had used up its quota; that the main thread waited for a disk (0 where the kernel does not
-        account for delays)."""
-        out = {"run_ms": time.thread_time() * 1e3, "process_ms": time.process_time() * 1e3}
+        """ms, since the process or the machine began, in which a core was stolen by the hypervisor
+        (mean of all cores), the container had used up its quota, or the main thread waited for a
+        disk (0 where the kernel does not account for delays)."""
+        out = {}
         with contextlib.suppress(IndexError, ValueError):
             out["steal_ms"] = int(self.text("cpus").split()[8]) * 1e3 / TICKS / os.cpu_count()
         with contextlib.suppress(IndexError, ValueError):

@@ -71,8 +71,6 @@ def on_a_busy_machine(rng, rows: list[dict]) -> list[dict]:
         out.append(row | {
             "perf/step_ms": total, "perf/tflops": 1 / total,
             "perf/cpu_queue_ms": slower[5] * total, "machine/cpu_probe_us": 10 * slower[3],
-            "machine/memory_probe_us": 50 * slower[4], "machine/run_ms": total,
-            "machine/process_ms": total,
         })
     return out
 
