@@ -237,8 +237,7 @@ def evaluate(run: "Run") -> float:
     run.monitor.phase(previous)
     if ranks.rank == 0:
         print(f"step {step}: validation {shown}", flush=True)
-    if row:
-        run.monitor.write(step, row)
+    run.monitor.write(step, row)
     return row.get("val/loss", math.nan)
 
 

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,9 @@ class Sampler:
         self.ours = {}  # code → whether its file is worth naming
         self.ended = False
         sys.setswitchinterval(SWITCH_SECONDS)
-        self.thread = threading.Thread(target=self.run, name="sampler", daemon=True)
+        self.thread = threading.Thread(target=run, args=(weakref.ref(self),), name="sampler",
+                                       daemon=True)
         self.thread.start()
-
-    def run(self):
-        jitter = random.Random(0).random  # steps may last as long as a pause
-        while not self.ended:
-            time.sleep(SECONDS * (0.5 + jitter()))
-            self.look(sys._current_frames().get(self.thread_id))
 
     def look(self, frame):
         """Count where the thread is; keeps no frame, and so none of the tensors in it."""
@@ -88,6 +84,15 @@ class Sampler:
     def close(self):
         self.ended = True
         self.thread.join()
+
+
+def run(sampler: weakref.ref):
+    """Let it look until it is closed, or gone."""
+    jitter = random.Random(0).random  # steps may last as long as a pause
+    while (found := sampler()) and not found.ended:
+        found.look(sys._current_frames().get(found.thread_id))
+        del found
+        time.sleep(SECONDS * (0.5 + jitter()))
 
 
 ROOT = Path(__file__).parents[2]

@@ -58,6 +58,8 @@ class Sinks:
                 self.give_up("W&B", e)
 
     def write(self, step: int, row: dict):
+        if not row:  # as of an evaluation without a target
+            return
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
         try:
             if self.metrics:
