@@ -420,7 +420,8 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
         assert len(errors) == (code == 2), case
 
 
-@pytest.mark.parametrize("command", [["data.py", "--help"], ["monitor.py", "r"]])
+@pytest.mark.parametrize("command", [
+    ["data.py", "--help"], pytest.param(["monitor.py", "r"], marks=pytest.mark.slow)])
 def test_a_reader_that_has_read_enough_is_no_error(run, tmp_path, command):
     run("--out_dir", "r")
     script, *flags = command

@@ -113,7 +113,7 @@ def test_parts_are_exact(run):
     assert found["full"]["ddp"]["activations"] < 0.7 * one["activations"]
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_is_shared_by_two_gpus(accumulation):
     """As the ZeRO paper (arXiv:1910.02054) divides it, and sent by rings."""
     cfg = config.resolve(config.parse([

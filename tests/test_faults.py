@@ -166,7 +166,7 @@ def copy(finished, tmp_path) -> Path:
 
 @pytest.mark.parametrize("ranks, kills", [
     (1, 3),
-    (2, 2),
+    pytest.param(2, 2, marks=pytest.mark.slow),
 ])
 def test_killed_repeatedly(corpus, tmp_path, ranks, kills):
     """At random moments, also during start-up and saves. No attempt can reach the end."""

@@ -78,11 +78,12 @@ def test_the_groups_of_shards_and_replicas_wait_as_long_as_that_of_all_ranks(tmp
 
 @pytest.mark.parametrize("way, flags", [
     ("zero3", ["--optimizer", "muon"]),
-    ("zero2", ["--optimizer", "adamw", "--tie_embeddings"]),
+    pytest.param("zero2", ["--optimizer", "adamw", "--tie_embeddings"], marks=pytest.mark.slow),
     ("zero3", ["--optimizer", "adamw", "--dropout", "0.1", "--activation_checkpointing", "full"]),
     ("zero2", ["--optimizer", "muon", "--monitor", "full", "--tie_embeddings"]),
     ("zero2", ["--optimizer", "adamw", "--micro_batch_size", "1"]),
-    ("zero3", ["--optimizer", "muon", "--micro_batch_size", "2"]),
+    pytest.param("zero3", ["--optimizer", "muon", "--micro_batch_size", "2"],
+                 marks=pytest.mark.slow),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else value)
 def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
     """But for the sum over the micro-batches of a step, which ddp makes first, before that over
@@ -112,7 +113,7 @@ def test_any_number_of_ranks_trains_as_one_process(run, tmp_path, ranks, flags):
     assert_equal_runs(tmp_path / "one", tmp_path / "many", rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision):
     flags = [*FLAGS, "--precision", precision, "--learning_rate", 1e-3]
     run(*flags, "--out_dir", "ddp", ranks=2)
@@ -120,7 +121,7 @@ def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision)
     assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3", rel=5e-3)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero3"])
+@pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_three_ranks_resume_bit_for_bit(run, tmp_path, way):
     flags = ["--batch_size", "6", "--parallel", way, "--save_interval", "5", "--eval_interval", "0"]
     run(*flags, "--out_dir", "straight", ranks=3)
@@ -472,7 +473,7 @@ def test_one_rank_divides_nothing(run, tmp_path, ranks):
     assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3")
 
 
-@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize("unlucky", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path, unlucky):
     """Each rank saves its part of the last completed step; together they are a checkpoint.
 
