@@ -12,6 +12,7 @@ from test_causes import EVERY, PLANTED, STEP_MS, codes, detect, made
 
 from steady.watch import profile
 from steady.watch.profile import LEAST, OTHERS, Sampler, add_profiles, longer_lines
+from steady.watch.report import report
 from steady.watch.sinks import PHASES
 
 FRAMES = []
@@ -102,6 +103,16 @@ def test_lines_that_keep_their_shares_are_not_blamed():
     """All of them longer alike, as on a slower machine, or beside work that no look has met."""
     found, _ = detect(made(1, factor=1.5, more=profiles("none", 0.0)))
     assert found and not any("lines" in codes(event) for event in found)
+
+
+def test_profiles_that_nobody_has_written_are_passed_over(tmp_path):
+    odd = [{}, {"forward": 3}, {"forward": {"a.py:1 f": "many"}}, {"": {"x": 2}}, [1], "text", None,
+           {"forward": {"a.py:1 f": True, "b": -1, "c": 10**400}}]
+    made_rows = made(1, phase="forward", share=0.3)
+    lines = [json.dumps(row | {"profile": odd[i % len(odd)]}) for i, row in enumerate(made_rows)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (event,) = report(tmp_path)["slowdowns"]
+    assert codes(event) == ["unexplained"]
 
 
 def test_a_line_of_a_phase_that_hardly_took_time_before():

@@ -2,8 +2,9 @@
 
 To tell a slower machine from a slower program, what all phases share is separated from what one
 phase has in addition (SlowdownDetector.split). The known causes of the program explain what they
-can. Then time that the kernel says the main thread could not run, and the slow-down of the probes,
-explain what is shared, and of the rest what they exceed that by. What is left is unexplained.
+can, then the lines in which a phase has become longer (profile.py). Time that the kernel says the
+main thread could not run, and the slow-down of the probes, explain what is shared, and of the rest
+what they exceed that by. What is left is unexplained.
 """
 
 import math

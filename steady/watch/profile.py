@@ -42,6 +42,7 @@ class Sampler:
         self.counts = Counter()  # of (phase, code, line, code and line of its caller)
         self.ours = {}  # code → whether its file is worth naming
         self.ended = False
+        self.before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         self.thread = threading.Thread(target=run, args=(weakref.ref(self),), name="sampler",
                                        daemon=True)
@@ -84,6 +85,7 @@ class Sampler:
     def close(self):
         self.ended = True
         self.thread.join()
+        sys.setswitchinterval(self.before)
 
 
 def run(sampler: weakref.ref):
@@ -128,13 +130,14 @@ class Lines(list):
 
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:
-    """The looks of several rows, or points, together."""
+    """The looks of several rows, or points, together; without what `take` has not written."""
     out = {}
     for row in rows:
-        for phase, lines in (row.get("profile") or {}).items():
+        for phase, lines in row.get("profile", {}).items():
             sums = out.setdefault(phase, {})
-            for name, n in lines.items():
-                sums[name] = sums.get(name, 0) + n
+            for name, n in lines.items() if isinstance(lines, dict) else ():
+                if type(n) is int and 0 < n < 1 << 53:
+                    sums[name] = sums.get(name, 0) + n
     return out
 
 
