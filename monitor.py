@@ -80,7 +80,7 @@ class Monitor:
         for row in self.sinks.kept:  # of earlier processes, which have said what they found
             self.learning.add(row)
             for event in self.slowdowns.add(row):
-                event["said"] = event.get("said") or worth_saying(event)
+                event.said = event.said or worth_saying(event)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         # an autopsy takes all ranks where they hold shards
         self.anomalies = AnomalyDetector(bool(out_dir) or ranks.shards.size > 1)
@@ -274,10 +274,10 @@ class Monitor:
         if finding := self.learning.add({"step": step, **row}):
             self.warn(step, str(finding))
         for event in self.slowdowns.add({"step": step, **row}):
-            ended = "ended" in event
-            if not (event.get("said") if ended else worth_saying(event)):
+            ended = event.ended is not None
+            if not (event.said if ended else worth_saying(event)):
                 continue
-            event["said"] = True
+            event.said = True
             text = describe_end(event) if ended else describe_event(event)
             self.warn(step, text)
             self.sinks.write_text("slow-downs", text, step)

@@ -55,18 +55,18 @@ def detect(rows) -> tuple[list[dict], list[dict]]:
     detector, events, updated = SlowdownDetector(), {}, []
     for row in rows:
         for event in detector.add(row):
-            updated += [event] * (events.get(id(event)) is event and "ended" not in event)
+            updated += [event] * (events.get(id(event)) is event and event.ended is None)
             events[id(event)] = event
     detector.finish()
-    return [event for event in events.values() if "superseded" not in event], updated
+    return [event for event in events.values() if not event.superseded], updated
 
 
 def codes(event) -> list[str]:
-    return [cause.code for cause in event["causes"]]
+    return [cause.code for cause in event.causes]
 
 
 def of_program(events) -> list[dict]:
-    return [event for event in events if event["blames"] == "program"]
+    return [event for event in events if event.blames == "program"]
 
 
 @pytest.mark.parametrize("phase", SHARES)
@@ -75,28 +75,28 @@ def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
     events = of_program(detect(made(seed, phase=phase, share=0.06))[0])
     assert len(events) == 1, events
     (event,) = events
-    assert event["phases"][0][0] == phase and not event["creeps"]
-    assert event["phases"][0][1] == pytest.approx(0.06 * STEP_MS, rel=0.25)
-    assert event["intervals"][phase] < 0.03 * STEP_MS
-    assert abs(event["since"] - PLANTED * EVERY) <= 3 * EVERY
-    assert event["since_range"][0] <= PLANTED * EVERY + 1 <= event["since_range"][1] + EVERY
+    assert event.phases[0][0] == phase and not event.creeps
+    assert event.phases[0][1] == pytest.approx(0.06 * STEP_MS, rel=0.25)
+    assert event.intervals[phase] < 0.03 * STEP_MS
+    assert abs(event.since - PLANTED * EVERY) <= 3 * EVERY
+    assert event.since_range[0] <= PLANTED * EVERY + 1 <= event.since_range[1] + EVERY
 
 
 def test_a_wobbling_machine_is_never_blamed_on_the_program():
     for seed in range(10):
         for event in detect(made(seed, wobbles=0.25))[0]:
-            assert event["blames"] != "program", (seed, event)
+            assert event.blames != "program", (seed, event)
 
 
 @pytest.mark.parametrize("probes, blames", [(True, "machine"), (False, "unclear")])
 def test_a_slower_machine_is_told_by_its_probe(probes, blames):
     (event,) = detect(made(factor=1.3, wobbles=0.02, probes=probes))[0]
-    assert event["blames"] == blames and abs(event["since"] - PLANTED * EVERY) <= 3 * EVERY
-    assert event["percent"] == pytest.approx(30, abs=5)
+    assert event.blames == blames and abs(event.since - PLANTED * EVERY) <= 3 * EVERY
+    assert event.percent == pytest.approx(30, abs=5)
     if probes:
-        assert codes(event)[0] == "probe", event["causes"]
+        assert codes(event)[0] == "probe", event.causes
     else:
-        assert event["causes"] == [Cause("unexplained", pytest.approx(1.0))]
+        assert event.causes == [Cause("unexplained", pytest.approx(1.0))]
 
 
 def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
@@ -106,8 +106,8 @@ def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
         for row in rows[PLANTED:]:
             row["perf/cpu_queue_ms"] = 0.9 * row["perf/step_ms"]
         events = detect(rows)[0]
-        assert all(event["series"] == "median" for event in events), (seed, events)
-        (event,) = (e for e in events if e["since"] == PLANTED * EVERY + 1)
+        assert all(event.series == "median" for event in events), (seed, events)
+        (event,) = (e for e in events if e.since == PLANTED * EVERY + 1)
         assert codes(event)[0] == "contention", event
 
 
@@ -117,12 +117,12 @@ def test_a_slower_program_is_not_a_slower_machine():
     for row in rows:
         row["machine/cpu_probe_us"] = 10.0
     (event,) = detect(rows)[0]
-    assert event["blames"] == "program" and codes(event) == ["unexplained"]
+    assert event.blames == "program" and codes(event) == ["unexplained"]
 
 
 def test_a_slower_machine_and_a_slower_program_at_once():
     events = detect(made(factor=1.25, wobbles=0.03, phase="optimizer", share=0.25))[0]
-    assert any(name == "optimizer" for event in events for name, _ in event["phases"])
+    assert any(name == "optimizer" for event in events for name, _ in event.phases)
     assert {"probe", "unexplained"} <= {code for event in events for code in codes(event)}
 
 
@@ -133,15 +133,15 @@ def test_a_second_change_on_top_of_the_first_is_found():
             row[name] += 0.2 * STEP_MS
         row["perf/tflops"] = 1 / row["perf/step_ms"]
     first, second = of_program(detect(rows)[0])
-    assert (first["phases"][0][0], second["phases"][0][0]) == ("forward", "data")
-    assert abs(second["since"] - 90 * EVERY) <= 3 * EVERY
+    assert (first.phases[0][0], second.phases[0][0]) == ("forward", "data")
+    assert abs(second.since - 90 * EVERY) <= 3 * EVERY
 
 
 def test_what_began_long_ago_keeps_its_beginning():
     events, updated = detect(made(phase="data", share=0.3, wobbles=0.05, logs=600))
     (event,) = of_program(events)
-    assert abs(event["since"] - PLANTED * EVERY) <= EVERY and event not in updated
-    assert event["phases"][0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1))
+    assert abs(event.since - PLANTED * EVERY) <= EVERY and event not in updated
+    assert event.phases[0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1))
     assert [e for e in events if worth_saying(e)] == [event]  # not the machine's 5 % up and down
 
 
@@ -151,7 +151,7 @@ def test_a_jump_is_no_creep(share, creeps):
     for seed in range(5):
         events = of_program(detect(made(seed, phase="other", share=share, creeps=creeps,
                                         wobbles=0.1))[0])
-        assert events[-1]["creeps"] == creeps, (seed, events)
+        assert events[-1].creeps == creeps, (seed, events)
         assert (codes(events[-1])[0] == "loop") == creeps
 
 
@@ -169,7 +169,7 @@ def test_what_the_kernel_says_is_the_machine(column, ms, cause):
     for i, row in enumerate(rows) if column == "machine/stops" else ():
         row[column] = 3 * max(0, i - PLANTED)  # so far
     (event,) = detect(rows)[0]
-    assert event["blames"] == "machine" and codes(event)[0] == cause
+    assert event.blames == "machine" and codes(event)[0] == cause
 
 
 def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
@@ -177,8 +177,8 @@ def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
     rows = made(phase="other", share=0.2, wobbles=0.0,
                 more=lambda late: {"perf/cpu_queue_ms": 3.0 if late else 0.01})
     (event,) = detect(rows)[0]
-    assert event["blames"] == "program" and codes(event)[-1] == "unexplained"
-    assert 0.8 <= event["causes"][-1].share < 0.9, event
+    assert event.blames == "program" and codes(event)[-1] == "unexplained"
+    assert 0.8 <= event.causes[-1].share < 0.9, event
 
 
 def test_lower_clocks_do_not_explain_what_the_gpu_has_no_part_in():
@@ -186,7 +186,7 @@ def test_lower_clocks_do_not_explain_what_the_gpu_has_no_part_in():
     rows = made(phase="other", share=0.5, wobbles=0.02,
                 more=lambda late: {"perf/clock_mhz": 1200 if late else 1900})
     (event,) = of_program(detect(rows)[0])
-    assert event["phases"][0][0] == "other" and codes(event) == ["unexplained"]
+    assert event.phases[0][0] == "other" and codes(event) == ["unexplained"]
 
 
 @pytest.mark.parametrize("name, reading", [("heat", " (88 °C)"), ("power", " at 650 W")])
@@ -197,12 +197,12 @@ def test_why_the_clocks_of_a_gpu_are_lower(name, reading):
 
     rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
     (event,) = detect(rows)[0]
-    assert event["blames"] == "machine" and codes(event)[0] == name
-    assert event["causes"][0].values == {"reading": reading}
+    assert event.blames == "machine" and codes(event)[0] == name
+    assert event.causes[0].values == {"reading": reading}
     for row in rows:  # a GPU may give the reason without the reading
         row["machine/gpu_celsius"] = row["machine/gpu_watts"] = None
     (event,) = detect(rows)[0]
-    assert codes(event)[0] == name and event["causes"][0].values == {"reading": ""}
+    assert codes(event)[0] == name and event.causes[0].values == {"reading": ""}
 
 
 def test_what_is_said_is_said_again_when_more_is_known():
@@ -211,7 +211,7 @@ def test_what_is_said_is_said_again_when_more_is_known():
     for row in rows[PLANTED + 10 :]:
         row["machine/cpu_probe_us"] = 10.0
     (event,), updated = detect(rows)
-    assert event["blames"] == "program" and updated and updated[0]["updated"] < rows[-1]["step"]
+    assert event.blames == "program" and updated and updated[0].updated < rows[-1]["step"]
 
 
 def event_of_waiting(more) -> dict:
@@ -233,8 +233,8 @@ def test_a_slow_rank_or_its_machine(slower, code):
                 "perf/waiting_ms": 10.0 * late}
 
     event = event_of_waiting(more)
-    assert codes(event)[0] == code and event["causes"][0].values["rank"] == 3
-    assert event["blames"] == ("machine" if slower > 1 else "program")
+    assert codes(event)[0] == code and event.causes[0].values["rank"] == 3
+    assert event.blames == ("machine" if slower > 1 else "program")
 
 
 def test_a_slow_network_is_no_slow_rank():
@@ -243,7 +243,7 @@ def test_a_slow_network_is_no_slow_rank():
                 2.0 + 10.0 * late, "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": 1.0}
 
     event = event_of_waiting(more)
-    assert codes(event)[0] == "network" and event["blames"] == "machine"
+    assert codes(event)[0] == "network" and event.blames == "machine"
 
 
 def test_change_points():
@@ -353,7 +353,7 @@ def test_rare_slow_steps_that_stop_are_no_slow_down():
 @pytest.mark.parametrize("column", ["perf/compilations", "memory/alloc_retries", "machine/stops"])
 def test_what_happened_once_does_not_make_all_steps_slower(column):
     (event,) = detect(made(wobbles=0.02, factor=1.3, more=lambda late: {column: 1 + late}))[0]
-    assert event["blames"] == "machine" and codes(event)[0] == "probe"
+    assert event.blames == "machine" and codes(event)[0] == "probe"
 
 
 @pytest.mark.parametrize("column, value", [
@@ -377,7 +377,7 @@ def test_a_slow_down_that_creeps_to_be_worth_a_word_is_said():
         row["perf/tflops"] = 1 / row["perf/step_ms"]
     detector, said = SlowdownDetector(), []
     for row in rows:
-        said += [(event["series"], row["step"]) for event in detector.add(row)
+        said += [(event.series, row["step"]) for event in detector.add(row)
                  if worth_saying(event)]
     assert said, "never warned of"
 
@@ -394,7 +394,7 @@ def test_a_phase_that_is_over_when_the_work_changes_has_ended():
                 row[name] -= 2 * 0.3 * STEP_MS
         row["perf/tflops"] = (2 if i >= 100 else 1) / row["perf/step_ms"]
     events, _ = detect(rows)
-    assert all("ended" in event for event in events if event["series"] == "data")
+    assert all(event.ended is not None for event in events if event.series == "data")
 
 
 @pytest.mark.parametrize("name", ["perf/tflops", "perf/step_ms", "perf/logging_ms",

@@ -92,9 +92,9 @@ def test_the_line_that_became_slower_is_named(slower):
     share = 0.2
     found, _ = detect(made(1, phase="forward", share=share,
                            more=profiles(slower, share * STEP_MS)))
-    (event,) = [event for event in found if event["blames"] == "program"]
-    assert codes(event) == ["lines"] and event["since"] <= (PLANTED + 3) * EVERY
-    line = event["causes"][0].values["found"][0]
+    (event,) = [event for event in found if event.blames == "program"]
+    assert codes(event) == ["lines"] and event.since <= (PLANTED + 3) * EVERY
+    line = event.causes[0].values["found"][0]
     assert line.phase == "forward" and f" {slower} < model.py:9 forward" in line.place
     assert abs(line.ms - share * STEP_MS) < max(line.error, 0.2 * share * STEP_MS)
 

@@ -28,7 +28,7 @@ from steady.watch import trends as limits
 from steady.watch.causes import Cause
 from steady.watch.report import ADVICE, describe_end, report, verdict
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
-from steady.watch.slowdowns import Cusum, SlowdownDetector
+from steady.watch.slowdowns import Cusum, SlowDown, SlowdownDetector
 from tools.report import main, regression_percent
 
 
@@ -113,15 +113,15 @@ def before_each(monkeypatch, owner, name: str, do):
 
 
 def codes(event) -> list[str]:
-    return [cause.code for cause in event["causes"]]
+    return [cause.code for cause in event.causes]
 
 
 def the_event(events, clock, kind="step"):
     """On a driven clock there is one event and no other; a busy machine may add smaller ones."""
     near = (2 if clock.driven else 5) * clock.interval
-    found = [e for e in events if e["kind"] == kind and abs(e["since"] - clock.slow_from) <= near]
+    found = [e for e in events if e.kind == kind and abs(e.since - clock.slow_from) <= near]
     assert found and (events == found[:1] or not clock.driven), events
-    return max(found, key=lambda e: e["percent"])
+    return max(found, key=lambda e: e.percent)
 
 
 # --- the program is provoked ---
@@ -131,14 +131,14 @@ def test_data_stalls(provoke, monkeypatch, clock):
     before_each(monkeypatch, data.Mixture, "batch", lambda *_: clock.advance(0.03 * clock.late))
     events, told = provoke(clock)
     event = the_event(events, clock)
-    assert event["phases"][0][0] == "data" and event["phases"][0][1] > 25
+    assert event.phases[0][0] == "data" and event.phases[0][1] > 25
     assert codes(event)[0] == "data"
     assert "warning: step" in told and "slower since about step" in told
     if clock.driven:
-        assert event["phases"] == [("data", pytest.approx(30, rel=0.02))] and not event["creeps"]
-        assert event["causes"] == [Cause("data", pytest.approx(1.0))]
-        assert event["since"] == clock.slow_from + 1
-        assert event["found"] <= clock.slow_from + 7 * clock.interval
+        assert event.phases == [("data", pytest.approx(30, rel=0.02))] and not event.creeps
+        assert event.causes == [Cause("data", pytest.approx(1.0))]
+        assert event.since == clock.slow_from + 1
+        assert event.found <= clock.slow_from + 7 * clock.interval
 
 
 def test_garbage_collection(provoke, monkeypatch, clock):
@@ -180,7 +180,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, tmp_path, c
     before_each(monkeypatch, train, "save_checkpoint", rewrite)
     events, _ = provoke(clock, "--save_interval", clock.interval, intervals=30)
     event = the_event(events, clock, "checkpoint")
-    assert event["creeps"] and codes(event) == ["checkpoint grows"]
+    assert event.creeps and codes(event) == ["checkpoint grows"]
 
 
 def test_slow_checkpoints(provoke, monkeypatch, clock):
@@ -191,7 +191,7 @@ def test_slow_checkpoints(provoke, monkeypatch, clock):
     before_each(monkeypatch, *slow, lambda *_: clock.advance(0.5 * clock.late))
     events, _ = provoke(clock, "--save_interval", clock.interval)
     event = the_event(events, clock, "checkpoint")
-    assert not event["creeps"] and codes(event) == ["checkpoint"]
+    assert not event.creeps and codes(event) == ["checkpoint"]
 
 
 def test_a_sink_that_blocks(provoke, monkeypatch, clock):
@@ -225,7 +225,7 @@ def test_what_no_signal_explains_is_called_unexplained(provoke, monkeypatch, clo
     before_each(monkeypatch, train.Transformer, "forward",
                 lambda *_: clock.advance(0.03 * clock.late))
     event = the_event(provoke(clock)[0], clock)
-    assert event["phases"][0][0] == "forward"
+    assert event.phases[0][0] == "forward"
     if clock.driven:
         assert codes(event) == ["unexplained"]
 
@@ -236,9 +236,9 @@ def test_the_end_of_a_slow_down_is_reported(provoke, monkeypatch, clock):
                 lambda *_: clock.advance(0.03 * (clock.late and clock.step < end)))
     events, told = provoke(clock, intervals=36)
     event = the_event(events, clock)
-    assert end < event["ended"] <= end + 10 * clock.interval
+    assert end < event.ended <= end + 10 * clock.interval
     assert "step time is back to normal; it was longer since step" in told
-    assert f"It ended at step {event['ended']}." in told
+    assert f"It ended at step {event.ended}." in told
 
 
 def test_recompilation(provoke, monkeypatch, driven):
@@ -306,7 +306,7 @@ def test_real_cpu_contention(provoke, monkeypatch):
     event = the_event(events, clock)
     # so many processes may use up a container's quota, or make the hypervisor take the cores
     assert {"contention", "quota", "stolen"} & {*codes(event)}, events
-    assert event["blames"] == "machine"
+    assert event.blames == "machine"
 
 
 def test_a_loader_whose_memory_grows(provoke, monkeypatch, driven):
@@ -358,9 +358,9 @@ def test_a_real_slow_rank_is_named(provoke, monkeypatch, way):
                 lambda *_: time.sleep(0.03 * (clock.late and os.environ["RANK"] == "1")))
     events, _ = provoke(clock, "--micro_batch_size", 2, "--parallel", way, ranks=2)
     event = the_event(events, clock)
-    assert event["phases"][0][0] == "waiting"
-    assert event["causes"][0].values["rank"] == 1
-    assert event["causes"][0].values["phase"] == "forward"
+    assert event.phases[0][0] == "waiting"
+    assert event.causes[0].values["rank"] == 1
+    assert event.causes[0].values["phase"] == "forward"
 
 
 # --- a monitor alone is told how long things take ---
@@ -398,8 +398,8 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
     monkeypatch.setattr(monitor, "gather", gather)
     events = drive(lambda: dict(forward=3, backward=5, waiting=30 * driven.late))
     event = the_event(events, driven)
-    assert event["phases"] == [("waiting", pytest.approx(30))]
-    (cause,) = event["causes"]
+    assert event.phases == [("waiting", pytest.approx(30))]
+    (cause,) = event.causes
     assert (cause.values["rank"], cause.values["phase"]) == (1, "forward")
     assert cause.values["ratio"] == pytest.approx((3 + 5 + 30) / (3 + 5))
 
@@ -412,14 +412,14 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
 def test_signals_of_a_gpu(drive, driven, monkeypatch, row, cause):
     monkeypatch.setattr(limits, "memory_used", lambda device: row(driven))
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * driven.late)), driven)
-    assert event["phases"] == [("backward", pytest.approx(10))]
+    assert event.phases == [("backward", pytest.approx(10))]
     assert codes(event)[0] == cause
 
 
 def test_a_list_in_the_loop_that_is_traversed_each_time(drive, driven):
     event = drive(lambda: dict(forward=10, other=max(0, driven.step - driven.slow_from) / 4))[0]
-    assert event["creeps"] and codes(event)[0] == "loop"
-    assert abs(event["since"] - driven.slow_from) <= driven.interval + 1
+    assert event.creeps and codes(event)[0] == "loop"
+    assert abs(event.since - driven.slow_from) <= driven.interval + 1
 
 
 def test_quiet_runs_have_no_events(drive, driven):
@@ -453,12 +453,12 @@ def detect(values) -> tuple[list[int], list[int], SlowdownDetector]:
     for i, (median, mean) in enumerate(values, start=1):
         row = quiet_row(50 * i, mean)
         for event in detector.add(row | {"perf/step_ms_median": median}):
-            if "ended" in event:
-                assert event["ended"] == 50 * i
-                ended.append(event["since"])
+            if event.ended is not None:
+                assert event.ended == 50 * i
+                ended.append(event.since)
             else:
-                assert event["found"] == 50 * i
-                began.append(event["since"])
+                assert event.found == 50 * i
+                began.append(event.since)
     return began, ended, detector
 
 
@@ -498,8 +498,8 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
             row |= {"perf/step_ms": 80.0, "perf/data_ms": 50.0, "perf/tflops": 1 / 80}
         rows.append(row)
     (event,) = events_of(rows)
-    assert (event["since"], event["phases"]) == (751, [("data", 50.0)]) and event["ended"] > 1500
-    assert event["percent"] == pytest.approx(167, abs=1)
+    assert (event.since, event.phases) == (751, [("data", 50.0)]) and event.ended > 1500
+    assert event.percent == pytest.approx(167, abs=1)
 
 
 def test_a_creep_that_is_found_later_leaves_an_earlier_jump_what_it_was():
@@ -510,8 +510,8 @@ def test_a_creep_that_is_found_later_leaves_an_earlier_jump_what_it_was():
         rows.append(quiet_row(n, forward + data) | {"perf/forward_ms": forward,
                                                     "perf/data_ms": data})
     jump, creep = events_of(rows)
-    assert creep["since"] < jump["since"] == 2001 and jump["found"] < creep["found"]
-    assert jump["ended"] > 5000 and jump["percent"] == pytest.approx(16.6, abs=0.5)
+    assert creep.since < jump.since == 2001 and jump.found < creep.found
+    assert jump.ended > 5000 and jump.percent == pytest.approx(16.6, abs=0.5)
 
 
 def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
@@ -521,10 +521,10 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
         seconds = (n % 150 == 0) * (0.3 if n <= 6000 else 1.2)
         events += detector.add(quiet_row(n, 10.0) | {"perf/checkpoint_ms": 1e3 * seconds / 50})
     (event,) = events
-    assert event["kind"] == "checkpoint" and 6001 <= event["since"] <= 6151
-    assert event["before"] == pytest.approx(2) and event["after"] == pytest.approx(8)
-    assert event["percent"] == pytest.approx(60)  # of a step
-    assert event["phases"] == [("checkpoint", pytest.approx(6))]
+    assert event.kind == "checkpoint" and 6001 <= event.since <= 6151
+    assert event.before == pytest.approx(2) and event.after == pytest.approx(8)
+    assert event.percent == pytest.approx(60)  # of a step
+    assert event.phases == [("checkpoint", pytest.approx(6))]
 
 
 def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
@@ -537,8 +537,8 @@ def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
         rows.append(row | {"perf/forward_ms": forward, "perf/data_ms": data,
                            "perf/tflops": work * row["perf/tflops"]})
     events = events_of(rows)
-    (event,) = (e for e in events if e["phases"] == [("data", 10.0)])
-    assert event["unseen"] and "whether the slow-down since step 2001 lasts" in describe_end(event)
+    (event,) = (e for e in events if e.phases == [("data", 10.0)])
+    assert event.unseen and "whether the slow-down since step 2001 lasts" in describe_end(event)
     figures = dict(training=[], unjudged="", slowdowns=events, hangs=[], runs_out=[], figures={},
                    wall_s=1.0, seconds=dict.fromkeys(ADVICE, 0.0))
     line = next(line for line in verdict(figures) if "data +10" in line)
@@ -565,8 +565,8 @@ def test_an_evaluation_counts_where_its_row_has_no_times_of_steps():
             del row["perf/step_ms_median"]
         rows.append(row)
     (event,) = events_of(rows)
-    assert event["kind"] == "evaluation" and abs(event["since"] - 2001) <= 100
-    assert event["phases"] == [("evaluation", pytest.approx(6))]
+    assert event.kind == "evaluation" and abs(event.since - 2001) <= 100
+    assert event.phases == [("evaluation", pytest.approx(6))]
 
 
 def test_six_values_are_needed_and_one_wild_value_is_not_believed():
@@ -576,7 +576,7 @@ def test_six_values_are_needed_and_one_wild_value_is_not_believed():
     events = [level.add(n, 3.0) for n in range(100, 107)]
     assert not any(events[:5])
     (event,) = filter(None, events)
-    assert event["since"] == 100 and event["after"] == 3.0
+    assert event.since == 100 and event.after == 3.0
 
 
 # --- the command ---
@@ -626,6 +626,7 @@ def test_a_run_that_has_slowed_down_fails_the_command(drive, driven, tmp_path, c
     assert main([str(tmp_path), "--fail_on_regression", "80"]) == 3
     told = capsys.readouterr().out
     assert "forward +10 ms" in told and "unexplained (100%)" in told
-    event = dict(kind="step", percent=6.0)  # said only where it is the program's
-    assert regression_percent([dict(slowdowns=[event | dict(blames="machine")])]) == 0
-    assert regression_percent([dict(slowdowns=[event | dict(blames="program")])]) == 6
+    event = SlowDown(since=1, found=2, before=1.0, after=1.06, percent=6.0, levels=(1.0, 1.06),
+                     searched_from=0)  # said only where it is the program's
+    for event.blames, percent in (("machine", 0), ("program", 6)):
+        assert regression_percent([dict(slowdowns=[event])]) == percent

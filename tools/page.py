@@ -223,7 +223,7 @@ def events_of(told: dict, processes: list[dict], told_at: list[dict]) -> list[di
 
     told_at: rows about a rank that hung, or a resource that runs out.
     """
-    out = [dict(kind="slow-down", step=event["since"], until=event.get("ended"),
+    out = [dict(kind="slow-down", step=event.since, until=event.ended,
                 text=describe_event(event)) for event in told["slowdowns"] if worth_saying(event)]
     out += [dict(kind=found.code, step=found.since, text=str(found)) for found in told["training"]]
     for row in told["anomalies"]:

@@ -84,37 +84,37 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
     return out
 
 
-def explain(event: dict, before: list[dict], after: list[dict], others=frozenset()) -> dict:
+def explain(event, before: list[dict], after: list[dict], others=frozenset()) -> dict:
     """Which phases became longer, the causes with their shares, and who is to blame.
 
-    before, after: points of SlowdownDetector; others: series that another event is about. Returns
-    phases [(name, ms/step more)], intervals {name: half of the 95 % interval of that}, causes,
-    blames ("machine", "program", or "unclear"), after (ms/step), percent.
+    event: a SlowDown; before, after: points of SlowdownDetector; others: series that another event
+    is about. Returns phases [(name, ms/step more)], intervals {name: half of the 95 % interval of
+    that}, causes, blames ("machine", "program", or "unclear"), after (ms/step), percent.
     """
-    kind = event["kind"]
+    kind = event.kind
     if kind != "step":
-        grows = kind == "checkpoint" and event["creeps"]
-        ms = round(event["after"] - event["before"], 3)
+        grows = kind == "checkpoint" and event.creeps
+        ms = round(event.after - event.before, 3)
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
                     causes=[Cause("checkpoint grows" if grows else kind)], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
     names = {name for p in before for name in p["values"]}
     more = {name: grown(before, after, name) for name in names}
-    least, series = 0.025 * event["before"], "mean" if event["series"] == "mean" else "median"
+    least, series = 0.025 * event.before, "mean" if event.series == "mean" else "median"
     common_ms, error = more[series]
     shared = max(0.0, more["median"][0], more["mean"][0])
     # no more than steps have become longer: a phase with fewer rare slow steps raises the rest
     longer = max(new[f"perf/step_{name}"] / new["work"] - old[f"perf/step_{name}"] / old["work"]
                  for name in ("ms", "ms_median"))
     common_ms = min(common_ms, float(longer))
-    if common_ms < max(error, least) or event["series"] in STEP_PHASES:
+    if common_ms < max(error, least) or event.series in STEP_PHASES:
         common_ms = 0.0
     # a machine that is much slower is not so by exactly the same factor in all phases
     alone = {}
     for name in STEP_PHASES:
         ms, error = more.get(name, (0.0, 0.0))
-        enough = max(error, 0.02 * event["before"], 0.1 * shared)
-        if ms > enough and name not in others - {event["series"]}:
+        enough = max(error, 0.02 * event.before, 0.1 * shared)
+        if ms > enough and name not in others - {event.series}:
             alone[name] = ms
     # where the common part is all there is, the phases are those that it lies in
     shown = dict(alone)
@@ -125,10 +125,10 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     total = sum(alone.values()) + common_ms or 1e-9
     left = Left(alone | {"common": common_ms})
     take_program(left, old, new, after)
-    factor = 1 + common_ms / max(event["before"], 1e-9)
+    factor = 1 + common_ms / max(event.before, 1e-9)
     take_lines(left, old, new, before, after, factor)
     left.take("data", left.total, ["data"])
-    if event["creeps"] and left.ms.get("other", 0.0) > 0.5 * left.total:
+    if event.creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
         left.take("loop", left.total, ["other"])
     take_machine(left, old, new, before, after, series, least, shared)
     of_machine = sum(ms for code, ms in left.explained.items() if code in OF_MACHINE)
@@ -140,7 +140,7 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     blames = "program" if measured or left.explained else "unclear"
     if of_machine > 0.5 * total:
         blames = "machine"
-    elif not left.explained and not alone and total < 0.25 * event["before"]:
+    elif not left.explained and not alone and total < 0.25 * event.before:
         blames = "unclear"  # a neighbour can take that much without the probe's knowing
     if total < least:
         blames, causes = "unclear", [Cause("passed")]
@@ -149,8 +149,8 @@ def explain(event: dict, before: list[dict], after: list[dict], others=frozenset
     return dict(
         phases=[(name, round(float(ms), 3)) for name, ms in ranked if ms > 0.05 * largest],
         intervals={name: round(more[name][1], 3) for name in shown if name in more},
-        causes=causes, blames=blames, after=event["before"] + total,
-        percent=100 * total / event["before"],
+        causes=causes, blames=blames, after=event.before + total,
+        percent=100 * total / event.before,
     )
 
 

@@ -80,7 +80,7 @@ def report(run_dir: Path, also=None) -> dict:
         run=str(run_dir),
         step=newest,
         training=learning.findings(),
-        slowdowns=[event for event in events.values() if "superseded" not in event],
+        slowdowns=[event for event in events.values() if not event.superseded],
         unjudged=why_unjudged(detector, len(medians), interval),
         slowest=slowest,
         hangs=hangs,
@@ -137,12 +137,12 @@ def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
     lines = [str(finding) for finding in out["training"]]
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
-    if all(event["kind"] == "work" for event in shown):
+    if all(event.kind == "work" for event in shown):
         lines.append(out["unjudged"] or "steady: no slow-down found")
     for event in shown:
-        ended = f" It ended at step {event['ended']}." if "ended" in event else ""
-        if "unseen" in event:
-            ended = f" By step {event['ended']} steps do other work: whether it lasts is unknown."
+        ended = f" It ended at step {event.ended}." if event.ended is not None else ""
+        if event.unseen:
+            ended = f" By step {event.ended} steps do other work: whether it lasts is unknown."
         lines.append(describe_event(event) + ended)
     lines += [f"no progress: {text}" for text in out["hangs"]]
     lines += out["runs_out"]
@@ -158,35 +158,35 @@ def verdict(out: dict) -> list[str]:
     return lines
 
 
-def worth_saying(event: dict) -> bool:
+def worth_saying(event) -> bool:
     """Not what came to nothing, nor the little ups and downs of a machine that others use."""
-    least = 1 if event["blames"] == "program" else 10
-    return event["kind"] != "step" or event["percent"] >= least
+    least = 1 if event.blames == "program" else 10
+    return event.kind != "step" or event.percent >= least
 
 
-def describe_event(event: dict) -> str:
+def describe_event(event) -> str:
     """Since when something takes longer, by how much, in which phases, whose fault, and why."""
-    kind, since = event["kind"], f"since about step {event['since']}"
-    low, high = event["since_range"]
-    if high - low > 0.1 * event["since"]:
+    kind, since = event.kind, f"since about step {event.since}"
+    low, high = event.since_range
+    if high - low > 0.1 * event.since:
         since += f" ({low} to {high})"
-    causes = "; ".join(map(str, event["causes"]))
+    causes = "; ".join(map(str, event.causes))
     if kind == "work":
-        return f"work per step {event['percent']:+.0f}% {since}: {causes}"
-    how = "gradually slower" if event["creeps"] else "slower"
+        return f"work per step {event.percent:+.0f}% {since}: {causes}"
+    how = "gradually slower" if event.creeps else "slower"
     of_a_step = "" if kind == "step" else " of a step"
-    phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event["phases"]] or ["all phases"])
-    return (f"{kind} {how} {since}: {event['before']:.3g} -> {event['after']:.3g} ms/step "
-            f"({event['percent']:+.0f}%{of_a_step}), {phases}. {BLAMES[event['blames']]}: {causes}")
+    phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event.phases] or ["all phases"])
+    return (f"{kind} {how} {since}: {event.before:.3g} -> {event.after:.3g} ms/step "
+            f"({event.percent:+.0f}%{of_a_step}), {phases}. {BLAMES[event.blames]}: {causes}")
 
 
-def describe_end(event: dict) -> str:
-    if "unseen" in event:
-        return (f"steps do other work: whether the slow-down since step {event['since']} lasts is "
+def describe_end(event) -> str:
+    if event.unseen:
+        return (f"steps do other work: whether the slow-down since step {event.since} lasts is "
                 "unknown")
-    if event["kind"] == "work":
-        return f"work per step is back to what it was before step {event['since']}"
-    return f"{event['kind']} time is back to normal; it was longer since step {event['since']}"
+    if event.kind == "work":
+        return f"work per step is back to what it was before step {event.since}"
+    return f"{event.kind} time is back to normal; it was longer since step {event.since}"
 
 
 def report_text(out: dict) -> str:

@@ -6,6 +6,7 @@ While training (monitor.py) and afterwards (steady/watch/report.py), from the sa
 import itertools
 import math
 from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +19,32 @@ BASELINE = 10  # points that say how long each phase takes normally
 NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
 OUTSIDE = [f"perf/{name}_ms" for name in OUTSIDE_PHASES]
 KEPT = 128  # points that are kept: of each some kilobytes
+
+
+@dataclass(eq=False)
+class SlowDown:
+    """Something that takes longer, or more work, since a step. In ms/step of equal work."""
+
+    since: int  # the first step, about
+    found: int  # the step of the log that found it
+    before: float
+    after: float
+    percent: float  # of a step
+    levels: tuple[float, float]  # of its series, before and after
+    searched_from: int  # the step after which the lower level began
+    kind: str = "step"  # or "work", or an outside phase
+    series: str = "median"  # of which values: also "mean", or a phase
+    since_range: tuple[int, int] = (0, 0)  # where `since` lies with 95 %
+    creeps: bool = False  # a gradual rise, not a jump
+    phases: list = field(default_factory=list)  # (name, ms/step added), the largest first
+    intervals: dict = field(default_factory=dict)  # phase → half the 95 % interval of that
+    causes: list = field(default_factory=list)  # causes.Cause
+    blames: str = "unclear"  # or "machine", "program"
+    ended: int | None = None  # step
+    unseen: bool = False  # steps do other work since `ended`, so it may go on
+    updated: int | None = None  # the step at which the main cause was found to be another one
+    superseded: bool = False  # part of one that was found later
+    said: bool = False  # on the screen
 
 
 class Cusum:
@@ -41,20 +68,20 @@ class Cusum:
         self.newest = deque(maxlen=5)
         self.lower = deque(maxlen=10)  # (normal, event): levels below this one and their rises
 
-    def add(self, step: int, value: float, unit: float | None = None) -> dict | None:
-        """The event that begins with this value; or one that ends, which then has "ended".
+    def add(self, step: int, value: float, unit: float | None = None) -> SlowDown | None:
+        """The event that begins with this value; or one that ends, which then has `ended`.
 
         unit: what a rise is relative to; None: the level.
         """
         self.newest.append(value)
         if self.lower and len(self.newest) == 5:
             normal, event = self.lower[-1]
-            low, high = event["levels"]
+            low, high = event.levels
             if sorted(self.newest)[2] < 0.7 * low + 0.3 * high:
                 self.lower.pop()
                 self.normal, self.rising, self.sum, self.began = normal, [], 0.0, step
                 self.learn(unit)
-                event["ended"] = step
+                event.ended = step
                 return event
         if len(self.normal) < self.least:
             self.normal.append(value)
@@ -83,11 +110,11 @@ class Cusum:
         self.allowance = max(0.025, sigma / self.unit)
         self.threshold = max(0.1, 8 * sigma / self.unit)
 
-    def begin_event(self, step: int) -> dict:
+    def begin_event(self, step: int) -> SlowDown:
         after = float(np.median(self.rising[-10:]))
-        event = dict(since=self.since + 1, found=step, before=self.mean, after=after,
-                     percent=100 * (after - self.mean) / self.unit, levels=(self.mean, after),
-                     searched_from=self.began)
+        event = SlowDown(since=self.since + 1, found=step, before=self.mean, after=after,
+                         percent=100 * (after - self.mean) / self.unit, levels=(self.mean, after),
+                         searched_from=self.began)
         self.lower.append((self.normal, event))
         self.normal, self.rising, self.sum, self.began = [], [], 0.0, self.since
         return event
@@ -118,19 +145,15 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
 
-def headline(event: dict) -> tuple:
+def headline(event: SlowDown) -> tuple:
     """What of an event is worth saying again if it changes."""
-    return event["blames"], [name for name, _ in event["phases"][:1]], event["percent"] >= 10
+    return event.blames, [name for name, _ in event.phases[:1]], event.percent >= 10
 
 
 class SlowdownDetector:
     """Watches the time of a step, its work, and what is done between steps.
 
-    An event is a dict: kind ("step", "work" or an outside phase), since and found (steps),
-    since_range, before and after (ms/step of equal work), percent (of a step), creeps (a gradual
-    rise, not a jump), phases [(name, ms/step added)], causes, blames (see causes.py), and ended
-    (a step) once it is over; or unseen as well, where steps do other work since, so that it
-    may go on. Each time that it has lasted twice as long, its causes are computed anew.
+    Each time that an event has lasted twice as long, its causes are computed anew.
     """
 
     def __init__(self):
@@ -146,7 +169,7 @@ class SlowdownDetector:
         self.steps = deque(maxlen=20)  # the newest events of kind "step", also those that ended
         self.before = {}  # id of an active event → points before it
 
-    def add(self, row: dict) -> list[dict]:
+    def add(self, row: dict) -> list[SlowDown]:
         """The events that begin with this row, those that end, and those whose main cause has
         changed, now that more is known ("updated")."""
         if "perf/startup_s" in row:  # the first step of a process
@@ -173,12 +196,12 @@ class SlowdownDetector:
         self.learn()
         return [event for point in list(self.points) for event in self.watch(point)]
 
-    def learn(self) -> list[dict]:
+    def learn(self) -> list[SlowDown]:
         """What is normal for a phase, from the newest points. Returns the events that this ends."""
-        ended = [e for e in self.active.get("step", ()) if e["series"] in STEP_PHASES]
+        ended = [e for e in self.active.get("step", ()) if e.series in STEP_PHASES]
         for event in ended:  # nothing would see it return to normal
             self.active["step"].remove(event)
-            event |= dict(ended=self.points[-1]["last"], unseen=True)
+            event.ended, event.unseen = self.points[-1]["last"], True
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
         for name in STEP_PHASES:
@@ -187,7 +210,7 @@ class SlowdownDetector:
             self.levels[name] = Cusum()
         return ended
 
-    def watch(self, point: dict) -> list[dict]:
+    def watch(self, point: dict) -> list[SlowDown]:
         row, steps = point["row"], point["last"] - point["first"] + 1
         newest = (p["row"]["work"] / self.normal["work"]
                   for p in itertools.islice(reversed(self.points), BASELINE))
@@ -236,25 +259,24 @@ class SlowdownDetector:
             rest["median"] = factor * usual
         return factor, alone | rest
 
-    def update(self, point: dict, name: str, value: float, unit: float | None) -> dict | None:
+    def update(self, point: dict, name: str, value: float, unit: float | None) -> SlowDown | None:
         event = self.levels[name].add(point["last"], value, unit)
         if event is None:
             return None
         kind = "step" if name in ("median", "mean", *STEP_PHASES) else name
         active = self.active.setdefault(kind, deque(maxlen=10))
-        if "ended" in event:
+        if event.ended is not None:
             if event not in active:
                 return None
             active.remove(event)
             self.describe(event)
             return event
-        event |= dict(kind=kind, series=name, creeps=False,
-                      since_range=(event["since"], event["since"]))
+        event.kind, event.series, event.since_range = kind, name, (event.since, event.since)
         self.locate(event)
         if any(self.same(event, other) for other in active):
             return None
         for other in [e for e in active if self.part_of(e, event)]:
-            other["superseded"] = True
+            other.superseded = True
             active.remove(other)
             self.steps = deque((e for e in self.steps if e is not other), self.steps.maxlen)
         active.append(event)
@@ -265,90 +287,90 @@ class SlowdownDetector:
         self.before = {key: points for key, points in self.before.items() if key in known}
         return event
 
-    def same(self, event: dict, other: dict) -> bool:
+    def same(self, event: SlowDown, other: SlowDown) -> bool:
         """Whether a rise that was found belongs to an event that was reported already."""
-        if {event["series"], other["series"]} == {"median", "mean"}:
+        if {event.series, other.series} == {"median", "mean"}:
             return True  # they rise for the same reason
-        if event["series"] == other["series"]:
-            goes_on = other["creeps"] and event["creeps"]
-            return goes_on or event["since"] <= other["found"]
-        if event["series"] in STEP_PHASES and other["series"] in STEP_PHASES:
+        if event.series == other.series:
+            goes_on = other.creeps and event.creeps
+            return goes_on or event.since <= other.found
+        if event.series in STEP_PHASES and other.series in STEP_PHASES:
             return self.together(event, other)
         return self.part_of(event, other)
 
-    def part_of(self, event: dict, other: dict) -> bool:
+    def part_of(self, event: SlowDown, other: SlowDown) -> bool:
         """Whether all phases are a little slower because one is much slower: caches go cold. Or one
         a little more than the others, as all are much slower: not all by the same factor."""
-        if (event["series"] in STEP_PHASES) == (other["series"] in STEP_PHASES):
+        if (event.series in STEP_PHASES) == (other.series in STEP_PHASES):
             return False
-        little, much = (e["levels"][1] - e["levels"][0] for e in (event, other))
+        little, much = (e.levels[1] - e.levels[0] for e in (event, other))
         return much > 2 * little and self.together(event, other)
 
-    def together(self, event: dict, other: dict) -> bool:
+    def together(self, event: SlowDown, other: SlowDown) -> bool:
         """Whether they may have begun at the same step."""
         margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
-        low, high = other["since_range"]
-        return low - margin <= event["since"] <= high + margin
+        low, high = other.since_range
+        return low - margin <= event.since <= high + margin
 
-    def locate(self, event: dict):
+    def locate(self, event: SlowDown):
         """Since when, between which steps that is sure, and whether it is a jump."""
-        if self.points[0]["first"] > event["since"]:
+        if self.points[0]["first"] > event.since:
             return  # so long ago that no point before it is left
-        name, end = event["series"], self.span(event, event["series"])[1]
+        name, end = event.series, self.span(event, event.series)[1]
         found = [p for p in self.points
-                 if name in p["values"] and event["searched_from"] < p["first"] <= end]
+                 if name in p["values"] and event.searched_from < p["first"] <= end]
         if len(found) < 8:
             return
-        k, (low, high), event["creeps"] = change_point(np.array([p["values"][name] for p in found]))
-        event["since"] = found[k]["first"]
-        event["since_range"] = found[low]["first"], found[high]["first"]
+        k, (low, high), event.creeps = change_point(np.array([p["values"][name] for p in found]))
+        event.since = found[k]["first"]
+        event.since_range = found[low]["first"], found[high]["first"]
 
-    def span(self, event: dict, series: str | None = None) -> tuple[float, float]:
+    def span(self, event: SlowDown, series: str | None = None) -> tuple[float, float]:
         """(where an earlier event begins or ends, where a later one begins), of this series."""
-        others = [e for e in self.steps if e is not event and series in (None, e["series"])]
-        earlier = [e["since"] for e in others if e["found"] < event["found"] and "ended" not in e]
-        began = min(event["since"], event["found"])
-        later = [e["since"] - 1 for e in others
-                 if e["found"] > event["found"] and e["since"] > began]
-        return max(earlier, default=0), min([*later, event.get("ended", math.inf)])
+        others = [e for e in self.steps if e is not event and series in (None, e.series)]
+        earlier = [e.since for e in others if e.found < event.found and e.ended is None]
+        began = min(event.since, event.found)
+        later = [e.since - 1 for e in others
+                 if e.found > event.found and e.since > began]
+        return max(earlier, default=0), min([*later, (event.ended or math.inf)])
 
-    def describe(self, event: dict):
+    def describe(self, event: SlowDown):
         """Compute phases and causes from all points before and since."""
         key, (begin, end) = id(event), self.span(event)
         points = [p for p in self.points if p["values"]]
-        if "ended" in event:
+        if event.ended is not None:
             points = points[:-3]  # it has ended where three of five are normal again
         if key not in self.before:
-            before = [p for p in points if p["last"] < event["since"]] or points[:1]
+            before = [p for p in points if p["last"] < event.since] or points[:1]
             normal = [p for p in before if p["first"] >= begin and not self.within_ended(p)]
             self.before[key] = normal[-50:] if len(normal) >= BASELINE else before[-BASELINE:]
-        after = [p for p in points if event["since"] <= p["first"] <= end] or points[-1:]
-        if event["kind"] == "step":
-            event["before"] = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
+        after = [p for p in points if event.since <= p["first"] <= end] or points[-1:]
+        if event.kind == "step":
+            event.before = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
                                              for p in self.before[key]]))
-        if event["creeps"]:  # how far it has come, not its mean
+        if event.creeps:  # how far it has come, not its mean
             after = after[-max(8, len(after) // 4) :]
-        others = {e["series"] for e in self.active.get("step", ()) if e is not event}
-        event |= explain(event, self.before[key], after, others)
-        if "ended" in event:
+        others = {e.series for e in self.active.get("step", ()) if e is not event}
+        vars(event).update(explain(event, self.before[key], after, others))
+        if event.ended is not None:
             del self.before[key]
 
     def within_ended(self, point: dict) -> bool:
         """Whether a point lies in a slow-down that has ended since."""
-        return any(e["since"] <= point["first"] <= e.get("ended", 0) for e in self.steps)
+        return any(e.since <= point["first"] <= (e.ended or 0) for e in self.steps)
 
-    def reconsider(self, point: dict) -> list[dict]:
+    def reconsider(self, point: dict) -> list[SlowDown]:
         """Active slow-downs of steps, each time twice as many points are known of them."""
         changed = []
         for event in self.active.get("step", ()):
-            n = sum(p["first"] >= event["since"] for p in self.points)
-            if n < 8 or n & (n - 1) or n == KEPT or point["last"] == event["found"]:
+            n = sum(p["first"] >= event.since for p in self.points)
+            if n < 8 or n & (n - 1) or n == KEPT or point["last"] == event.found:
                 continue
             before = headline(event)
             self.locate(event)
             self.describe(event)
             if before != headline(event):
-                event["updated"] = point["last"]
+                event.updated = point["last"]
                 changed.append(event)
         return changed
 

@@ -335,7 +335,7 @@ def outcomes(causes: list[str], repeat: int, log: Path | None, folder: Path):
             kept.mkdir(parents=True, exist_ok=True)
             shutil.move(o.pop("metrics"), kept / "metrics.jsonl")
         told = report(kept)
-        events = [event | {"causes": [str(cause) for cause in event["causes"]]}
+        events = [vars(event) | {"causes": [str(cause) for cause in event.causes]}
                   for event in told["slowdowns"] if worth_saying(event)]
         o |= {"events": events, "trends": told["runs_out"]}
         if log and new:

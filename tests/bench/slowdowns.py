@@ -85,13 +85,13 @@ def simulate_busy(traces: int, seed: int = 0, logs: int = 120, log_interval: int
         for row in on_a_busy_machine(rng, rows):
             events |= {id(event): event for event in watch.add(row)}
         watch.finish()
-        blamed = [e for e in events.values() if e["blames"] == "program"]
-        near = [e for e in blamed if slow_at and abs(e["since"] - slow_at) <= 10 * log_interval]
+        blamed = [e for e in events.values() if e.blames == "program"]
+        near = [e for e in blamed if slow_at and abs(e.since - slow_at) <= 10 * log_interval]
         slow, found = slow + bool(slow_at), found + bool(near)
         false += len(blamed) - len(near)
         if near:
-            phases += near[0]["phases"][:1] != [] and near[0]["phases"][0][0] == phase
-            in_time += abs(near[0]["since"] - slow_at) <= 3 * log_interval
+            phases += near[0].phases[:1] != [] and near[0].phases[0][0] == phase
+            in_time += abs(near[0].since - slow_at) <= 3 * log_interval
     return dict(recall=found / slow, phase=phases / max(1, found), since=in_time / max(1, found),
                 false=false)
 
@@ -104,19 +104,19 @@ def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50
         kind = ("none", "jump", "creep")[i % 3]
         rows, slow_at, phase, creeps = trace(rng, logs, kind, log_interval)
         watch = SlowdownDetector()
-        events = [e for row in rows for e in watch.add(row) if "ended" not in e]
+        events = [e for row in rows for e in watch.add(row) if e.ended is None]
         slow += slow_at is not None
-        early = [e for e in events if slow_at is None or e["found"] < min(slow_at, e["since"])]
+        early = [e for e in events if slow_at is None or e.found < min(slow_at, e.since)]
         if kind == "jump":
-            early = [e for e in events if e["found"] <= slow_at]
+            early = [e for e in events if e.found <= slow_at]
         false, alarms = false + len(early), alarms + len(events)
         true = [e for e in events if e not in early]
         if slow_at is None:
             continue
-        if true and true[0]["found"] <= slow_at + 10 * log_interval:
+        if true and true[0].found <= slow_at + 10 * log_interval:
             found += 1
-            phases += bool(true[0]["phases"]) and true[0]["phases"][0][0] == phase
-            shapes += true[0]["creeps"] == creeps
+            phases += bool(true[0].phases) and true[0].phases[0][0] == phase
+            shapes += true[0].creeps == creeps
         else:
             late.append(kind)
     return dict(
@@ -134,7 +134,7 @@ def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
     for _ in range(max(1, steps // 10**6)):
         watch = SlowdownDetector()
         rows = trace(rng, logs, "none", log_interval)[0]
-        count += sum("ended" not in e for row in rows for e in watch.add(row))
+        count += sum(e.ended is None for row in rows for e in watch.add(row))
     return count
 
 
