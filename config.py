@@ -205,7 +205,9 @@ class Config:
         at_least=0)
     patience: int = option(0, "stop after this many evaluations in a row without a new best "
                            "loss; 0: never", at_least=0)
-    sample_interval: int = option(0, "steps between samples of generated text", at_least=0)
+    sample_interval: int | None = option(
+        None, "steps between samples of generated text, and one at the end; 0: none (default: one "
+        "at the end)", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
         "full: also norms and updates per layer, entropy of the output, all phases in the log "

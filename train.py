@@ -478,7 +478,7 @@ def main(argv: list[str]) -> int:
             dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves
     if ranks.rank == 0:
         print(*filter(None, (report, screen.early_end(cfg, progress, stop.signal))), sep="\n")
-    if not stop.signal:
+    if not stop.signal and cfg.sample_interval != 0:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")
     if run_dir.lock:

@@ -77,9 +77,9 @@ def check_bounds(options):
             raise ConfigError(f"--{f.name} {value}: expected a number of 64 bits")
 
 
-def due(step: int, every: int, *also: int) -> bool:
-    """Whether `step` is a multiple of an interval, or in `also`; never if the interval is 0."""
-    return every > 0 and (step % every == 0 or step in also)
+def due(step: int, every: int | None, *also: int) -> bool:
+    """Whether `step` is a multiple of an interval, or in `also`; never if it is 0 or None."""
+    return bool(every) and (step % every == 0 or step in also)
 
 
 def expand_user(options, *names: str):

@@ -22,6 +22,7 @@ from torch.distributed.run import config_from_args, parse_args
 import config
 from steady.watch.causes import Cause
 from steady.watch.report import describe_event
+from steady.watch.slowdowns import SlowDown
 from tools import generate, prepare
 
 README = (ROOT / "README.md").read_text()
@@ -301,8 +302,9 @@ def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
     causes = [Cause("data", 0.85), Cause("unexplained", 0.15)]
     phases = [("data", 20.4), ("forward", 1.65), ("backward", 1.51)]
-    event = dict(kind="step", since=401, since_range=(401, 411), before=30.1, after=53.7,
-                 percent=78, creeps=False, phases=phases, causes=causes, blames="program")
+    event = SlowDown(since=401, since_range=(401, 411), found=520, before=30.1, after=53.7,
+                     percent=78, levels=(), searched_from=0, phases=phases, causes=causes,
+                     blames="program")
     assert f"warning: step 520: {describe_event(event)}\n" in blocks(README)
 
 

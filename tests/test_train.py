@@ -935,6 +935,9 @@ def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_
     assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 12)}
     run("--max_steps", 2, "--out_dir", "s")
     assert column(tmp_path / "s", "sample") == {2: "written at 2"}
+    assert "written" not in run("--max_steps", 2, "--sample_interval", 0, "--out_dir", "t")
+    run("--max_steps", 4, "--auto_resume", "--out_dir", "t", bare=True)  # as config.yaml has it
+    assert not column(tmp_path / "t", "sample")
 
 
 def test_the_size_of_what_is_refused_as_too_large_is_right(run):
