@@ -32,7 +32,8 @@ READ = LOG | GUARD
 REPLICAS = {"to pageable host steady/ranks/replicas.py check": 1,
             "synchronize steady/ranks/replicas.py check": 1}
 PHASE = "synchronize steady/watch/clock.py phase"
-EVALUATION = {PHASE: 1, "to pageable host train.py evaluate": 1, "synchronize train.py evaluate": 1}
+EVALUATION = {PHASE: 1, "to pageable host steady/watch/evaluation.py row": 1,
+              "synchronize steady/watch/evaluation.py row": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
 SAVE = {PHASE: 1}  # and copies to page-locked memory, for which a thread waits
@@ -215,8 +216,22 @@ def test_packing(go, flags, attention):
     assert {flash_kernels(steps[step]) for step in range(1, 12)} == {expected}
 
 
+def targets_count():
+    """A hook: as what comes from the device is zeros, an evaluation has counted nothing."""
+    import train
+
+    plain = train.Means.row
+
+    def row(self, *how, **more):
+        plain(self, *how, **more)
+        return {"val/loss": 1.0}, ""
+
+    train.Means.row = row
+
+
 def test_evaluation_and_health_of_packed_rows(go):
-    _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitor", "full")
+    _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitor", "full",
+                  hook=targets_count)
     assert exchanged(steps[2]) == {BATCH: 3}
     found = exchanged(steps[3])
     del found[COPIED]  # a new best is saved
@@ -267,7 +282,7 @@ def test_large_models(go, corpus, tmp_path, flags):
 
 def test_evaluation_sample_and_checkpoint(go, tmp_path):
     _, steps = go("--eval_interval", "3", "--eval_steps", "2", "--sample_interval", "5",
-                  "--save_interval", "7", "--out_dir", tmp_path / "r")
+                  "--save_interval", "7", "--out_dir", tmp_path / "r", hook=targets_count)
     found = {step: exchanged(counts) for step, counts in steps.items()}
     assert found[2] == {BATCH: 1}
     copies = found[3].pop(COPIED)  # a new best is saved
