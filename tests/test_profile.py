@@ -99,6 +99,15 @@ def test_the_line_that_became_slower_is_named(slower):
     assert abs(line.ms - share * STEP_MS) < max(line.error, 0.2 * share * STEP_MS)
 
 
+def test_it_is_said_again_once_the_line_is_known():
+    """For ten logs after the change there are too few looks."""
+    found = made(1, phase="forward", share=0.2, more=profiles("attend", 0.2 * STEP_MS))
+    for row in found[PLANTED : PLANTED + 10]:
+        del row["profile"]
+    events, updated = detect(found)
+    assert [codes(event) for event in events] == [["lines"]] and updated == events
+
+
 def test_lines_that_keep_their_shares_are_not_blamed():
     """All of them longer alike, as on a slower machine, or beside work that no look has met."""
     found, _ = detect(made(1, factor=1.5, more=profiles("none", 0.0)))

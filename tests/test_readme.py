@@ -21,6 +21,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 import config
 from steady.watch.causes import Cause
+from steady.watch.profile import Line, Lines
 from steady.watch.report import describe_event
 from steady.watch.slowdowns import SlowDown
 from tools import generate, prepare
@@ -300,12 +301,12 @@ def test_map_names_every_file(text):
 
 def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
-    causes = [Cause("data", 0.85), Cause("unexplained", 0.15)]
-    phases = [("data", 20.4), ("forward", 1.65), ("backward", 1.51)]
-    event = SlowDown(since=401, since_range=(401, 411), found=520, before=30.1, after=53.7,
-                     percent=78, levels=(), searched_from=0, phases=phases, causes=causes,
-                     blames="program")
-    assert f"warning: step 520: {describe_event(event)}\n" in blocks(README)
+    line = Line("data", "my_data.py:6 augment < data.py:132 rows", 13.0, 3.0)
+    causes = [Cause("lines", 0.92, {"found": Lines([line])}), Cause("data", 0.08)]
+    event = SlowDown(since=401, since_range=(401, 401), found=540, before=36.3, after=50.4,
+                     percent=39, levels=(), searched_from=0, phases=[("data", 14.1)],
+                     causes=causes, blames="program")
+    assert f"warning: step 540: {describe_event(event)}\n" in blocks(README)
 
 
 def test_pages_link_both_ways():

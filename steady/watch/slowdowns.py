@@ -147,7 +147,8 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
 
 def headline(event: SlowDown) -> tuple:
     """What of an event is worth saying again if it changes."""
-    return event.blames, [name for name, _ in event.phases[:1]], event.percent >= 10
+    lines_known = any(cause.code == "lines" for cause in event.causes)
+    return event.blames, [name for name, _ in event.phases[:1]], event.percent >= 10, lines_known
 
 
 class SlowdownDetector:
