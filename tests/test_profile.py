@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import math
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +52,48 @@ def test_a_look_skips_torch_and_the_standard_library(sampler):
     assert sampler.take() == {}
     sampler.look(None)  # a thread that has ended
     assert sampler.counts
+
+
+@pytest.mark.parametrize("file, shown", [
+    (f"{profile.LIBRARY}/site-packages/transformers/modeling.py", "transformers/modeling.py:1 f"),
+    ("/home/me/project/my_data.py", "project/my_data.py:1 f"),
+    (f"{profile.ROOT}/steady/ranks/muon.py", "steady/ranks/muon.py:1 f"),
+    (f"{profile.LIBRARY}/json/decoder.py", "tests/test_profile.py:"),
+    ("<eval_with_key>.3", "tests/test_profile.py:"),
+])
+def test_which_files_are_named(sampler, file, shown):
+    space = {"sys": sys}
+    exec(compile("f = lambda: sys._getframe()", file, "exec"), space)
+    frame = space["f"].__code__.replace(co_name="f")
+    frame = type(test_which_files_are_named)(frame, space)()
+    for _ in range(LEAST):
+        sampler.look(frame)
+    (line,) = sampler.take()["forward"]
+    assert line.startswith(shown)
+
+
+@pytest.mark.parametrize("how", ["closed", "gone"])
+def test_it_looks_until_it_is_closed_or_gone(monkeypatch, how):
+    def wait_until(true):
+        for _ in range(1000):
+            if true():
+                return
+            time.sleep(0.01)
+        raise AssertionError("it did not come")
+
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    before, others = sys.getswitchinterval(), set(threading.enumerate())
+    sampler = Sampler(SimpleNamespace(current="data"))
+    (thread,) = set(threading.enumerate()) - others
+    wait_until(lambda: sampler.counts.total() > 3)
+    assert thread.is_alive() and sys.getswitchinterval() == pytest.approx(profile.SWITCH_SECONDS)
+    if how == "closed":
+        sampler.close()
+        assert sys.getswitchinterval() == before
+    else:
+        sys.setswitchinterval(before)
+        del sampler
+    wait_until(lambda: not thread.is_alive())
 
 
 def test_a_row_holds_few_lines(sampler):
@@ -122,6 +167,21 @@ def test_profiles_that_nobody_has_written_are_passed_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (event,) = report(tmp_path)["slowdowns"]
     assert codes(event) == ["unexplained"]
+
+
+def test_of_a_function_the_line_that_has_grown_is_named():
+    """It took less than the others before; a third line is met only after the change."""
+    looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
+             {"m.py:1 f": 60, "m.py:2 f": 110, "m.py:3 f": 5, "m.py:9 g": 30, OTHERS: 5})
+    line, other = longer_lines("forward", [10.0, 21.0], looks, 1.0)
+    assert line.place == "m.py:2 f" and line.ms == pytest.approx(17.5 - 7.0)
+    assert other.place == "m.py:9 g" and abs(other.ms) < 1e-9
+    # binomial: 2 sqrt(p (1 - p) / n) of the phase, before and after
+    assert line.error == pytest.approx(math.hypot(
+        2 * 10 * math.sqrt(0.7 * 0.3 / 100), 2 * 21 * math.sqrt((175 / 210) * (35 / 210) / 210)),
+        rel=0.03)
+    slower, _ = longer_lines("forward", [10.0, 21.0], looks, 1.5)
+    assert slower.ms == pytest.approx(17.5 - 1.5 * 7.0)
 
 
 def test_a_line_of_a_phase_that_hardly_took_time_before():

@@ -248,6 +248,11 @@ def test_a_collective_was_skipped():
     two["groups"]["2"] = [1, 0, ""]  # it has come further
     assert hangs.find({0: one, 1: two}, {}).blamed == [1]
     assert hangs.find({0: two, 1: one}, {}).blamed == [0]
+    # one is merely further: it lacks none that the other has begun
+    further = note(groups={"0": [7, 0, ""], "1": [5, 5, "all_reduce of [2]"]})
+    behind = note(groups={"0": [7, 7, "broadcast of [2]"], "1": [4, 4, "all_reduce of [2]"]})
+    assert not hangs.disagree({0: further, 1: behind})
+    assert not hangs.disagree({0: behind, 1: further})
 
 
 def test_after_a_collective_was_skipped_nothing_is_saved(monkeypatch):
