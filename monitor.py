@@ -33,9 +33,10 @@ from steady.watch.learning import Learning
 from steady.watch.machine import Machine
 from steady.watch.norms import Update, output_health
 from steady.watch.profile import Sampler
-from steady.watch.report import describe_end, describe_event, report, report_text, worth_saying
+from steady.watch.report import describe_end, describe_event, report, report_text
 from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
 from steady.watch.slowdowns import SlowdownDetector
+from steady.watch.trace import Tracer
 from steady.watch.trends import Resources
 
 LINE = {  # what the log line shows besides the step
@@ -79,8 +80,7 @@ class Monitor:
         self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
         for row in self.sinks.kept:  # of earlier processes, which have said what they found
             self.learning.add(row)
-            for event in self.slowdowns.add(row):
-                event.said = event.said or worth_saying(event)
+            self.slowdowns.add(row)
         self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
         # an autopsy takes all ranks where they hold shards
         self.anomalies = AnomalyDetector(bool(out_dir) or ranks.shards.size > 1)
@@ -92,8 +92,10 @@ class Monitor:
         # time
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.machine, self.read_step = Machine(device), start_step
-        self.sampler = Sampler(self.clock) if out_dir and cfg.monitor != "off" else None
+        self.machine, self.read_step, self.disturbed = Machine(device), start_step, False
+        self.sampler = self.tracer = None
+        if out_dir and cfg.monitor != "off":
+            self.sampler, self.tracer = Sampler(self.clock), Tracer(self, out_dir)
 
     # --- what the loop calls ---
 
@@ -159,6 +161,9 @@ class Monitor:
             previous = self.phase("logging")
             self.write_row(step, row | self.readings(step))
             self.phase(previous)
+        if self.tracer and self.tracer.busy:
+            self.tracer.step(step)
+            self.disturbed = True
         if step % max(1, self.cfg.log_interval // 8) == 0:
             self.clock.sample_step()
         return anomalies
@@ -248,6 +253,9 @@ class Monitor:
         self.read_step = step
         if self.machine.looked:
             row |= self.resources.read()
+        if self.disturbed or self.resources.allocations:
+            row["perf/disturbed"] = 1  # by looking closely: it says nothing of the speed
+        self.disturbed = False
         if self.sampler and (profile := self.sampler.take()):
             row["profile"] = profile
         return row | self.goodput.row()
@@ -274,18 +282,16 @@ class Monitor:
         if finding := self.learning.add({"step": step, **row}):
             self.warn(step, str(finding))
         for event in self.slowdowns.add({"step": step, **row}):
-            ended = event.ended is not None
-            if not (event.said if ended else worth_saying(event)):
-                continue
-            event.said = True
-            text = describe_end(event) if ended else describe_event(event)
+            text = describe_event(event) if event.ended is None else describe_end(event)
+            if event.kind == "step" and event.ended is None:
+                self.tracer.on_slowdown()
             self.warn(step, text)
             self.sinks.write_text("slow-downs", text, step)
+        if self.sampler:
+            self.sampler.hurry = self.slowdowns.waits
         for text in self.resources.warnings({"step": step, **row}):
             self.warn(step, text)
             self.write(step, {"runs_out": text})  # for the report
-        if growing := self.resources.growing():
-            print(f"step {step}: more objects: {growing}", flush=True)
 
     def report(self, anomaly, found: dict):
         """A row and a warning of an anomaly; found: what faults.autopsy returned."""
@@ -312,6 +318,7 @@ class Monitor:
         self.machine.close()
         if self.sampler:
             self.sampler.close()
+            self.tracer.close()
         text = ""
         if self.out_dir:
             end = {"end": self.goodput.row()}  # with what came after the last log

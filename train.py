@@ -49,14 +49,7 @@ from steady.models import device as devices
 from steady.models import float8, foreign, huggingface, lora
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
-from steady.ranks.ranks import (
-    Ranks,
-    check_shard_size,
-    from_rank0,
-    join_ranks,
-    meet,
-    rank_and_world,
-)
+from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
 from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
 from steady.watch import screen
@@ -459,8 +452,10 @@ def main(argv: list[str]) -> int:
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
-        with contextlib.closing(run_dir.lock or contextlib.ExitStack()):
+        with contextlib.closing(run_dir.lock or contextlib.ExitStack()), ranks.watchdog:
             run.monitor = Monitor(cfg, ranks, progress, None, flops_per_token=0)
+            ranks.watchdog.clock = run.monitor.clock
+            ranks.watchdog.follow(progress, run_dir, None)
             evaluate(run)
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):

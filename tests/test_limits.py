@@ -1,22 +1,21 @@
 """What runs out is said early, and what only looks like it is not. Rows are synthetic."""
 
-import gc
-from collections import Counter, namedtuple
+import tracemalloc
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import whole_crowded
+from conftest import tiny_config, whole_crowded
 
 from steady.watch import proc, screen
 from steady.watch import trends as limits
 from steady.watch.trends import (
     MOST,
+    Allocations,
     ResourceTrends,
     RunsOut,
-    count_types,
-    growing_types,
     read_resources,
 )
 
@@ -55,7 +54,7 @@ def leak(s):
 def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
     [event] = watch(leak)
     assert event.code == "host memory"
-    assert abs(event.since - 120) <= 60
+    assert abs(event.since - 120) <= 120
     assert event.per_step == pytest.approx(0.001, rel=0.03)
     assert event.at_step == pytest.approx(7120, rel=0.03)
     assert event.found < 7120 / 4
@@ -69,7 +68,7 @@ def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
 ], ids=["caches fill", "first evaluation and checkpoints"])
 def test_a_leak_after_a_warm_up_is_found(warmup):
     [event] = watch(lambda s: 1 + warmup(s) + 0.0003 * max(0, s - 2000) + noise())
-    assert abs(event.since - 2000) < 300
+    assert abs(event.since - 2000) < 1000  # a quarter of what was seen since
     assert event.per_step == pytest.approx(0.0003, rel=0.1)
     seen, to_come = event.found - event.since, event.at_step - event.found
     assert to_come < 5.5 * seen  # not believed for longer
@@ -77,7 +76,7 @@ def test_a_leak_after_a_warm_up_is_found(warmup):
 
 def test_a_leak_that_begins_late_is_found_and_does_not_count_what_was_before():
     [event] = watch(lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), rows=2000)
-    assert abs(event.since - 9000) < 200
+    assert abs(event.since - 9000) < 300
     assert event.at_step == pytest.approx(15_000, rel=0.02)
 
 
@@ -181,15 +180,6 @@ def test_the_first_checkpoints_are_no_alarm():
     assert watch(kept, "disk/free_gb") != []  # the test would see it
 
 
-def test_the_slope_has_a_confidence_interval():
-    x = np.arange(50.0)
-    assert limits.theil_sen(x, 2 * x) == (2.0, 2.0)
-    slope, least = limits.theil_sen(x, 2 * x + rng.standard_normal(50))
-    assert 1.9 < least < 2 and slope == pytest.approx(2, abs=0.05)
-    below_zero = [limits.theil_sen(x, rng.standard_normal(50))[1] < 0 for _ in range(40)]
-    assert sum(below_zero) >= 38
-
-
 # --- once, and anew ---
 
 
@@ -240,7 +230,7 @@ def test_the_sentence():
     assert str(event) == (
         "host memory grows 1.0 MB a step since about step 120: at its limit of 8.0 GB at about "
         "step 23,000 of 100,000; look for what the loop keeps, such as losses that are never "
-        "detached: --monitor full names the types that grow")
+        "detached")
     files = replace(event, code="open files", of="open files", per_step=0.04, limit=1024)
     assert str(files).startswith(
         "open files grow by 40 every 1,000 steps since about step 120: at their limit of 1,024 at")
@@ -351,46 +341,58 @@ def test_this_machine_can_be_read(tmp_path):
     assert found.get("limit/host_gb", 1e9) > row.get(HOST, 0)
 
 
-# --- what grows ---
+# --- which line it is ---
+
+KEPT = []
 
 
-class Kept:
-    pass
+def keep_some(size):
+    KEPT.append(bytes(size))
+    return bytes(size)  # and what is not kept
 
 
-def test_types_and_tensors_that_grow_are_named():
-    before = count_types()
-    kept = [Kept() for _ in range(300)]
-    tensors = [torch.zeros(1000) for _ in range(1200)]
-    views = [tensors[0][:10] for _ in range(50)]  # no storage of their own
-    after = count_types()
-    text = growing_types(before, after)
-    assert text.startswith(f"Tensor +1,250 (+{4.8:.1f} MB), Kept +300")
-    assert len(kept) + len(views) == 350
+@pytest.fixture
+def allocations(monkeypatch):
+    monkeypatch.setattr(Allocations, "SECONDS", 0.0)
+    yield Allocations(100)
+    tracemalloc.stop()
+    KEPT.clear()
 
 
-def test_what_shrank_is_not_named():
-    before = Counter({"dict": 10, "Tensor": 3, "Tensor bytes": 4_900_000})
-    after = Counter({"dict": 5, "Tensor": 1203, "Tensor bytes": 9_800_000, "list": 300})
-    assert growing_types(before, after) == "Tensor +1,200 (+4.9 MB), list +300"
-    assert growing_types(after, after) == ""
+def test_the_line_that_keeps_memory_is_named(allocations):
+    for _ in range(20):
+        keep_some(100_000)
+    assert allocations.look(110) == ""  # too early
+    assert allocations.look(120) == ""  # from here on
+    for _ in range(20):
+        keep_some(50_000)
+    text = allocations.look(140)
+    line = keep_some.__code__.co_firstlineno + 1
+    assert text.startswith(f"tests/test_limits.py:{line} keeps 50 kB a step, in 20 objects since")
+    assert not tracemalloc.is_tracing()
 
 
-def test_objects_that_raise_are_passed_over(monkeypatch):
-    class Hostile:
-        @property
-        def __class__(self):
-            raise RuntimeError
+def test_no_line_is_named_where_python_allocates_nothing(allocations):
+    assert allocations.look(120) == ""
+    assert "no line" in allocations.look(140)
 
-        def __getattribute__(self, name):
-            raise RuntimeError
 
-    sparse = torch.eye(3).to_sparse()  # has no storage: raises
-    ten = torch.zeros(10)
-    found = [Hostile(), sparse, ten, ten.untyped_storage(), {}]
-    monkeypatch.setattr(gc, "get_objects", lambda: found)
-    assert count_types() == Counter(
-        {"Hostile": 1, "Tensor": 2, "Tensor bytes": 40, "dict": 1})
+def test_after_a_warning_the_line_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(Allocations, "SECONDS", 0.0)
+    resources = limits.Resources(tiny_config(max_steps=LAST), tmp_path, CPU, [])
+    resources.trends.given = resources.trends.limits = LIMITS
+    told = []
+    try:
+        for s in range(10, 9001, 10):
+            told += resources.warnings({"step": s, HOST: leak(s)})
+            for _ in range(3 if resources.allocations else 0):
+                keep_some(1000)
+    finally:
+        tracemalloc.stop()
+        KEPT.clear()
+    warning, line = told
+    assert "host memory grows" in warning and "tests/test_limits.py:" in line
+    assert resources.allocations is None
 
 
 # --- at the start ---

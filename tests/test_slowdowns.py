@@ -4,10 +4,8 @@ Once on a clock that the test drives, and, marked timed, once more really.
 """
 
 import gc
-import itertools
 import json
 import math
-import mmap
 import os
 import subprocess
 import sys
@@ -67,7 +65,7 @@ class Driven(Clock, Schedule):
         super().__init__(monkeypatch, tick=1e-3)
         monkeypatch.setattr(slowdowns, "MIN_STEPS", self.interval)
         monkeypatch.setattr(machine, "SECONDS_BETWEEN", math.inf)
-        monkeypatch.setattr(machine.Machine, "queue_seconds", lambda self: 0.0)
+        monkeypatch.setattr(machine.Machine, "threads", lambda self: {})
         monkeypatch.setattr(limits, "memory_used", lambda device: {})
 
 
@@ -136,7 +134,7 @@ def test_data_stalls(provoke, monkeypatch, clock):
     assert "warning: step" in told and "slower since about step" in told
     if clock.driven:
         assert event.phases == [("data", pytest.approx(30, rel=0.02))] and not event.creeps
-        assert event.causes == [Cause("data", pytest.approx(1.0))]
+        assert event.causes == [Cause("data", pytest.approx(30, rel=0.02))]
         assert event.since == clock.slow_from + 1
         assert event.found <= clock.slow_from + 7 * clock.interval
 
@@ -282,7 +280,8 @@ def test_cpu_contention(provoke, monkeypatch, driven):
         queued[0] += 0.02 * driven.late
         driven.advance(0.02 * driven.late)
 
-    monkeypatch.setattr(machine.Machine, "queue_seconds", lambda self: queued[0])
+    monkeypatch.setattr(machine, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(machine.Machine, "threads", lambda self: {1: (0.0, 1e3 * queued[0])})
     before_each(monkeypatch, train.Transformer, "forward", wait_for_a_core)
     assert "contention" in codes(the_event(provoke(driven)[0], driven))
 
@@ -307,47 +306,6 @@ def test_real_cpu_contention(provoke, monkeypatch):
     # so many processes may use up a container's quota, or make the hypervisor take the cores
     assert {"contention", "quota", "stolen"} & {*codes(event)}, events
     assert event.blames == "machine"
-
-
-def test_a_loader_whose_memory_grows(provoke, monkeypatch, driven):
-    gb = [10.0]  # the workers began as copies of a large process
-
-    def keep(*_):
-        gb[0] += 0.01 * driven.late
-        driven.advance(0.02 * driven.late)
-
-    monkeypatch.setattr(limits, "memory_used", lambda device: {"memory/workers_rss_gb": gb[0]})
-    before_each(monkeypatch, data.Mixture, "batch", keep)
-    reads = itertools.count()
-    plain = monitor.Machine.read
-
-    def read(self, steps):
-        row = plain(self, steps)
-        self.looked = next(reads) % 2 == 0  # not in every row
-        return row
-
-    monkeypatch.setattr(monitor.Machine, "read", read)
-    events, _ = provoke(driven)
-    assert "loader memory" in codes(the_event(events, driven))
-
-
-@pytest.mark.timed
-def test_a_real_loader_whose_memory_grows(provoke, monkeypatch):
-    kept, clock = [], Real()
-
-    def keep(mixture, start, stop):  # in another process, where clock.step is 0
-        if start // 4 > clock.slow_from:
-            # not from the heap, where it might fit into what earlier tests have freed
-            kept.append(mmap.mmap(-1, 2_000_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-            kept[-1].write(b"x" * 2_000_000)
-            sum(block[:].count(1) for block in kept[-100:])  # and goes through what it keeps
-            time.sleep(0.03)
-
-    before_each(monkeypatch, data.Mixture, "batch", keep)
-    ballast = bytearray(b"x") * 10**9  # the worker begins as a copy of a large process
-    events, _ = provoke(clock, "--num_workers", 1)
-    del ballast
-    assert "loader memory" in codes(the_event(events, clock))
 
 
 @pytest.mark.timed
@@ -396,6 +354,7 @@ def test_a_slow_rank_is_named(drive, driven, monkeypatch):
 
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(monitor, "gather", gather)
+    monkeypatch.setattr(monitor.Tracer, "step", lambda *_: "")  # which asks for the process group
     events = drive(lambda: dict(forward=3, backward=5, waiting=30 * driven.late))
     event = the_event(events, driven)
     assert event.phases == [("waiting", pytest.approx(30))]
@@ -418,7 +377,7 @@ def test_signals_of_a_gpu(drive, driven, monkeypatch, row, cause):
 
 def test_a_list_in_the_loop_that_is_traversed_each_time(drive, driven):
     event = drive(lambda: dict(forward=10, other=max(0, driven.step - driven.slow_from) / 4))[0]
-    assert event.creeps and codes(event)[0] == "loop"
+    assert event.creeps and event.blames == "program" and event.phases[0][0] == "other"
     assert abs(event.since - driven.slow_from) <= driven.interval + 1
 
 
@@ -445,10 +404,7 @@ def quiet_row(step: int, ms: float) -> dict:
 
 
 def detect(values) -> tuple[list[int], list[int], SlowdownDetector]:
-    """(since of the events that begin, of those that end) for (median, mean) ms of 50 steps each.
-
-    Checked on the way: an event is the same when it ends.
-    """
+    """(since of events that begin, of those that end) for (median, mean) ms of 50 steps each."""
     detector, began, ended = SlowdownDetector(), [], []
     for i, (median, mean) in enumerate(values, start=1):
         row = quiet_row(50 * i, mean)
@@ -467,23 +423,23 @@ def test_two_rises_that_end_are_both_reported_to_have_ended():
     began, ended, detector = detect(
         [(ms, ms) for ms in [10.0] * 30 + [20.0] * 40 + [40.0] * 40 + [10.0] * 40])
     assert began == [1501, 3501] and sorted(ended) == began
-    assert not any(detector.active.values())
+    assert not detector.active
 
 
-def test_what_was_never_reported_to_begin_does_not_end():
+def test_rare_slow_steps_and_slower_ones_are_two_things():
     """The median rises while the mean has already risen, and stays when the mean falls."""
     began, ended, _ = detect([(10.0, 10.0)] * 40 + [(10.0, 15.0)] * 30 + [(20.0, 15.0)] * 30
                              + [(20.0, 10.0)] * 30 + [(40.0, 10.0)] * 30 + [(20.0, 10.0)] * 30
                              + [(10.0, 10.0)] * 30)
-    assert began == [2001, 6501] and ended == began
+    assert began == [2001, 3501, 6501] and sorted(ended) == began
 
 
 def events_of(rows) -> list[dict]:
     """The events of the rows, in the order found."""
     detector = SlowdownDetector()
-    events = {id(event): event for row in rows for event in detector.add(row)}
-    detector.finish()
-    return list(events.values())
+    for row in rows:
+        detector.add(row)
+    return [event for event in detector.finish() if event.said]
 
 
 def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
@@ -539,16 +495,16 @@ def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
     events = events_of(rows)
     (event,) = (e for e in events if e.phases == [("data", 10.0)])
     assert event.unseen and "whether the slow-down since step 2001 lasts" in describe_end(event)
-    figures = dict(training=[], unjudged="", slowdowns=events, hangs=[], runs_out=[], figures={},
-                   wall_s=1.0, seconds=dict.fromkeys(ADVICE, 0.0))
-    line = next(line for line in verdict(figures) if "data +10" in line)
-    assert "whether it lasts is unknown" in line and "ended" not in line
+    figures = dict(training=[], unjudged="", slowdowns=events, hangs=[], runs_out=[], traces=[],
+                   figures={}, wall_s=1.0, seconds=dict.fromkeys(ADVICE, 0.0))
+    text = " ".join(verdict(figures))
+    assert "data +10" in text and "whether it lasts is unknown" in text and "ended" not in text
 
 
 def test_logging_is_no_advice_in_the_first_minute():
     def said(wall_s):
         return verdict(dict(training=[], unjudged="", slowdowns=[], hangs=[], runs_out=[],
-                            figures={}, wall_s=wall_s,
+                            traces=[], figures={}, wall_s=wall_s,
                             seconds=dict.fromkeys(ADVICE, 0.0) | {"logging": 0.1 * wall_s}))
 
     assert said(59.0) == ["steady: no slow-down found"]
@@ -625,7 +581,7 @@ def test_a_run_that_has_slowed_down_fails_the_command(drive, driven, tmp_path, c
     assert main([str(tmp_path), "--fail_on_regression", "120"]) == 0
     assert main([str(tmp_path), "--fail_on_regression", "80"]) == 3
     told = capsys.readouterr().out
-    assert "forward +10 ms" in told and "unexplained (100%)" in told
+    assert "forward +10 ms" in told and "+10 ms  unexplained" in told
     event = SlowDown(since=1, found=2, before=1.0, after=1.06, percent=6.0, levels=(1.0, 1.06),
                      searched_from=0)  # said only where it is the program's
     for event.blames, percent in (("machine", 0), ("program", 6)):

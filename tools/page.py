@@ -27,8 +27,9 @@ import yaml
 
 from steady.checkpoints.sealed import atomic_write
 from steady.watch.goodput import KINDS, seconds_so_far
-from steady.watch.report import describe_event, report, worth_saying
+from steady.watch.report import describe_event, report
 from steady.watch.sinks import MOST_RANKS, PHASES
+from steady.watch.slowdowns import worth_saying
 
 PARTS = Path(__file__).parent / "page"
 PORT = 8265  # where --watch serves, or the next free one

@@ -17,7 +17,8 @@ import numpy as np
 
 from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, number, read_flags
-from steady.watch.report import report, report_text, worth_saying
+from steady.watch.report import report, report_text
+from steady.watch.slowdowns import worth_saying
 from tools.inputs import shorten
 from tools.page import Charts, watch, write_page
 

@@ -190,13 +190,13 @@ def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
         return None
     for path in wanted:
         local = Checkpoint(to / "checkpoints" / path.rpartition("/")[2])
-        draft = Checkpoint(local.path.with_name(f"{local.name}.tmp-{os.getpid()}"))
+        draft, wrong = Checkpoint(local.path.with_name(f"{local.name}.tmp-{os.getpid()}")), ""
         try:
             for file in remote_files(fs, path):
                 get(file, draft.path / file.rpartition("/")[2] if file != path else draft.path)
-        except FileNotFoundError as e:
-            raise ConfigError(f"--resume {url}: {e}") from None
-        wrong = draft.find_damage() if draft.path.exists() else "it has no files"
+        except Exception as e:  # each file system raises its own; an older one may be there
+            wrong = f"{type(e).__name__}: {e}"
+        wrong = wrong or (draft.find_damage() if draft.path.exists() else "it has no files")
         if not wrong:
             for log in logs:
                 get(log, to / log[len(root) :].lstrip("/"))

@@ -41,7 +41,7 @@ from steady.tokens.tokenizers import copy_tokenizer
 CHECKPOINT_FILES = re.compile(
     r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
 
-OF_A_RUN = ("config.yaml", "metrics.jsonl", "tensorboard", "tokenizer", KEPT, "stacks",
+OF_A_RUN = ("config.yaml", "metrics.jsonl", "tensorboard", "tokenizer", KEPT, "stacks", "traces",
             "checkpoints")
 
 # --- which run -------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
     Raises ConfigError if a new run would overwrite an existing one, if the place is not writable,
-    or if --resume is not a file.
+    or if --resume names no checkpoint.
     """
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
@@ -99,7 +99,7 @@ def find_run(cfg) -> Path | None:
                           "--auto-resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
     files = "lock", "metrics.jsonl", "config.yaml"
-    for name in (*files, "checkpoints", "tokenizer", "stacks", KEPT) if out_dir else ():
+    for name in (*files, "checkpoints", "tokenizer", "stacks", "traces", KEPT) if out_dir else ():
         path = out_dir / name
         if path.is_symlink():  # the lock is beside it: another run may write where it leads
             raise ConfigError(f"{path}: is a link; expected it in the run directory itself, or "
@@ -157,8 +157,9 @@ def move_to_old(out_dir: Path, tokenizer_folder: str | None):
                         path.unlink(missing_ok=True)  # of a link, not what it leads to
         for name in names:
             old.mkdir(exist_ok=True)
-            if not os.path.lexists(old / name):
-                (out_dir / name).rename(old / name)
+            if os.path.lexists(old / name):
+                raise ConfigError(f"--overwrite: {old / name} is there already; move {old} away")
+            (out_dir / name).rename(old / name)
         (out_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as e:  # another file system, or a parent that is read-only
         raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
@@ -247,8 +248,8 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
     lock = None
     if cfg.resume and "://" in cfg.resume:
         if cfg.eval_only:  # downloaded into a folder that is deleted afterwards
-            place, lock = Path(tempfile.mkdtemp()), contextlib.ExitStack()
-            lock.callback(shutil.rmtree, place)
+            lock = contextlib.ExitStack()
+            place = Path(lock.enter_context(tempfile.TemporaryDirectory()))
         else:
             out_dir, lock = claim(out_dir)
             place = out_dir
@@ -260,7 +261,6 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
     if cfg.auto_resume and out_dir and out_dir.is_dir():
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
-            finish_parts(out_dir / "checkpoints")
         checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
         if not checkpoint:
             refuse_leftovers(out_dir / "checkpoints")
@@ -304,7 +304,9 @@ def claim(out_dir: Path | None):
             out_dir = new
     try:
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        return out_dir, acquire_lock(out_dir)
+        lock = acquire_lock(out_dir)
+        finish_parts(out_dir / "checkpoints")
+        return out_dir, lock
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
 
@@ -379,7 +381,7 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     with atomic_write(config) as draft:
         write_yaml(cfg, draft, {"run": mine or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
-        if start and not checkpoint_at(folder, step):  # before the first save, or ever, it ends
+        if start and not checkpoint_at(folder, step):  # it may end before its first save
             start = Checkpoint(start.path.resolve())  # os.link follows no links
             start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
 

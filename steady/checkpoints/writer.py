@@ -9,13 +9,7 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints.checkpoint import Checkpoint, rotate
-from steady.checkpoints.parts import (
-    SHARED,
-    describe,
-    make_folder,
-    remove_strays,
-    write_manifest,
-)
+from steady.checkpoints.parts import SHARED, describe, make_folder, remove_strays, write_manifest
 from steady.checkpoints.retry import disk_error, retry
 from steady.checkpoints.sealed import write_checkpoint
 from steady.options import Failed
@@ -113,7 +107,7 @@ class Writer:
             print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
         except Exception as e:
             reason = disk_error(e, self.folder)
-            if self.parts and self.parts.hurry:
+            if self.parts and self.parts.hurry and isinstance(e, Missing):
                 return  # `rescue` reports what there is
             if self.parts and self.parts.rank:  # rank 0 counts
                 print(f"warning: step {step}: the part of rank {self.parts.rank} could not be "
@@ -121,7 +115,7 @@ class Writer:
                 return
             self.failed.add(step)  # once, also where an evaluation and save_interval save it
             self.reason = reason
-            print(f"warning: step {step}: the checkpoint could not be written, training continues "
+            print(f"warning: step {step}: the checkpoint could not be written "
                   f"({len(self.failed)} of {MAX_FAILURES}): {reason}", flush=True)
 
     def best(self) -> tuple[float, int]:
@@ -166,6 +160,7 @@ class PartWriter:
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
         self.count = 0  # of checkpoints begun, the same on all ranks
         self.hurry = False  # whether some rank may be gone
+        self.newest = None  # folder of the newest part written
 
     def write(self, folder: Path, state: dict, finite: bool = True):
         """Write one checkpoint. Raises what went wrong; on rank 0 also Missing, for another rank's.
@@ -182,7 +177,7 @@ class PartWriter:
                 raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
             make_folder(folder)
             retry(lambda: write_checkpoint(folder / name, state))
-            found = describe(folder / name)
+            found, self.newest = describe(folder / name), folder
         except Exception as e:
             found = dict(error=str(e), finite=finite)
             self.notes.set(f"{key} {self.rank}", json.dumps(found))

@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import (
-    checkpoint_at,
-    latest_valid,
-    list_checkpoints,
-)
+from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, latest_valid, list_checkpoints
 from steady.checkpoints.retry import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.guard import process
@@ -142,8 +138,9 @@ def rescue(run):
         save_checkpoint(run, alone=True)
         writer.wait()
         if writer.parts and not checkpoint_at(writer.folder, step):
-            print(f"saved this rank's part of step {step}; the next start completes it if every "
-                  "rank has", file=sys.stderr, flush=True)
+            if writer.parts.newest == Checkpoint.named(writer.folder, step, sharded=True).path:
+                print(f"saved this rank's part of step {step}; the next start completes it if "
+                      "every rank has", file=sys.stderr, flush=True)
         elif run.ranks.rank == 0 and checkpoint_at(writer.folder, step):
             print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
     except Exception as e:

@@ -88,8 +88,9 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
         if not out_of_memory(e) or size == 1:
             raise
         size //= 2
+    losses = None  # whose graph holds the model's gradients
     del kept, model
-    gc.collect()  # fully_shard makes circles
+    gc.collect()  # fully_shard creates reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size
@@ -106,7 +107,7 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     advice = "try --activation_checkpointing full, or a shorter --seq_len"
     if smaller:
         advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
-    return f"out of memory{free}: {str(error).splitlines()[0]} {advice}"
+    return f"out of memory{free}: {str(error).splitlines()[0].rstrip('.')}; {advice}"
 
 
 def collect_garbage(step: int, first_step: int):

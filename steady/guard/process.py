@@ -27,6 +27,7 @@ def begin():
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a monitor to trace for it
     signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
     stop_with_torchrun()
 

@@ -18,7 +18,8 @@ from steady.watch.sinks import OUTSIDE_PHASES, duration
 HOUSE = Path(__file__).resolve().parents[2]
 DEBUGGERS = ("pdb", "bdb", "debugpy", "pydevd", "_pydevd_bundle", "_pydevd_frame_eval",
              "_pydevd_sys_monitoring")
-CHECKPOINTS = ("steady.checkpoints.writer", "steady.checkpoints.state")  # not its retries
+CHECKPOINTS = ("steady.checkpoints.writer", "steady.checkpoints.state",
+               "steady.checkpoints.checkpoint")  # not .retry, through which data is read, too
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
 NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger has some

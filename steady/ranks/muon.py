@@ -60,8 +60,9 @@ class Muon(torch.optim.Optimizer):
             if self.compiled:
                 lr = torch.tensor(lr)  # on the CPU; as a number, each would be compiled anew
             rows = whole_rows(params[0])
-            direction = self.average([p.grad for p in params], momentum, group["momentum"],
-                                     self.grad_scale, self.found_inf, self.ns_dtype)
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            direction = self.average(grads, momentum, group["momentum"], self.grad_scale,
+                                     self.found_inf, self.ns_dtype)
             if self.shards:
                 direction = self.orthogonalize_together(direction, rows)
             else:

@@ -55,7 +55,7 @@ class Watchdog:
         self.rank, local_rank, self.world_size, local_size = ranks.rank_and_world()
         first = self.rank - local_rank
         self.on_this_host = range(first, first + local_size)
-        self.informed = {0, min(1, self.world_size - 1), first}  # that this one reads and read all
+        self.informed = {0, min(1, self.world_size - 1), first}  # read all notes
         self.seconds, self.clock = seconds, None
         self.progress, self.first_step, self.run_dir, self.rescue = None, 0, None, None
         # nobody waits for it, and nobody would start it again: it is not ended
@@ -73,9 +73,9 @@ class Watchdog:
         self.verdict, self.ended, self.store = None, threading.Event(), None
         self.mixed = False  # a rank left a collective out: sums may be of different steps
         number = next(made)
-        self.attempt = ranks.meet.beside
-        if seconds and self.attempt:
-            self.store = dist.PrefixStore(f"watchdog {number}", self.attempt)
+        self.beside = ranks.meet.beside
+        if seconds and self.beside:
+            self.store = dist.PrefixStore(f"watchdog {number}", self.beside)
             self.publish()
             threading.Thread(target=self.talk, name="watchdog", daemon=True).start()
             threading.Thread(target=self.look, name="watchdog", daemon=True).start()
@@ -171,7 +171,7 @@ class Watchdog:
     def talk(self):
         """Every period: tell and hear."""
         while not self.ended.wait(self.period):
-            with contextlib.suppress(RuntimeError, OSError):  # `judge` notices the silence
+            with contextlib.suppress(Exception):  # `judge` notices the silence
                 self.publish()
                 self.listen()
         with contextlib.suppress(Exception):
@@ -194,8 +194,10 @@ class Watchdog:
         if self.store.check(["verdict"]):
             self.mixed = self.store.check(["mixed"])
             self.verdict = self.store.get("verdict").decode()
-        elif self.attempt.check([ranks.RESTARTED]):
-            self.verdict = ranks.was_restarted(self.attempt)
+        elif self.beside.check([ranks.RESTARTED]):
+            self.verdict = ranks.was_restarted(self.beside)
+            if self.rank == self.on_this_host[0]:
+                print(f"train.py: failed: {self.verdict}", file=sys.stderr, flush=True)
 
     # --- the verdict ---
 

@@ -32,7 +32,7 @@ class Anomaly:
         return row | dict(rank=self.rank) | found
 
     def text(self, found: dict) -> str:
-        text = "not finite: loss or gradient, the update was skipped"
+        text = "not finite: loss or gradient; without a finite gradient the update was skipped"
         if self.kind != "not finite":
             text = f"{self.kind}: {self.value:.4g}, the median is {self.median:.4g}"
         if "positions" in found:

@@ -1,10 +1,9 @@
 """Why a slow-down: what the rows of metrics.jsonl before and since it say of phases and causes.
 
-To tell a slower machine from a slower program, what all phases share is separated from what one
-phase has in addition (SlowdownDetector.split). The known causes of the program explain what they
-can, then the lines in which a phase has become longer (profile.py). Time that the kernel says the
-main thread could not run, and the slow-down of the probes, explain what is shared, and of the rest
-what they exceed that by. What is left is unexplained.
+One principle: what all phases share, in the same proportions, is the machine's; what one of them
+has alone, as the rest is as fast as before, is the program's, and the lines of it that became
+longer (profile.py) are named. What the kernel, the device and the probe say are names for the
+machine's part, each for as many ms as it can account for. What is left is unexplained.
 """
 
 import math
@@ -12,14 +11,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from steady.watch.profile import Lines, add_profiles, longer_lines
+from steady.watch.profile import add_profiles, longer_lines
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 
+COMMON, RARE = "all phases", "rare steps"  # what phases share: in the middle step, in the mean
 COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
 SLOW_RANK = ("rank {rank} is slow and the others wait for it: its own work takes {ratio:.2f} times "
              "as long as theirs, mostly because of {phase}")
+
+# --- constants, each with what it was measured by (python -m tests.bench diagnosis) --------------
+
+LEAST_COMMON = 0.025  # of a step: less is within what two quiet halves of a run differ by
+LEAST_ALONE = 0.02  # of a step, for what one phase has alone, which a wobbling machine moves less
+UNEVEN = 0.1  # of what all phases share, one may have more: a slower machine is not so evenly
+WORTH_NAMING = 0.05  # of what was added
+QUEUE_COUNTS = 0.1  # of what was added; then it explains all that phases share, since the other
+# threads of an operation wait for the one that did not run
+PROBE_COUNTS = 1.04  # times slower; quiet machines differ by 1.02 from minute to minute
+PROBE_REACH = 1.3  # steps may be slower by so many times more than the probe, which fits in a cache
+LOWER_CLOCKS = 0.97  # of a GPU's clock before
+SLOWER_RANK = 1.1  # times the work of the others
+LINE_COUNTS = 0.3  # of what its phase has alone
+LINE_SURE = 1.5  # times half of its 95 % interval, as the surest of some ten lines is picked
+
 CAUSES = {  # code → words
     "work": "longer sequences or a larger batch: more work, not slower",
     "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
@@ -27,14 +43,12 @@ CAUSES = {  # code → words
     "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
     "checkpoint grows": "something saved each time grows, such as a list that is rewritten",
     "data": f"the loop waits for data: {DATA_ADVICE}",
-    "loader memory": "a loader whose memory grows, from {old:.2f} to {new:.2f} GB: look for what "
-                     "it keeps",
     "gc": "Python's garbage collector: call gc.freeze() after start-up or make fewer objects",
     "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
     "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
                  "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "lines": "{found}",
-    "loop": "something in the loop grows, such as a list that is traversed each time",
+    "thread": "another thread of this process computes: {name}",
+    "line": "{line}",
     "slow rank": SLOW_RANK,
     "slow rank, work": f"{SLOW_RANK}; its machine is as fast as theirs, so it is its share of the "
                        "work",
@@ -55,14 +69,27 @@ OF_MACHINE = {
     "network": "collectives take longer, and no rank is slower on average: the "
                "network or the links between them",
     "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
-    "probe": "the machine is {ratio:.2f} times slower, its own probe too: a neighbour on this "
-             "host, or lower clocks",
+    "probe": "the machine is slower, its probe takes {ratio:.2f} times as long: a neighbour on "
+             "this host, or lower clocks",
 }
 READINGS = {"heat": ("machine/gpu_celsius", " ({:.0f} °C)"),
             "power": ("machine/gpu_watts", " at {:.0f} W")}
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
 PROBES = ("machine/cpu_probe_us", "machine/gpu_probe_us")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of a slow-down. ms: of what was added to a step, None if not measured."""
+
+    code: str  # in CAUSES or OF_MACHINE
+    ms: float | None = None
+    values: dict = field(default_factory=dict)  # what its words name
+
+    def __str__(self) -> str:
+        words = (CAUSES | OF_MACHINE)[self.code].format(**self.values)
+        return words if self.ms is None else f"{self.ms:+.3g} ms  {words}"
 
 
 def mean_row(rows: list[dict]) -> dict[str, float]:
@@ -84,12 +111,12 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
     return out
 
 
-def explain(event, before: list[dict], after: list[dict], others=frozenset()) -> dict:
-    """Which phases became longer, the causes with their shares, and who is to blame.
+def explain(event, before: list[dict], after: list[dict]) -> dict:
+    """Which phases became longer, the causes with their ms, and who is to blame.
 
-    event: a SlowDown; before, after: points of SlowdownDetector; others: series that another event
-    is about. Returns phases [(name, ms/step more)], intervals {name: half of the 95 % interval of
-    that}, causes, blames ("machine", "program", or "unclear"), after (ms/step), percent.
+    event: a SlowDown, of what all phases share or of what some have alone; before, after: points of
+    SlowdownDetector. Returns phases [(name, ms/step more)], causes, blames ("machine", "program",
+    or "unclear"), after (ms/step), percent.
     """
     kind = event.kind
     if kind != "step":
@@ -98,80 +125,54 @@ def explain(event, before: list[dict], after: list[dict], others=frozenset()) ->
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
                     causes=[Cause("checkpoint grows" if grows else kind)], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
-    names = {name for p in before for name in p["values"]}
-    more = {name: grown(before, after, name) for name in names}
-    least, series = 0.025 * event.before, "mean" if event.series == "mean" else "median"
-    common_ms, error = more[series]
-    shared = max(0.0, more["median"][0], more["mean"][0])
     # no more than steps have become longer: a phase with fewer rare slow steps raises the rest
     longer = max(new[f"perf/step_{name}"] / new["work"] - old[f"perf/step_{name}"] / old["work"]
                  for name in ("ms", "ms_median"))
-    common_ms = min(common_ms, float(longer))
-    if common_ms < max(error, least) or event.series in STEP_PHASES:
-        common_ms = 0.0
-    # a machine that is much slower is not so by exactly the same factor in all phases
-    alone = {}
-    for name in STEP_PHASES:
-        ms, error = more.get(name, (0.0, 0.0))
-        enough = max(error, 0.02 * event.before, 0.1 * shared)
-        if ms > enough and name not in others - {event.series}:
+    shared, error = max(grown(before, after, name) for name in (COMMON, RARE))
+    shared = min(shared, longer)
+    common, alone = 0.0, {}
+    if event.series not in STEP_PHASES and shared > max(error, LEAST_COMMON * event.before):
+        common = shared
+    for name in STEP_PHASES if event.series in STEP_PHASES else ():
+        ms, error = grown(before, after, name)
+        if ms > max(error, LEAST_ALONE * event.before, UNEVEN * shared):
             alone[name] = ms
-    # where the common part is all there is, the phases are those that it lies in
-    shown = dict(alone)
-    if not alone or common_ms > 2 * sum(alone.values()):
-        shown = {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
-                 - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
-        shown = {name: max(ms, alone.get(name, 0.0)) for name, ms in shown.items()}
-    total = sum(alone.values()) + common_ms or 1e-9
-    left = Left(alone | {"common": common_ms})
-    take_program(left, old, new, after)
-    factor = 1 + common_ms / max(event.before, 1e-9)
-    take_lines(left, old, new, before, after, factor)
+    total = sum(alone.values()) + common
+    if total < LEAST_COMMON * event.before:
+        return dict(phases=[], causes=[Cause("passed")], blames="unclear", percent=0.0,
+                    after=event.before)
+    left = Left(alone | {COMMON: common})
+    take_measured(left, old, new, after)
+    take_lines(left, old, new, before, after, 1 + max(0.0, shared) / event.before)
+    take_waits(left, old, new, max(0.0, shared))
     left.take("data", left.total, ["data"])
-    if event.creeps and left.ms.get("other", 0.0) > 0.5 * left.total:
-        left.take("loop", left.total, ["other"])
-    take_machine(left, old, new, before, after, series, least, shared)
-    of_machine = sum(ms for code, ms in left.explained.items() if code in OF_MACHINE)
-    parts = sorted(left.explained.items(), key=lambda item: -item[1])
-    parts.append(("unexplained", sum(left.ms.values())))
-    causes = [Cause(code, ms / total, left.values.get(code, {})) for code, ms in parts
-              if ms > 0.05 * total]
-    measured = all("machine/cpu_probe_us" in row for row in (old, new))
-    blames = "program" if measured or left.explained else "unclear"
-    if of_machine > 0.5 * total:
-        blames = "machine"
-    elif not left.explained and not alone and total < 0.25 * event.before:
-        blames = "unclear"  # a neighbour can take that much without the probe's knowing
-    if total < least:
-        blames, causes = "unclear", [Cause("passed")]
+    take_probes(left, event.before, before, after)
+    left.take("network", left.total, ["waiting"])
+    of_machine = sum(ms for code, ms, _ in left.explained if code in OF_MACHINE)
+    of_program = total - of_machine - left.ms[COMMON]
+    if 0.5 * shared > total:  # which may be uneven: only what is explained counts
+        of_program -= sum(left.ms[name] for name in alone)
+    parts = [*left.explained, ("unexplained", sum(left.ms.values()), {})]
+    parts.sort(key=lambda part: -part[1])
+    # where what they share is all there is, the phases are those that it lies in
+    shown = alone or {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
+                      - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
-    largest = max(shown.values(), default=0.0)
     return dict(
-        phases=[(name, round(float(ms), 3)) for name, ms in ranked if ms > 0.05 * largest],
-        intervals={name: round(more[name][1], 3) for name in shown if name in more},
-        causes=causes, blames=blames, after=event.before + total,
-        percent=100 * total / event.before,
-    )
+        phases=[(name, round(float(ms), 3)) for name, ms in ranked if ms > 0.05 * ranked[0][1]],
+        causes=[Cause(code, float(ms), values) for code, ms, values in parts
+                if ms > WORTH_NAMING * total],
+        blames="machine" if of_machine > 0.5 * total else "program" if of_program > 0.5 * total
+        else "unclear",
+        after=event.before + total, percent=100 * total / event.before)
 
 
-def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> tuple:
-    """(how much larger a value of the points is in the mean, half the 95 % interval of that).
-
-    probe: what of it is more than a machine that is as much slower as this probe.
-    """
-    pairs = []
-    for points in (before, after):
-        points = [p for p in points if name in p["values"] and (not probe or p["row"].get(probe))]
-        values = np.array([p["values"][name] for p in points])
-        if probe:
-            values /= np.array([p["row"][probe] for p in points])
-        pairs.append(values)
-    old, new = pairs
-    if len(old) < 3 or len(new) < (3 if probe else 1):
-        return (math.inf if probe else 0.0), 0.0
-    if probe:
-        old, new = (x * np.median([p["row"][probe] for p in before if p["row"].get(probe)])
-                    for x in (old, new))
+def grown(before: list[dict], after: list[dict], name: str) -> tuple[float, float]:
+    """How much larger a value of the points is in the mean, and half the 95 % interval of that."""
+    old, new = (np.array([p["values"][name] for p in points if name in p["values"]])
+                for points in (before, after))
+    if len(old) < 3 or not len(new):
+        return 0.0, 0.0
     old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))) for x in (old, new))  # not the outliers
     # neighbours are alike: as many independent values as there are groups of four
     groups = [[x[i : i + 4].mean() for i in range(0, len(x), 4)] for x in (old, new)]
@@ -179,35 +180,104 @@ def grown(before: list[dict], after: list[dict], name: str, probe: str = "") -> 
     return float(new.mean() - old.mean()), error
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A cause of a slow-down. share: of what was added, None if not measured."""
-
-    code: str  # in CAUSES or OF_MACHINE
-    share: float | None = None
-    values: dict = field(default_factory=dict)  # numbers that its words name
-
-    def __str__(self) -> str:
-        words = (CAUSES | OF_MACHINE)[self.code].format(**self.values)
-        return words if self.share is None else f"{words} ({self.share:.0%})"
-
-
 class Left:
     """What is not explained yet: ms/step by phase, and what is common to all phases."""
 
     def __init__(self, ms: dict[str, float]):
-        self.ms, self.total = ms, sum(ms.values()) or 1e-9
-        self.explained, self.values = {}, {}  # by code: ms, numbers
+        self.ms, self.total, self.explained = ms, sum(ms.values()), []
 
     def take(self, code: str, ms: float, names=None, **values):
-        """Let a cause explain up to so many ms of these phases, the common part first."""
-        self.values[code] = values
-        for name in sorted(names or self.ms, key=lambda name: name != "common"):
-            part = min(ms, self.ms.get(name, 0.0))
+        """Let a cause explain up to so many ms of these phases, what they share first."""
+        taken = 0.0
+        for name in sorted(names or self.ms, key=lambda name: name != COMMON):
+            part = min(ms - taken, self.ms.get(name, 0.0))
             if part > 0:
                 self.ms[name] -= part
-                ms -= part
-                self.explained[code] = self.explained.get(code, 0.0) + part
+                taken += part
+        if taken:
+            self.explained.append((code, taken, values))
+
+
+def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
+    """Take what is measured by itself, whatever phase it lies in."""
+    left.take("gc", added(old, new, "perf/gc_ms"))
+    thread_ms = added(old, new, "perf/thread_ms")
+    if thread_ms > QUEUE_COUNTS * left.total:
+        left.take("thread", thread_ms, name=new.get("busiest_thread"))
+    ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
+    if ratio > SLOWER_RANK * max(1.0, old_ratio / 1.05):
+        rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
+        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
+        rank, phase = max(set(votes), key=votes.count)
+        probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
+        if probe:
+            code += ", machine" if probe > 1 + 0.3 * (ratio - 1) else ", work"
+        most = (ratio / old_ratio - 1) * of_all_phases(old)
+        left.take(code, 1.2 * most, rank=int(rank), ratio=ratio, phase=OWN_PHASES[int(phase)],
+                  probe=probe)
+    if goes_on(after, "machine/stops"):
+        left.take("stopped", left.total)
+    compute = [name for name in left.ms if name not in ("data", "waiting")]
+    if goes_on(after, "perf/compilations"):
+        left.take("compilations", left.total, compute)
+    elif goes_on(after, "memory/alloc_retries"):
+        left.take("allocator", left.total, compute)
+    if 0 < new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
+        code, reading = lower_clocks(old, new)
+        left.take(code, left.total, (COMMON, *COMPUTE), reading=reading)
+
+
+def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
+               factor: float):
+    """Take what lines take longer by than on a machine that is `factor` slower."""
+    for phase in OWN_PHASES:
+        most = left.ms.get(phase, 0.0)  # what is certain, since phases are timed
+        times = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
+        looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
+        found = longer_lines(phase, times, looks, factor) if most else []
+        for line in sorted(found, key=lambda line: -line.ms / line.error):
+            ms = min(line.ms, left.ms[phase])
+            if line.ms > LINE_SURE * line.error and ms > LINE_COUNTS * most:
+                left.take("line", line.ms, [phase], line=line)
+
+
+def take_waits(left: Left, old: dict, new: dict, shared: float):
+    """Take what the kernel says: the time that threads were ready, or wanted to be, and not run.
+
+    shared: ms that all phases share, which it explains before what one has alone.
+    """
+    waits = {code: added(old, new, column) for code, column in WAITS.items()}
+    step_ms = of_all_phases(new)
+    for code, ms in sorted(waits.items(), key=lambda item: -item[1]):
+        if ms > QUEUE_COUNTS * left.total:
+            left.take(code, left.total, [COMMON])
+            for phase in STEP_PHASES if ms - shared > 0.3 * left.total else ():
+                share = new.get(f"perf/{phase}_ms", 0.0) / step_ms  # of it that it meets
+                left.take(code, share * (ms - shared), [phase])
+
+
+def take_probes(left: Left, step_ms: float, before: list[dict], after: list[dict]):
+    """Take of what all phases share what a machine can be slower by that has the slower probe."""
+    ratios = [probe_ratio(before, after, column) for column in PROBES]
+    if max(ratios) > PROBE_COUNTS:
+        left.take("probe", PROBE_REACH * (max(ratios) - 1) * step_ms, [COMMON], ratio=max(ratios))
+
+
+def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
+    """How much slower a probe has become; 1 if it was not read often enough."""
+    old, new = ([p["row"][name] for p in points if p["row"].get(name)]
+                for points in (before, after))
+    return float(np.median(new) / np.median(old)) if len(old) > 2 and new else 1.0
+
+
+def lower_clocks(old: dict, new: dict) -> tuple[str, str]:
+    """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
+    for name in ("heat", "power"):
+        column = f"machine/gpu_throttled_by_{name}"
+        if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
+            reading, form = READINGS[name]
+            return name, form.format(new[reading]) if reading in new else ""
+    return "clocks", ""
 
 
 def added(old: dict, new: dict, name: str) -> float:
@@ -224,100 +294,3 @@ def goes_on(points: list[dict], name: str) -> bool:
     """Whether a count rises again and again, not once: that would not make all steps slower."""
     counts = [p["row"].get(name, 0) for p in points]
     return len(counts) > 1 and float(np.mean(np.diff(counts) > 0)) > 0.25
-
-
-def take_machine(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
-                 series: str, least: float, shared: float):
-    """Take what the machine is to blame for.
-
-    series: of what is common to the phases; least: ms that count; shared: how much longer all
-    phases take alike, sure or not, which a queue explains before what one has alone.
-    """
-    if goes_on(after, "machine/stops"):
-        left.take("stopped", left.total)
-    if 0 < new.get("perf/clock_mhz", 0.0) < 0.97 * old.get("perf/clock_mhz", 0.0):
-        code, reading = lower_clocks(old, new)
-        left.take(code, left.total, ("common", *COMPUTE), reading=reading)
-    waits = {name: added(old, new, column) for name, column in WAITS.items()}
-    waits = {name: ms for name, ms in waits.items() if ms > 0.1 * left.total}
-    for name, ms in sorted(waits.items(), key=lambda item: -item[1]):
-        # the other threads of an operation wait for the one that did not run: it counts for more
-        left.take(name, left.ms["common"], ["common"])
-        if ms - shared > 0.3 * left.total:
-            for phase in STEP_PHASES:  # which meets its share of it
-                share = new.get(f"perf/{phase}_ms", 0.0) / of_all_phases(new)
-                left.take(name, share * (ms - shared), [phase])
-    # of what all phases share, all but what is more than the probe is slower
-    best = 0.0, 1.0
-    for column in PROBES:
-        beside, error = grown(before, after, series, column)
-        beside = beside if beside > max(error, least) else 0.0
-        best = max(best, (left.ms["common"] - beside, probe_ratio(before, after, column)))
-    ms, ratio = best
-    if ms > 0 and ratio > 1.04:
-        left.take("probe", ms, ["common"], ratio=ratio)
-    left.take("network", left.total, ["waiting"])
-
-
-def lower_clocks(old: dict, new: dict) -> tuple[str, str]:
-    """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
-    for name in ("heat", "power"):
-        column = f"machine/gpu_throttled_by_{name}"
-        if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
-            reading, form = READINGS[name]
-            return name, form.format(new[reading]) if reading in new else ""
-    return "clocks", ""
-
-
-def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
-    """How much slower a probe has become; 1 if it was not read often enough."""
-    old, new = (np.array([p["row"][name] for p in points if p["row"].get(name)])
-                for points in (before, after))
-    if len(old) < 3 or not len(new):
-        return 1.0
-    return float(np.median(new) / np.median(old))
-
-
-def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
-               factor: float):
-    """Take what lines of the program take longer by than a machine that is `factor` slower."""
-    found = []
-    for phase in OWN_PHASES:
-        ms = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
-        looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
-        most = left.ms.get(phase, 0.0)  # what is certain, since phases are timed
-        found += [line for line in longer_lines(phase, ms, looks, factor)
-                  if most and line.ms > max(line.error, 0.3 * most)]
-    found = Lines(sorted(found, key=lambda line: -line.ms)[:3])
-    for line in found:
-        left.take("lines", line.ms, [line.phase], found=found)
-
-
-def take_program(left: Left, old: dict, new: dict, after: list[dict]):
-    """Take what the program is to blame for, as far as known."""
-    gc_ms = added(old, new, "perf/gc_ms")
-    if gc_ms > 0.05 * left.total:
-        left.take("gc", gc_ms)
-    ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
-    if ratio > 1.1 and ratio > 1.05 * old_ratio:
-        rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
-        votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
-        rank, phase = max(set(votes), key=votes.count)
-        probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
-        if probe:
-            slower = probe > 1 + 0.3 * (ratio - 1)
-            code += ", machine" if slower else ", work"
-        most = (ratio / old_ratio - 1) * of_all_phases(old)
-        left.take(code, 1.2 * most, rank=int(rank), ratio=ratio, phase=OWN_PHASES[int(phase)],
-                  probe=probe)
-    rss = "memory/workers_rss_gb"
-    most = max(p["row"].get(rss, 0.0) for p in after)  # at the end of a run they are gone
-    # in GB, not in percent: workers begin as copies of a process of any size, and keep that
-    grows = rss in old and most > old[rss] + 0.1
-    if grows:
-        left.take("loader memory", left.total, ["data"], old=old[rss], new=most)
-    compute = [name for name in left.ms if name not in ("data", "waiting")]
-    if goes_on(after, "perf/compilations"):
-        left.take("compilations", left.total, compute)
-    elif goes_on(after, "memory/alloc_retries"):
-        left.take("allocator", left.total, compute)

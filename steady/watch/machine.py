@@ -21,20 +21,21 @@ import torch
 from steady.checkpoints.retry import retry
 from steady.watch import nvml, proc
 
-SECONDS_BETWEEN = 0.25  # readings that cost more than a few microseconds: 0.1 % of the time
+SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
+MOST_THREADS = 16  # that are looked at, the oldest
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Probe:
-    """A fixed piece of work, timed: the best of three, since a try that is interrupted says nothing
-    of the speed of the core. NumPy, so that one thread does it.
+    """A fixed piece of work, timed on as many threads as the program has: the best of three, since
+    a try that is interrupted says nothing of the speed of the cores.
     """
 
     TRIES = 3
 
     def __init__(self):
-        self.small = np.full((48, 48), 0.01, np.float32)
-        self.product = np.empty_like(self.small)
+        self.small = torch.full((128, 128), 0.01)
+        self.product = torch.empty_like(self.small)
         self.gpu = None  # events around a kernel that may still be running
 
     def read(self, device: torch.device) -> dict[str, float]:
@@ -42,8 +43,7 @@ class Probe:
         times = []
         for _ in range(self.TRIES):
             began = time.perf_counter()
-            for _ in range(4):
-                np.matmul(self.small, self.small, out=self.product)
+            torch.mm(self.small, self.small, out=self.product)
             times.append(time.perf_counter() - began)
         out = {"machine/cpu_probe_us": min(times) * 1e6}
         return out | self.read_gpu(device) if device.type == "cuda" else out
@@ -70,13 +70,11 @@ class Machine:
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         self.files = {name: file for name, path in {
-            "schedstat": f"/proc/self/task/{threading.get_native_id()}/schedstat",
             "stat": "/proc/self/stat",
             "cpus": "/proc/stat",
             "quota": quota_file(),
         }.items() if (file := open_fd(path)) is not None}
-        self.queued = self.queue_seconds()
-        self.slow_read = -math.inf, self.counters()
+        self.slow_read = -math.inf, self.counters(), self.threads()
         self.looked = False  # whether the last call of `read` did what takes longer
         self.steps_between = 0  # steps since then
         self.probe_us = 0.0  # the newest of the device that trains
@@ -100,10 +98,8 @@ class Machine:
 
         What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
         """
-        before, self.queued = self.queued, self.queue_seconds()
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/cpu_queue_ms": (self.queued - before) / steps * 1e3,
-               "perf/gc_ms": gc_seconds / steps * 1e3}
+        row = {"perf/gc_ms": gc_seconds / steps * 1e3}
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo:
             row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
@@ -112,7 +108,7 @@ class Machine:
         if self.stops:
             row["machine/stops"] = self.stops
         self.steps_between += steps
-        then, old = self.slow_read
+        then, old, ran = self.slow_read
         self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
         if self.looked:
             row |= self.probe.read(self.device)
@@ -120,16 +116,22 @@ class Machine:
             self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
             new = self.counters()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
-            self.slow_read, self.steps_between = (time.perf_counter(), new), 0
+            threads = self.threads()
+            row |= busiest(ran, threads, self.steps_between)
+            self.slow_read, self.steps_between = (time.perf_counter(), new, threads), 0
         if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
             row |= self.gpu.read()
             self.gpu_read = time.perf_counter()
         return row
 
-    def queue_seconds(self) -> float:
-        """How long the main thread has been ready to run while others had the core."""
-        text = self.text("schedstat").split()
-        return int(text[1]) / 1e9 if len(text) > 1 else 0.0
+    def threads(self) -> dict[int, tuple[float, float]]:
+        """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
+        out = {}
+        for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
+            text = proc.read(f"proc/self/task/{name}/schedstat").split()
+            if len(text) > 1:
+                out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
+        return out
 
     def counters(self) -> dict[str, float]:
         """ms, since the process or the machine began, in which a core was stolen by the hypervisor
@@ -160,6 +162,20 @@ class Machine:
             signal.signal(signal.SIGCONT, self.before)
         for file in self.files.values():
             os.close(file)
+
+
+def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
+    """ms/step that the thread which waited longest was kept from a core, since the others of an
+    operation wait for it; and that a thread of Python's beside the one that trains has computed."""
+    more = {tid: np.subtract(now[tid], before[tid]) / steps for tid in now.keys() & before.keys()}
+    if not more:
+        return {}
+    row = {"perf/cpu_queue_ms": max(float(queued) for _, queued in more.values())}
+    others = [(float(more[thread.native_id][0]), thread.name) for thread in threading.enumerate()
+              if thread is not threading.main_thread() and thread.native_id in more]
+    if others:
+        row["perf/thread_ms"], row["busiest_thread"] = max(others)
+    return row
 
 
 def open_fd(path: str | Path | None) -> int | None:

@@ -18,12 +18,12 @@ def read(path: Path | str) -> str:
         return ""
 
 
-def count(folder: str) -> int:
-    """How many files a folder below ROOT has, as proc/self/fd; 0 where there is none."""
+def names(folder: str) -> list[str]:
+    """Of the files in a folder below ROOT, as proc/self/fd; [] where there is none."""
     try:
-        return len(os.listdir(ROOT / folder))
+        return os.listdir(ROOT / folder)
     except OSError:
-        return 0
+        return []
 
 
 def stat_fields(pid: int | str, thread: int | str = "") -> list[str]:

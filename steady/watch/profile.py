@@ -25,6 +25,8 @@ import torch
 
 SWITCH_SECONDS = 0.0005  # of Python work that a look may miss; Python's own 5 ms hide far more
 SECONDS = 0.1  # between two looks, in the mean
+HURRY, YOUNG = 3, 300  # so many times as often for the first looks, and while a slow-down waits for
+# its line to be known
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
@@ -41,13 +43,14 @@ class Sampler:
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, code, line, code and line of its caller)
         self.ours = {}  # code → whether its file is worth naming
-        self.ended = False
+        self.looks, self.hurry, self.ended = 0, False, False
         self.before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         threading.Thread(target=run, args=(weakref.ref(self),), name="sampler", daemon=True).start()
 
     def look(self, frame):
         """Count where the thread is; keeps no frame, and so none of the tensors in it."""
+        self.looks += 1
         inner = self.innermost(frame)
         caller = self.innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
@@ -58,9 +61,7 @@ class Sampler:
         while frame:
             code = frame.f_code
             if code not in self.ours:
-                file = code.co_filename
-                library = file.startswith(LIBRARY) and "-packages" not in file
-                self.ours[code] = not (library or file.startswith(FOREIGN))
+                self.ours[code] = worth_naming(code.co_filename)
             if self.ours[code]:
                 return frame
             frame = frame.f_back
@@ -74,7 +75,7 @@ class Sampler:
         found = {}
         for (phase, place), n in taken.most_common():
             lines = found.setdefault(phase, {})
-            name = " < ".join(f"{short(code.co_filename)}:{line} {code.co_name}"
+            name = " < ".join(f"{short(code.co_filename)}:{line} {function_name(code)}"
                               for code, line in filter(None, place)) or OTHERS
             name = name if len(lines) < MOST_LINES else OTHERS
             lines[name] = lines.get(name, 0) + n
@@ -90,11 +91,23 @@ def run(sampler: weakref.ref):
     jitter = random.Random(0).random  # steps may last as long as a pause
     while (found := sampler()) and not found.ended:
         found.look(sys._current_frames().get(found.thread_id))
+        seconds = SECONDS / (HURRY if found.hurry or found.looks < YOUNG else 1)
         del found
-        time.sleep(SECONDS * (0.5 + jitter()))
+        time.sleep(seconds * (0.5 + jitter()))
+
+
+def worth_naming(file: str) -> bool:
+    """Whether it is neither torch's nor the standard library's."""
+    library = file.startswith(LIBRARY) and "-packages" not in file
+    return not (library or file.startswith(FOREIGN))
 
 
 ROOT = Path(__file__).parents[2]
+
+
+def function_name(code) -> str:
+    """With its class, which Python knows since 3.11."""
+    return getattr(code, "co_qualname", code.co_name).replace("<locals>.", "").replace(" ", "")
 
 
 def short(file: str) -> str:
@@ -116,14 +129,7 @@ class Line:
     error: float
 
     def __str__(self) -> str:
-        return f"{self.ms:+.3g} ms (±{self.error:.1g}) in {self.place}"
-
-
-class Lines(list):
-    """Lines, the longest first."""
-
-    def __str__(self) -> str:
-        return "; ".join(map(str, self))
+        return f"{self.place}  (±{self.error:.1g}, phase {self.phase})"
 
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ from steady.watch.causes import DATA_ADVICE
 from steady.watch.goodput import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
-from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector
+from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector, worth_saying
 
 FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
            "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
@@ -25,8 +25,9 @@ ADVICE = {  # phase → (the share of the time that is worth a line, what to try
     "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
     "lost": (0.05, "a smaller --save_interval"),
 }
-BLAMES = {"machine": "Cause, in the machine", "program": "Cause, in the program",
-          "unclear": "Cause"}
+BLAMES = {"machine": "every phase takes longer, in about the same proportions: the machine",
+          "program": "the rest of the step is as fast as before: the program, not the machine",
+          "unclear": "all phases take longer, and it cannot be said why"}
 
 
 def report(run_dir: Path, also=None) -> dict:
@@ -35,24 +36,25 @@ def report(run_dir: Path, also=None) -> dict:
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
     learning = Learning(vocab_size(run_dir))
-    detector, events, figures, so_far = SlowdownDetector(), {}, {}, {}
+    detector, figures, so_far = SlowdownDetector(), {}, {}
     # of the rows no more is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
     hangs, runs_out, anomalies, slowest, last_log, interval = [], [], [], [], None, 1
+    traces = []
     newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if also:
             also(row)
         learning.add(row)
         newest = max(newest, row["step"])
-        # an event is added again when it changes or ends, as one dict: keep it once
-        events |= {id(event): event for event in detector.add(row)}
+        detector.add(row)
         figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
         so_far = seconds_so_far([row]) or so_far
         slowest = [pair for pair in row.get("slowest", ()) if is_pair(pair)] or slowest
         hangs += [row["hang"]] if "hang" in row else []
         runs_out += [row["runs_out"]] if "runs_out" in row else []
         anomalies += [row] if "anomaly" in row else []
+        traces += [row["trace"]] if "trace" in row else []
         if "perf/padding_fraction" in row:
             padding.append(row["perf/padding_fraction"])
         if not row.get("perf/step_ms"):
@@ -65,7 +67,6 @@ def report(run_dir: Path, also=None) -> dict:
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
         interval = max(interval, row["step"] - (last_log or 0))
         last_log = row["step"]
-    detector.finish()
     if medians:
         tenth = max(1, len(medians) // 10)
         figures["step_ms_median"] = float(np.median(medians))
@@ -80,12 +81,13 @@ def report(run_dir: Path, also=None) -> dict:
         run=str(run_dir),
         step=newest,
         training=learning.findings(),
-        slowdowns=[event for event in events.values() if not event.superseded],
+        slowdowns=detector.finish(),
         unjudged=why_unjudged(detector, len(medians), interval),
         slowest=slowest,
         hangs=hangs,
         runs_out=runs_out,
         anomalies=anomalies,
+        traces=traces,
         figures=figures,
         seconds=seconds,
         wall_s=sum(seconds.values()),
@@ -140,12 +142,13 @@ def verdict(out: dict) -> list[str]:
     if all(event.kind == "work" for event in shown):
         lines.append(out["unjudged"] or "steady: no slow-down found")
     for event in shown:
-        ended = f" It ended at step {event.ended}." if event.ended is not None else ""
+        ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
         if event.unseen:
-            ended = f" By step {event.ended} steps do other work: whether it lasts is unknown."
-        lines.append(describe_event(event) + ended)
+            ended = f"\n    By step {event.ended} steps do other work: whether it lasts is unknown."
+        lines += (describe_event(event) + ended).splitlines()
     lines += [f"no progress: {text}" for text in out["hangs"]]
     lines += out["runs_out"]
+    lines += [f"trace of three steps, for ui.perfetto.dev: {path}" for path in out["traces"]]
     for name, (limit, advice) in ADVICE.items():
         share = out["seconds"][name] / (out["wall_s"] or 1.0)
         if share > limit and not (name == "logging" and out["wall_s"] < 60):
@@ -158,26 +161,23 @@ def verdict(out: dict) -> list[str]:
     return lines
 
 
-def worth_saying(event) -> bool:
-    """Not what came to nothing, nor the little ups and downs of a machine that others use."""
-    least = 1 if event.blames == "program" else 10
-    return event.kind != "step" or event.percent >= least
-
-
 def describe_event(event) -> str:
-    """Since when something takes longer, by how much, in which phases, whose fault, and why."""
+    """Since when something takes longer, by how much, in which phases, why, and whose fault."""
     kind, since = event.kind, f"since about step {event.since}"
     low, high = event.since_range
     if high - low > 0.1 * event.since:
         since += f" ({low} to {high})"
-    causes = "; ".join(map(str, event.causes))
+    causes = [str(cause) for cause in event.causes]
     if kind == "work":
-        return f"work per step {event.percent:+.0f}% {since}: {causes}"
+        return f"work per step {event.percent:+.0f}% {since}: {causes[0]}"
     how = "gradually slower" if event.creeps else "slower"
     of_a_step = "" if kind == "step" else " of a step"
     phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event.phases] or ["all phases"])
-    return (f"{kind} {how} {since}: {event.before:.3g} -> {event.after:.3g} ms/step "
-            f"({event.percent:+.0f}%{of_a_step}), {phases}. {BLAMES[event.blames]}: {causes}")
+    head = (f"{kind} {how} {since}: {event.before:.3g} -> {event.after:.3g} ms/step "
+            f"({event.percent:+.0f}%{of_a_step}), {phases}")
+    if kind != "step":
+        return f"{head}: {causes[0]}"
+    return "\n    ".join([head, *causes, BLAMES[event.blames]])
 
 
 def describe_end(event) -> str:

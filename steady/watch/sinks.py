@@ -168,7 +168,8 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
 NESTED = {"end": dict, "order": dict, "slowest": list, "anomaly": str, "runs_out": str, "hang": str,
-          "sample": str, "ranks_ms": list, "profile": dict}
+          "sample": str, "ranks_ms": list, "profile": dict, "busiest_thread": str,
+          "trace": str}
 
 
 def known_types(row) -> dict | None:

@@ -1,6 +1,7 @@
-"""Slow-downs: since when steps take longer, by how much, and why, from the rows of metrics.jsonl.
+"""Slow-downs: since when steps take longer, and by how much, from the rows of metrics.jsonl.
 
-While training (monitor.py) and afterwards (steady/watch/report.py), from the same rows.
+While training (monitor.py) and afterwards (steady/watch/report.py), from the same rows. Why they
+do is in causes.py.
 """
 
 import itertools
@@ -10,15 +11,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from steady.watch.causes import COMPUTE, explain, mean_row
+from steady.watch.causes import COMMON, COMPUTE, RARE, explain, mean_row
 from steady.watch.profile import add_profiles
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
+KEPT = 128  # points that are kept: of each some kilobytes
+CERTAIN_LOOKS = 60  # of the sampler, since it began: with fewer, lines are worth waiting for
 NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
 OUTSIDE = [f"perf/{name}_ms" for name in OUTSIDE_PHASES]
-KEPT = 128  # points that are kept: of each some kilobytes
 
 
 @dataclass(eq=False)
@@ -33,18 +35,21 @@ class SlowDown:
     levels: tuple[float, float]  # of its series, before and after
     searched_from: int  # the step after which the lower level began
     kind: str = "step"  # or "work", or an outside phase
-    series: str = "median"  # of which values: also "mean", or a phase
+    series: str = COMMON  # of which values: also a phase, or "work"
     since_range: tuple[int, int] = (0, 0)  # where `since` lies with 95 %
     creeps: bool = False  # a gradual rise, not a jump
     phases: list = field(default_factory=list)  # (name, ms/step added), the largest first
-    intervals: dict = field(default_factory=dict)  # phase → half the 95 % interval of that
     causes: list = field(default_factory=list)  # causes.Cause
     blames: str = "unclear"  # or "machine", "program"
     ended: int | None = None  # step
     unseen: bool = False  # steps do other work since `ended`, so it may go on
-    updated: int | None = None  # the step at which the main cause was found to be another one
-    superseded: bool = False  # part of one that was found later
-    said: bool = False  # on the screen
+    said: bool = False  # returned by SlowdownDetector.add
+
+
+def worth_saying(event: SlowDown) -> bool:
+    """Not what came to nothing, nor the little ups and downs of a machine that others use."""
+    least = 1 if event.blames == "program" else 10
+    return event.kind != "step" or event.percent >= least
 
 
 class Cusum:
@@ -55,12 +60,11 @@ class Cusum:
     standard deviation; a rise is found where the sum passes a threshold of 10 % or 8 standard
     deviations. One value adds at most a sixth of that, so an outlier alone is never a rise.
 
-    The first `least` values define the level, and so do later ones in control, up to 50. After a
+    The first BASELINE values define the level, and so do later ones in control, up to 50. After a
     rise the higher level is learned anew; the lower one is kept, to see the series return to it.
     """
 
-    def __init__(self, least: int = BASELINE):
-        self.least = least
+    def __init__(self):
         self.mean = 0.0  # the level
         self.normal, self.rising = [], []  # values that define it; since the sum was 0
         self.sum, self.since = 0.0, 0  # since: the last step at which the sum was 0
@@ -83,10 +87,10 @@ class Cusum:
                 self.learn(unit)
                 event.ended = step
                 return event
-        if len(self.normal) < self.least:
+        if len(self.normal) < BASELINE:
             self.normal.append(value)
             self.since = step
-            if len(self.normal) == self.least:
+            if len(self.normal) == BASELINE:
                 self.learn(unit)
             return None
         excess = (value - self.mean) / self.unit - self.allowance
@@ -145,35 +149,28 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
 
-def headline(event: SlowDown) -> tuple:
-    """What of an event is worth saying again if it changes."""
-    lines_known = any(cause.code == "lines" for cause in event.causes)
-    return event.blames, [name for name, _ in event.phases[:1]], event.percent >= 10, lines_known
-
-
 class SlowdownDetector:
     """Watches the time of a step, its work, and what is done between steps.
 
-    Each time that an event has lasted twice as long, its causes are computed anew.
+    Each point is about MIN_STEPS steps. What all phases share (COMMON) is watched apart from what
+    each has alone: so neither a plant in one phase nor a machine that wobbles hides in the other.
     """
 
     def __init__(self):
-        self.levels = {name: Cusum() for name in (
-            "median", "work", *OUTSIDE_PHASES, *STEP_PHASES)}
-        self.levels["mean"] = Cusum(20)  # rare slow steps make the mean uneven
+        self.levels = {}  # series → Cusum
         self.block, self.step = [], 0  # rows not evaluated yet, and the step before them
         self.points = deque(maxlen=KEPT)  # dicts: first and last step, row, values of the series
         self.normal = {}  # phase → ms of equal work, and "work", when the run began
         self.seen = {}  # outside phase → the step at which it was last done
         self.tflop = None  # work of a step when the run began
-        self.active = {}  # kind → events that were returned and have not ended
-        self.steps = deque(maxlen=20)  # the newest events of kind "step", also those that ended
+        self.events = deque(maxlen=100)  # also those that ended
         self.before = {}  # id of an active event → points before it
+        self.waits = False  # for more looks, to know the cause of an event
 
     def add(self, row: dict) -> list[SlowDown]:
-        """The events that begin with this row, those that end, and those whose main cause has
-        changed, now that more is known ("updated")."""
-        if "perf/startup_s" in row:  # the first step of a process
+        """The events that are worth saying since this row, and those of them that end with it."""
+        # the first step of a process; and steps that are traced or looked at for a leak
+        if "perf/startup_s" in row or row.get("perf/disturbed"):
             self.block, self.step = [], row["step"]
             return []
         if not all(row.get(name) for name in NEEDED):
@@ -197,52 +194,55 @@ class SlowdownDetector:
         self.learn()
         return [event for point in list(self.points) for event in self.watch(point)]
 
-    def learn(self) -> list[SlowDown]:
-        """What is normal for a phase, from the newest points. Returns the events that this ends."""
-        ended = [e for e in self.active.get("step", ()) if e.series in STEP_PHASES]
-        for event in ended:  # nothing would see it return to normal
-            self.active["step"].remove(event)
-            event.ended, event.unseen = self.points[-1]["last"], True
+    @property
+    def active(self) -> list[SlowDown]:
+        return [event for event in self.events if event.ended is None]
+
+    def learn(self):
+        """What is normal for a phase, from the newest points."""
+        for event in self.active:
+            if event.series in STEP_PHASES:  # nothing would see it return to normal
+                event.ended, event.unseen = self.points[-1]["last"], True
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
         for name in STEP_PHASES:
             ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
             self.normal[name] = float(np.median(ms))
             self.levels[name] = Cusum()
-        return ended
 
     def watch(self, point: dict) -> list[SlowDown]:
-        row, steps = point["row"], point["last"] - point["first"] + 1
+        row, steps, lasted = point["row"], point["last"] - point["first"] + 1, self.active
         newest = (p["row"]["work"] / self.normal["work"]
                   for p in itertools.islice(reversed(self.points), BASELINE))
-        ended = []
         if not any(0.9 < work < 1.1 for work in newest):  # other work, with other shares of phases
-            ended = self.learn()
-        step_ms = self.levels["mean"].mean or row["perf/step_ms"]
-        point["factor"], point["values"] = self.split(row)
-        series = [("work", row["work"], None)]
-        # on a machine that is slower, what a phase has alone takes longer, and varies by more
-        slower = max(1.0, point["factor"])
-        for name, value in point["values"].items():
-            if name in STEP_PHASES:
-                series.append((name, value / slower, step_ms))
-            else:
-                series.append((name, value, None))
+            self.learn()
+        factor, values = self.split(row)
+        step_ms, slower = values[COMMON], max(1.0, factor)
+        for name in STEP_PHASES:  # varies by more on a machine that is slower
+            if name in values:
+                values[name] /= slower
         for name in OUTSIDE_PHASES:
             total = row.get(f"perf/{name}_ms", 0.0) * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
-                value = total / (point["last"] - since)
+                values[name] = total / (point["last"] - since)
                 if name != "checkpoint":  # which is written, not computed
-                    value /= slower
-                series.append((name, value, step_ms))
-                point["values"][name] = value
+                    values[name] /= slower
                 self.seen[name] = point["last"]
-        found = [event for values in series if (event := self.update(point, *values))]
-        return ended + found + self.reconsider(point)
+        point["values"] = values
+        for name, value in ({"work": row["work"]} | values).items():
+            unit = None if name in ("work", COMMON, RARE) else step_ms
+            found = self.levels.setdefault(name, Cusum()).add(point["last"], value, unit)
+            if found and found.ended is None:
+                self.begin(found, name)
+        ended = [event for event in lasted if event.ended is not None]
+        for event in ended:
+            self.describe(event)
+            del self.before[id(event)]
+        return [event for event in ended if event.said] + self.to_say()
 
     def split(self, row: dict) -> tuple[float, dict[str, float]]:
-        """(factor, {series: ms/step of equal work}): what each phase has beside it, and the rest.
+        """(factor, {series: ms/step of equal work}): what each phase has alone, and the rest.
 
         The factor is that by which the middle one of forward, backward and optimizer is longer
         than normal: what is planted in one of them does not move it, a slower machine moves all.
@@ -254,129 +254,98 @@ class SlowdownDetector:
         factor = factors[(len(factors) - 1) // 2] if factors else 1.0
         alone = {name: value - factor * self.normal[name] for name, value in ms.items()
                  if 0.9 < row["work"] / self.normal["work"] < 1.1}
-        rest = {name: row[f"perf/step_{column}"] / row["work"] - sum(alone.values())
-                for name, column in (("median", "ms_median"), ("mean", "ms"))}
-        if rest["median"] < 0.25 * factor * usual:  # a few steps had that, not the middle one
-            rest["median"] = factor * usual
+        rest = {name: row[column] / row["work"] - sum(alone.values())
+                for name, column in ((COMMON, "perf/step_ms_median"), (RARE, "perf/step_ms"))}
+        if rest[COMMON] < 0.25 * factor * usual:  # a few steps had that, not the middle one
+            rest[COMMON] = factor * usual
         return factor, alone | rest
 
-    def update(self, point: dict, name: str, value: float, unit: float | None) -> SlowDown | None:
-        event = self.levels[name].add(point["last"], value, unit)
-        if event is None:
-            return None
-        kind = "step" if name in ("median", "mean", *STEP_PHASES) else name
-        active = self.active.setdefault(kind, deque(maxlen=10))
-        if event.ended is not None:
-            if event not in active:
-                return None
-            active.remove(event)
-            self.describe(event)
-            return event
-        event.kind, event.series, event.since_range = kind, name, (event.since, event.since)
+    def begin(self, event: SlowDown, name: str):
+        """Take up a rise of a series, unless it is part of an event that is known."""
+        event.series, event.since_range = name, (event.since, event.since)
+        event.kind = "step" if name in (COMMON, RARE, *STEP_PHASES) else name
         self.locate(event)
-        if any(self.same(event, other) for other in active):
-            return None
-        for other in [e for e in active if self.part_of(e, event)]:
-            other.superseded = True
-            active.remove(other)
-            self.steps = deque((e for e in self.steps if e is not other), self.steps.maxlen)
-        active.append(event)
-        if kind == "step":
-            self.steps.append(event)
+        for other in self.alike(event):
+            goes_on = other.series == name and event.creeps and other.creeps
+            if other.ended is None and (event.since <= other.found or goes_on):
+                return  # it began before that was known, or is more of the same
+        self.events.append(event)
+        low = max((e.since for e in self.alike(event) if e.ended is None), default=0)
+        points = [p for p in self.points if p["values"] and p["last"] < event.since]
+        normal = [p for p in points if p["first"] >= low and not any(
+            e.since <= p["first"] <= (e.ended or 0) for e in self.alike(event))]
+        self.before[id(event)] = (normal[-50:] if len(normal) >= BASELINE
+                                  else points[-BASELINE:] or [self.points[0]])
         self.describe(event)
-        known = {id(e) for events in self.active.values() for e in events}
-        self.before = {key: points for key, points in self.before.items() if key in known}
-        return event
 
-    def same(self, event: SlowDown, other: SlowDown) -> bool:
-        """Whether a rise that was found belongs to an event that was reported already."""
-        if {event.series, other.series} == {"median", "mean"}:
-            return True  # they rise for the same reason
-        if event.series == other.series:
-            goes_on = other.creeps and event.creeps
-            return goes_on or event.since <= other.found
-        if event.series in STEP_PHASES and other.series in STEP_PHASES:
-            return self.together(event, other)
-        return self.part_of(event, other)
-
-    def part_of(self, event: SlowDown, other: SlowDown) -> bool:
-        """Whether all phases are a little slower because one is much slower: caches go cold. Or one
-        a little more than the others, as all are much slower: not all by the same factor."""
-        if (event.series in STEP_PHASES) == (other.series in STEP_PHASES):
-            return False
-        little, much = (e.levels[1] - e.levels[0] for e in (event, other))
-        return much > 2 * little and self.together(event, other)
-
-    def together(self, event: SlowDown, other: SlowDown) -> bool:
-        """Whether they may have begun at the same step."""
-        margin = 3 * (self.points[-1]["last"] - self.points[-1]["first"] + 1)
-        low, high = other.since_range
-        return low - margin <= event.since <= high + margin
+    def alike(self, event: SlowDown) -> list[SlowDown]:
+        """The other events of what phases share; or of what some have alone."""
+        return [e for e in self.events if e is not event and e.kind == event.kind
+                and (e.series in STEP_PHASES) == (event.series in STEP_PHASES)]
 
     def locate(self, event: SlowDown):
         """Since when, between which steps that is sure, and whether it is a jump."""
         if self.points[0]["first"] > event.since:
             return  # so long ago that no point before it is left
-        name, end = event.series, self.span(event, event.series)[1]
-        found = [p for p in self.points
-                 if name in p["values"] and event.searched_from < p["first"] <= end]
+        found = [p for p in self.points if event.series in p["values"]
+                 and event.searched_from < p["first"] <= self.end(event)]
         if len(found) < 8:
             return
-        k, (low, high), event.creeps = change_point(np.array([p["values"][name] for p in found]))
-        event.since = found[k]["first"]
-        event.since_range = found[low]["first"], found[high]["first"]
+        values = np.array([p["values"][event.series] for p in found])
+        k, (low, high), creeps = change_point(values)
+        if found[k]["first"] <= event.found:  # not a later change
+            event.since, event.creeps = found[k]["first"], creeps
+            event.since_range = found[low]["first"], found[high]["first"]
 
-    def span(self, event: SlowDown, series: str | None = None) -> tuple[float, float]:
-        """(where an earlier event begins or ends, where a later one begins), of this series."""
-        others = [e for e in self.steps if e is not event and series in (None, e.series)]
-        earlier = [e.since for e in others if e.found < event.found and e.ended is None]
-        began = min(event.since, event.found)
-        later = [e.since - 1 for e in others
-                 if e.found > event.found and e.since > began]
-        return max(earlier, default=0), min([*later, (event.ended or math.inf)])
+    def end(self, event: SlowDown) -> float:
+        """The last step of which a later event has no part."""
+        later = [e.since - 1 for e in self.alike(event)
+                 if e.found > event.found and e.since > event.since]
+        return min([*later, event.ended or math.inf])
 
     def describe(self, event: SlowDown):
-        """Compute phases and causes from all points before and since."""
-        key, (begin, end) = id(event), self.span(event)
-        points = [p for p in self.points if p["values"]]
-        if event.ended is not None:
-            points = points[:-3]  # it has ended where three of five are normal again
-        if key not in self.before:
-            before = [p for p in points if p["last"] < event.since] or points[:1]
-            normal = [p for p in before if p["first"] >= begin and not self.within_ended(p)]
-            self.before[key] = normal[-50:] if len(normal) >= BASELINE else before[-BASELINE:]
-        after = [p for p in points if event.since <= p["first"] <= end] or points[-1:]
+        """Compute phases and causes from the points before and since."""
         if event.kind == "step":
             event.before = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
-                                             for p in self.before[key]]))
-        if event.creeps:  # how far it has come, not its mean
-            after = after[-max(8, len(after) // 4) :]
-        others = {e.series for e in self.active.get("step", ()) if e is not event}
-        vars(event).update(explain(event, self.before[key], after, others))
+                                          for p in self.before[id(event)]]))
+        vars(event).update(explain(event, self.before[id(event)], self.after(event)))
+
+    def after(self, event: SlowDown) -> list[dict]:
+        points, end = [p for p in self.points if p["values"]], self.end(event)
         if event.ended is not None:
-            del self.before[key]
+            points = points[:-3]  # it has ended where three of five are normal again
+        after = [p for p in points if event.since <= p["first"] <= end] or points[-1:]
+        # of what creeps how far it has come, not its mean
+        return after[-max(8, len(after) // 4) :] if event.creeps else after
 
-    def within_ended(self, point: dict) -> bool:
-        """Whether a point lies in a slow-down that has ended since."""
-        return any(e.since <= point["first"] <= (e.ended or 0) for e in self.steps)
-
-    def reconsider(self, point: dict) -> list[SlowDown]:
-        """Active slow-downs of steps, each time twice as many points are known of them."""
-        changed = []
-        for event in self.active.get("step", ()):
-            n = sum(p["first"] >= event.since for p in self.points)
-            if n < 8 or n & (n - 1) or n == KEPT or point["last"] == event.found:
+    def to_say(self) -> list[SlowDown]:
+        """Of the active events those that have become worth saying, once their cause is known or
+        there is nothing more to wait for."""
+        out, self.waits = [], False
+        for event in self.active:
+            if event.said:
                 continue
-            before = headline(event)
-            self.locate(event)
-            self.describe(event)
-            if before != headline(event):
-                event.updated = point["last"]
-                changed.append(event)
-        return changed
+            after = self.after(event)
+            n = len(after)
+            if n > 32 and n & (n - 1):  # it hardly grows, and may last for days
+                continue
+            if event.kind == "step" and event.found < self.points[-1]["last"]:
+                self.locate(event)
+                self.describe(event)
+            looks = sum(n for p in after for lines in p["profile"].values() for n in lines.values())
+            known = sum(cause.ms or 0.0 for cause in event.causes if cause.code != "unexplained")
+            if worth_saying(event) and (not looks or looks >= CERTAIN_LOOKS or known
+                                        > 0.5 * (event.after - event.before)):
+                event.said = True
+                out.append(event)
+            else:
+                self.waits = True
+        return out
 
-    def finish(self):
-        """At the end of the rows: compute what lasts until then from all that is known."""
-        for event in self.active.get("step", ()):
-            self.locate(event)
-            self.describe(event)
+    def finish(self) -> list[SlowDown]:
+        """At the end of the rows: all events, from all that is known."""
+        for event in self.active:
+            if event.kind == "step":
+                self.locate(event)
+                self.describe(event)
+        return [*self.events]

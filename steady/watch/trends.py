@@ -9,7 +9,8 @@ import gc
 import math
 import multiprocessing
 import os
-from collections import Counter
+import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 
 from steady.ranks.ranks import rank_and_world
 from steady.watch import proc
+from steady.watch.profile import short, worth_naming
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
@@ -34,11 +36,9 @@ RESOURCES = {  # name → (metrics that are summed, its limit or None for 0, uni
 }
 WORKERS = "host memory of loader workers"  # most of what host memory grows by
 ADVICE = {
-    "host memory": "look for what the loop keeps, such as losses that are never detached: "
-                   "--monitor full names the types that grow",
+    "host memory": "look for what the loop keeps, such as losses that are never detached",
     WORKERS: "look for what the dataset keeps in each worker, or fewer --num_workers",
-    "device memory": "look for tensors that the loop keeps, such as losses that are never "
-                     "detached: --monitor full names the types that grow",
+    "device memory": "look for tensors that the loop keeps, such as losses never detached",
     "open files": "close what is opened, or raise ulimit -n",
     "threads": "look for what starts a thread or a pool of them again and again",
     "free disk space": "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir",
@@ -55,7 +55,7 @@ def memory_used(device: torch.device) -> dict[str, float]:
     out = {
         "memory/host_rss_gb": proc.rss_bytes() / 1e9,
         "memory/workers_rss_gb": sum(proc.rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
-        "memory/open_files": proc.count("proc/self/fd"),
+        "memory/open_files": len(proc.names("proc/self/fd")),
     }
     if device.type in ("cuda", "xpu"):
         stats = torch.accelerator.memory_stats(device)
@@ -70,7 +70,7 @@ def read_resources(run_dir: Path | None) -> dict[str, float]:
     """GB and counts that are cheap enough to read at each log; what is unknown is left out."""
     row = {}
     if proc.read("proc/self/statm"):
-        row["memory/threads"] = proc.count("proc/self/task")
+        row["memory/threads"] = len(proc.names("proc/self/task"))
         row["memory/host_anonymous_gb"] = proc.rss_bytes(shared=False) / 1e9
     disk = None
     with contextlib.suppress(OSError):  # the folder is gone
@@ -103,14 +103,14 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
 
 
 class Resources:
-    """What the monitor asks at its logs: what there is, what will not last, what grows."""
+    """What the monitor asks at its logs: what there is, what will not last, which line keeps it."""
 
     def __init__(self, cfg, run_dir: Path | None, device: torch.device, kept: list[dict]):
         self.cfg, self.run_dir, self.device = cfg, run_dir, device
         # checkpoints take more and more space until old ones are deleted
         settled = (cfg.keep_checkpoints + 2) * cfg.save_interval
         self.trends = ResourceTrends(cfg.max_steps, settled_step=settled)
-        self.limits_known, self.types = False, None
+        self.limits_known, self.allocations = False, None
         for row in kept:
             self.trends.add(row)  # what it returns was said by the earlier process
 
@@ -123,14 +123,16 @@ class Resources:
         return found
 
     def warnings(self, row: dict) -> list[str]:
-        return [str(event) for event in self.trends.add(row)]
-
-    def growing(self) -> str:
-        """With --monitor full: which types of objects there are more of than at the last call."""
-        if self.cfg.monitor != "full":
-            return ""
-        before, self.types = self.types, count_types()
-        return growing_types(before, self.types) if before else ""
+        """What will run out, as a sentence each; some logs later, which line allocates it."""
+        found = []
+        if self.allocations and (line := self.allocations.look(row["step"])):
+            self.allocations, found = None, [line]
+        for event in self.trends.add(row):
+            found.append(str(event))
+            in_python = event.code not in (WORKERS, "free disk space", "free inodes")
+            if in_python and not self.allocations:
+                self.allocations = Allocations(row["step"])
+        return found
 
 
 # --- when it runs out -------------------------------------------------------------------------
@@ -245,68 +247,39 @@ class ResourceTrends:
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     """(index at which sustained growth began, slope, step at which it reaches the limit) or None.
 
-    Growth counts if it goes on over five blocks of samples without coming to rest, leaves what was
-    seen before, and is significant; it reaches the limit if it does so within HORIZON times as long
-    as it has lasted, and if its slowing down, continued, does not end it earlier.
+    Of all samples, or of the newest half or quarter: what comes before may be warm-up. Growth
+    counts if it goes on over five blocks without coming to rest and leaves what was seen before;
+    it reaches the limit if it does so within HORIZON times as long as it has lasted, and if its
+    slowing down, continued as that of 1 - exp(-t), does not end it earlier.
     """
-    start = 0
-    while (bent := bend(steps[start:], values[start:])) is not None:
-        start += bent  # warm-up, or a level, before it
-        if len(steps) - start < LEAST:
-            return None  # too new
-    x, y = steps[start:], values[start:]
-    blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
-    rises, total = np.diff(blocks), blocks[-1] - blocks[0]
-    if rises.min() <= total / 16:  # a quarter of the mean; a single step rises in one of them
-        return None
-    if blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total:
-        return None  # a sawtooth: it has been there before
-    first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
-    slope, least = theil_sen(x, y)
-    if least <= 0:
-        return None
-    rest = y - slope * x
-    level = float(np.median(rest)) + slope * x[-1]
-    left = max(0.0, limit - level)
-    # What saturates, as 1 - exp(-t), grows in each half by the same ratio less than in the one
-    # before, so by second * (ratio + ratio² + …) more: with a ratio as low as the noise allows.
-    noise = 1.5 * float(np.median(np.abs(rest - np.median(rest))))  # standard deviation
-    doubt = 2 * noise * math.sqrt(3.1 * 5 / len(y))  # of the difference of two blocks' medians
-    ratio = (second - doubt) / (first + doubt)
-    if left > HORIZON * slope * (x[-1] - x[0]) or ratio < 1 and left > second * ratio / (1 - ratio):
-        return None
-    off = np.abs(values - slope * steps - np.median(rest))
-    while start and off[start - 1] < 2 * noise + 1e-6 * total:
-        start -= 1  # a bend is found roughly; the line may begin before it
-    return start, slope, float(x[-1] + left / slope)
-
-
-def bend(x: np.ndarray, y: np.ndarray) -> int | None:
-    """The index at which two lines that meet there fit best, if they halve the squared error."""
-    if len(x) < LEAST:
-        return None
-    t = (x - x[0]) / (x[-1] - x[0])
-    line, _ = np.linalg.qr(np.stack([np.ones_like(t), t], axis=1))
-    error = y - line @ (line.T @ y)  # of one line
-    hinges = np.maximum(0, t - t[2:-2, None])  # [candidates, samples]
-    hinges -= hinges @ line @ line.T
-    gain = (hinges @ error) ** 2 / (hinges**2).sum(1)
-    best = int(gain.argmax())
-    if error @ error < 1e-6 * y.var() * len(y) or gain[best] < 0.5 * (error @ error):
-        return None
-    return best + 2
-
-
-def theil_sen(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The median of the slopes of all pairs, and the lower end of its 99 % confidence interval.
-
-    P. K. Sen, Journal of the American Statistical Association 63 (1968).
-    """
-    i, j = np.triu_indices(len(x), 1)
-    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))
-    n = len(x)
-    width = 2.58 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    return float(np.median(slopes)), float(slopes[int((len(slopes) - width) / 2)])
+    best = None
+    for start in (0, len(values) // 2, 3 * len(values) // 4):
+        x, y = steps[start:], values[start:]
+        if len(y) < LEAST:
+            break
+        blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
+        rises, total = np.diff(blocks), blocks[-1] - blocks[0]
+        first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
+        if (rises.min() <= total / 16  # a quarter of the mean; a single step rises in one of them
+                or blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total):
+            continue  # a sawtooth: it has been there before
+        slope = float(np.polyfit(x - x[0], y, 1)[0])
+        off = values - slope * steps
+        off -= np.median(off[start:])
+        noise = float(np.median(np.abs(off[start:])))
+        left = max(0.0, limit - slope * x[-1] - np.median(y - slope * x))
+        # what saturates grows in each half by the same ratio less than in the one before: with a
+        # ratio as low as the noise of the medians of two blocks allows
+        doubt = 3 * noise * math.sqrt(3.1 * 5 / len(y))
+        ratio = (second - doubt) / (first + doubt)
+        if (slope <= 0 or left > HORIZON * slope * (x[-1] - x[0])
+                or ratio < 1 and left > second * ratio / (1 - ratio)):
+            continue
+        while start and abs(off[start - 1]) < 4 * noise + 1e-6 * total:
+            start -= 1  # it began before this half
+        if not best or noise / total < best[0]:  # the straightest
+            best = noise / total, start, slope, float(x[-1] + left / slope)
+    return best and best[1:]
 
 
 def median_rise(values: np.ndarray) -> float:
@@ -329,40 +302,49 @@ def rate(per_step: float, unit: str) -> str:
     return f"{per_step * 1e9:.0f} bytes a step"
 
 
-# --- what grows ------------------------------------------------------------------------------
+# --- which line it is -----------------------------------------------------------------------
 
 
-def count_types() -> Counter:
-    """{type: objects} that Python's collector knows, and {type + " bytes": bytes} of tensors.
+class Allocations:
+    """The line that allocates what is kept, found by tracemalloc while steps go on.
 
-    Storage that several tensors share counts once. What only C++ holds, such as what a graph keeps
-    for the backward pass, is not seen; the tensor that keeps the graph is.
+    It sees what Python allocates: also the objects around tensors, files and threads. While it
+    runs, steps take up to three times as long.
     """
-    counts, seen = Counter(), set()
-    for thing in gc.get_objects():
-        try:  # objects may raise whatever they like when they are looked at
-            kind = type(thing)
-            if kind is torch.UntypedStorage:  # made by looking at tensors, below
-                continue
-            counts[kind.__name__] += 1
-            if issubclass(kind, torch.Tensor):
-                storage = thing.untyped_storage()
-                key = str(storage.device), storage.data_ptr()
-                if key not in seen:
-                    seen.add(key)
-                    counts[f"{kind.__name__} bytes"] += storage.nbytes()
-        except Exception:  # noqa: S112
-            continue
-    return counts
 
+    STEPS, SECONDS = 20, 1.0  # of each of its two halves, at least
 
-def growing_types(before: Counter, after: Counter, most: int = 5) -> str:
-    """The types that grew, those with most bytes first: "Tensor +1,200 (+4.9 MB), dict +300"."""
-    grown = after - before  # without what shrank
-    names = {name.removesuffix(" bytes") for name in grown}
-    first = sorted(names, key=lambda n: (-grown[f"{n} bytes"], -grown[n], n))[:most]
-    texts = []
-    for name in first:
-        size = grown[f"{name} bytes"] / 1e6
-        texts.append(f"{name} {after[name] - before[name]:+,d}" + f" (+{size:.1f} MB)" * (size > 0))
-    return ", ".join(texts)
+    def __init__(self, step: int):
+        self.since, self.before = (step, time.perf_counter()), None
+        tracemalloc.start(6)  # frames, of which some are of libraries
+
+    def look(self, step: int) -> str:
+        """At a log: once enough has been seen, the line and what it keeps; or ""."""
+        steps, seconds = step - self.since[0], time.perf_counter() - self.since[1]
+        if not tracemalloc.is_tracing() or steps < self.STEPS or seconds < self.SECONDS:
+            return ""
+        gc.collect()
+        now = self.by_line()
+        if self.before is None:  # what was allocated before is unknown, and caches have filled
+            self.since, self.before = (step, time.perf_counter()), now
+            return ""
+        tracemalloc.stop()
+        kept = {line: (number - self.before.get(line, (0, 0))[0],
+                       size - self.before.get(line, (0, 0))[1])
+                for line, (number, size) in now.items()}
+        line, (number, size) = max(kept.items(), key=lambda item: item[1][1], default=("", (0, 0)))
+        if number < 3:
+            return "no line of Python was seen to allocate it"
+        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')}, in {number:,} objects since step "
+                f"{self.since[0]:,} (found by tracemalloc, in {2 * seconds:.0f} s)")
+
+    def by_line(self) -> dict[str, tuple[int, int]]:
+        """{"FILE:LINE": (blocks, bytes)} allocated since it began and not freed."""
+        out = {}
+        for trace in tracemalloc.take_snapshot().traces:
+            frame = next((f for f in reversed(trace.traceback) if worth_naming(f.filename)), None)
+            if frame and not frame.filename.startswith(str(Path(__file__).parent)):
+                line = f"{short(frame.filename)}:{frame.lineno}"
+                number, size = out.get(line, (0, 0))
+                out[line] = number + 1, size + trace.size
+        return out

@@ -1,0 +1,75 @@
+"""A trace of three steps, by torch.profiler: at the first slow-down that is said, and on SIGUSR2.
+
+traces/step_N.json of the run directory; https://ui.perfetto.dev opens it.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+STEPS, MOST_FILES, MOST_BYTES = 3, 5, 1 << 27
+
+
+class Tracer:
+    """Records steps from the one after `wanted` is set; `step` is called after each while `busy`.
+
+    monitor: gives the phase, and writes where the trace is.
+    """
+
+    def __init__(self, monitor, out_dir: Path):
+        self.monitor, self.folder, self.wanted, self.warned = monitor, out_dir / "traces", False, 0
+        self.profiler, self.first = None, 0
+        self.before = None
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGUSR2, self.on_signal)
+
+    def on_signal(self, *_):
+        self.wanted = True
+
+    def on_slowdown(self):
+        """The first of a process is traced."""
+        self.wanted, self.warned = self.wanted or not self.warned, 1
+
+    @property
+    def busy(self) -> bool:
+        return self.wanted or self.profiler is not None
+
+    def step(self, step: int):
+        """Begin or end a trace."""
+        previous = self.monitor.phase("logging")
+        if self.profiler is None:
+            self.wanted = False
+            if len(list(self.folder.glob("step_*.json"))) < MOST_FILES:
+                activities = [ProfilerActivity.CPU]
+                activities += [ProfilerActivity.CUDA] * torch.cuda.is_available()
+                self.profiler, self.first = profile(activities=activities), step + 1
+                self.profiler.start()
+        elif step >= self.first + STEPS - 1 and (file := self.write()):
+            print(f"step {step}: a trace of {STEPS} steps is in {file}", flush=True)
+            self.monitor.write(step, {"trace": file})
+        self.monitor.phase(previous)
+
+    def write(self) -> str:
+        """The file that was written; "" if it could not be, or was too large."""
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        file = self.folder / f"step_{self.first}.json"
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+            self.folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(file))
+            if file.stat().st_size <= MOST_BYTES:
+                return str(file)
+            file.unlink()
+        return ""
+
+    def close(self):
+        if self.profiler:
+            self.profiler.stop()
+        if self.before is not None:
+            signal.signal(signal.SIGUSR2, self.before)

@@ -1,0 +1,67 @@
+"""Three steps are traced where it helps, and the files stay few."""
+
+import json
+import os
+import signal
+
+import pytest
+from conftest import after_updates, rows
+
+from steady.watch import trace
+
+
+@pytest.fixture
+def signalled(monkeypatch):
+    """Send this process SIGUSR2 after these steps."""
+    def at(steps):
+        after_updates(lambda run: run.progress.step in steps
+                      and os.kill(os.getpid(), signal.SIGUSR2), monkeypatch.setattr)
+
+    return at
+
+
+def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
+    signalled([4])
+    handler = signal.getsignal(signal.SIGUSR2)
+    told = run("--out_dir", "r", "--log_interval", 2)
+    assert signal.getsignal(signal.SIGUSR2) == handler
+    (file,) = (tmp_path / "r/traces").iterdir()
+    assert file.name == "step_5.json" and f"r/traces/{file.name}" in told
+    events = json.loads(file.read_text())["traceEvents"]
+    assert sum("AdamW" in event["name"] or "Muon" in event["name"]
+               for event in events if event.get("cat") == "user_annotation") >= 3
+    written = rows(tmp_path / "r")
+    assert [row["trace"] for row in written if "trace" in row] == ["r/traces/step_5.json"]
+    # their steps say nothing of the speed
+    assert [row["step"] for row in written if "perf/disturbed" in row] == [6, 8]
+    assert "trace of three steps" in told
+
+
+def test_traces_stay_few_and_small(run, tmp_path, signalled, monkeypatch):
+    signalled([1, 5, 9])
+    monkeypatch.setattr(trace, "MOST_FILES", 2)
+    run("--out_dir", "r")
+    assert sorted(file.name for file in (tmp_path / "r/traces").iterdir()) == [
+        "step_2.json", "step_6.json"]
+    monkeypatch.setattr(trace, "MOST_BYTES", 100)
+    run("--out_dir", "small")
+    assert not list((tmp_path / "small/traces").iterdir())
+
+
+def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
+    signalled([2])
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/traces").write_text("a file of the user's")
+    assert "step 12/12" in run("--out_dir", "r")
+
+
+def test_the_first_slow_down_is_traced(tmp_path):
+    tracer = trace.Tracer(None, tmp_path)
+    try:
+        tracer.on_slowdown()
+        assert tracer.wanted and tracer.busy
+        tracer.wanted = False
+        tracer.on_slowdown()
+        assert not tracer.wanted
+    finally:
+        tracer.close()
