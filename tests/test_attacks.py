@@ -76,6 +76,18 @@ def test_overwrite_moves_the_old_run(run, tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_overwrite_never_leaves_half_of_a_run_in_place(run, tmp_path):
+    """Where config.yaml is gone, the older run in OUT_DIR.old is not replaced."""
+    run("--out_dir", "r", "--max_steps", 2)
+    run("--out_dir", "r", "--max_steps", 4, "--overwrite")
+    (tmp_path / "r/config.yaml").unlink()
+    before = {name: text for name, text in contents(tmp_path).items() if "lock" not in name}
+    told = run("--out_dir", "r", "--max_steps", 6, "--overwrite", expect=2)
+    assert "r.old/metrics.jsonl is there already" in told
+    assert {name: text for name, text in contents(tmp_path).items()
+            if "lock" not in name} == before
+
+
 @pytest.mark.parametrize("moved", range(1, 5))
 def test_a_move_that_was_interrupted_goes_on(run, tmp_path, monkeypatch, moved):
     run("--out_dir", "r", "--max_steps", 4)

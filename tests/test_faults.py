@@ -509,7 +509,7 @@ def test_a_full_disk_while_saving(run, corpus, tmp_path):
     output = process.text()
     assert "Traceback" not in output
     assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
-    assert "step 4: the checkpoint could not be written, training continues (1 of 3)" in output
+    assert "step 4: the checkpoint could not be written (1 of 3)" in output
     assert "3 checkpoints in a row could not be written" in output
     assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
@@ -595,7 +595,7 @@ def test_permanent_errors_are_not_retried(run, tmp_path, monkeypatch):
     save, calls = failing(errno.EACCES, 1)
     monkeypatch.setattr(torch, "save", save)
     output = run("--out_dir", "r", "--save_interval", 6)
-    assert "tried again" not in output and "training continues (1 of 3): [Errno 13]" in output
+    assert "tried again" not in output and "could not be written (1 of 3): [Errno 13]" in output
     assert steps(tmp_path / "r") == [12]
 
 
@@ -976,7 +976,7 @@ def test_out_of_memory_says_what_to_try(run, tmp_path, monkeypatch):
 
     at_step(monkeypatch, 5, fail)
     output = run("--out_dir", "r", expect=1)
-    assert "out of memory: Tried to allocate 20.00 GiB. try --micro_batch_size 4; the" in output
+    assert "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the" in output
     assert steps(tmp_path / "r") == [5]
 
 

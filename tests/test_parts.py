@@ -1,10 +1,12 @@
 """Checkpoints in parts: whole or absent, whatever happens to their files."""
 
+import errno
 import json
 import random
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,6 +216,32 @@ def test_a_checkpoint_that_lacks_only_its_manifest_is_completed(corpus, copy, tm
     files_of(folder)[0].unlink()
     checkpoint.finish_parts(copy / "checkpoints")
     assert not Checkpoint(folder).exists()
+
+
+def test_a_step_that_lacks_its_manifest_is_not_lost_by_resuming_from_another(run, copy):
+    folder = copy / "checkpoints" / "step_00000006"
+    before = Checkpoint(folder).state()
+    (folder / parts.MANIFEST).unlink()
+    run("--resume", "r/checkpoints/step_00000004", bare=True)
+    (aside,) = (copy / "checkpoints").glob("step_00000006.set-aside*")
+    aside.rename(folder.with_name("step_00000007"))
+    found = Checkpoint(folder.with_name("step_00000007"))
+    assert not found.find_damage() and compare(before, found.state())[1] == []
+
+
+def test_a_part_that_was_not_written_is_not_claimed(monkeypatch, tmp_path, capsys):
+    """By the rescue of a rank whose disk is full."""
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(writer, "write_checkpoint", full)
+    monkeypatch.setattr(writer, "retry", lambda call: call())
+    own = PartWriter(1, 2, {}, "e")
+    own.notes = SimpleNamespace(set=lambda *_: None)
+    own.hurry = True
+    saver = Writer(tmp_path, keep=1, parts=own)
+    saver.write(6, {"weights_norm": torch.ones(())}, None, is_best=False)
+    assert own.newest is None and "part of rank 1 could not be written" in capsys.readouterr().out
 
 
 def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):

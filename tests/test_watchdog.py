@@ -19,7 +19,7 @@ from steady.checkpoints import sealed, writer
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard import faults
-from steady.ranks import hangs, watchdog
+from steady.ranks import hangs, ranks, watchdog
 from steady.ranks.ranks import names
 from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
 from steady.ranks.watchdog import PATIENT, Watchdog
@@ -73,6 +73,40 @@ def test_what_comes_between_steps_may_take_longer(phase):
 @pytest.mark.parametrize("step, times", [(0, PATIENT), (1, PATIENT), (2, 1)])
 def test_the_first_two_steps_may_take_longer(step, times):
     assert seconds_until_judged(watch(10, step)) == 10 * times + 1
+
+
+def test_an_evaluation_alone_is_followed(run, monkeypatch):
+    """With --eval_only, each of its batches is progress."""
+    seen = []
+    plain = train.evaluate
+
+    def evaluate(run):
+        watchdog = run.ranks.watchdog
+        watchdog.measure(100.0)
+        seen.append(watchdog.age)
+        plain(run)
+        watchdog.measure(1.0)
+        seen.append(watchdog.age)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    run("--out_dir", "r", "--max_steps", 2, "--eval_interval", 0)
+    run("--out_dir", "r", "--auto_resume", "--eval_only", bare=True)
+    assert seen == [0.0, 0.0]
+
+
+def test_a_rank_that_was_started_again_is_named(capsys):
+    watchdog = watch(10)
+    answers = {ranks.RESTARTED: b"3"}
+    watchdog.store = SimpleNamespace(check=lambda keys: False)
+    watchdog.beside = SimpleNamespace(check=lambda keys: keys == [ranks.RESTARTED], get=answers.get)
+    watchdog.listen()
+    assert "rank 3" in watchdog.verdict and "rank 3" in capsys.readouterr().err
+
+
+def test_a_rollback_that_verifies_checkpoints_may_take_longer():
+    watchdog = watch(10)
+    watchdog.stack = lambda: stack_of("steady.checkpoints.sealed", "steady.checkpoints.checkpoint")
+    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
 
 
 def test_start_up_may_take_longer():

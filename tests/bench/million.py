@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.watch.proc import count, rss_bytes
+from steady.watch.proc import names, rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, silence
 from tests.bench.monitor_cost import FLAGS, empty_steps, with_monitor
 
@@ -40,7 +40,7 @@ def open_files() -> int:
     counts = []
     for _ in range(5):
         time.sleep(0.01)
-        counts.append(count("proc/self/fd"))
+        counts.append(len(names("proc/self/fd")))
     return min(counts)
 
 

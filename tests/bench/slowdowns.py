@@ -81,11 +81,10 @@ def simulate_busy(traces: int, seed: int = 0, logs: int = 120, log_interval: int
     slow = found = phases = in_time = false = 0
     for i in range(traces):
         rows, slow_at, phase, _ = trace(rng, logs, "jump" if i % 3 else "none", log_interval)
-        watch, events = SlowdownDetector(), {}
+        watch = SlowdownDetector()
         for row in on_a_busy_machine(rng, rows):
-            events |= {id(event): event for event in watch.add(row)}
-        watch.finish()
-        blamed = [e for e in events.values() if e.blames == "program"]
+            watch.add(row)
+        blamed = [e for e in watch.finish() if e.blames == "program"]
         near = [e for e in blamed if slow_at and abs(e.since - slow_at) <= 10 * log_interval]
         slow, found = slow + bool(slow_at), found + bool(near)
         false += len(blamed) - len(near)

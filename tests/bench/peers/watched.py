@@ -25,15 +25,30 @@ from model import FeedForward
 from steady.guard.process import exit_code
 from steady.tokens.files import write_tokens
 from steady.watch.report import report
-from tests.bench.diagnosis import BATCH, FLAGS, after
+from tests.conftest import TINY
 
 AT, STEPS = 300, 600
+FLAGS = [*TINY, "--n_layer", 2, "--d_model", 64, "--d_ff", 192, "--seq_len", 32, "--num_workers", 0,
+         "--eval_interval", 0, "--save_interval", 0, "--no_tensorboard", "--log_interval", 10,
+         "--out_dir", "r"]
 PLANTS = {  # name → (a function, the seconds that each call of it takes longer)
-    "nothing": (*BATCH, 0.0),
-    "30 ms in the data loader": (*BATCH, 0.03),
+    "nothing": (train.Mixture, "batch", 0.0),
+    "30 ms in the data loader": (train.Mixture, "batch", 0.03),
     "15 ms in each of two layers": (FeedForward, "forward", 0.015),
     "30 ms in AdamW's step": (torch.optim.AdamW, "step", 0.03),
 }
+
+
+def after(owner, name: str, do):
+    """Call do(result, *arguments) after each call of a function."""
+    plain = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        do(result, *args)
+        return result
+
+    setattr(owner, name, call)
 
 
 def watched(name: str):
