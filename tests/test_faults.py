@@ -1032,8 +1032,8 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, monkeypatch, monitor):
     poison(monkeypatch, 160, 240)  # of steps 21 to 30
     output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback", "--monitor", monitor)
     assert "warning: 5 steps in a row, up to step 25, had a loss or gradient that was not" in output
-    assert "step_00000020.pt, on with sample 200" in output
-    assert "step_00000020.pt, on with sample 240" in output
+    assert "step_00000020.pt, continuing at sample 200" in output
+    assert "step_00000020.pt, continuing at sample 240" in output
     assert list(column(tmp_path / "r", "train/loss")) == [1, *range(5, 21, 5), 21, 25, 30, 35, 40]
     assert all(v is not None for v in column(tmp_path / "r", "train/loss").values())
     state = final(tmp_path / "r")
@@ -1049,7 +1049,7 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, monkeypatch, monitor):
 def test_rollback_gives_up(run, tmp_path, monkeypatch):
     poison(monkeypatch, 160, 10**9)
     output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback", expect=1)
-    assert output.count("; back to ") == 3 and "failed: 5 steps in a row" in output
+    assert output.count("; rolled back to ") == 3 and "failed: 5 steps in a row" in output
 
 
 def test_abort(run, tmp_path, monkeypatch):
@@ -1092,7 +1092,8 @@ def test_a_run_goes_back_where_its_weights_are_not_finite(run, tmp_path, monkeyp
     spoil_weights(monkeypatch, 5, times=1)
     output = run("--out_dir", "r", "--save_interval", 2, "--eval_interval", 4)
     assert "step 6: the weights are not finite; not saved" in output
-    assert output.count("; back to ") == 1 and "step_00000004.pt, on with sample 96" in output
+    assert output.count("; rolled back to ") == 1
+    assert "step_00000004.pt, continuing at sample 96" in output
     state = final(tmp_path / "r")
     assert state["step"] == 12 and state["position"] == 96 + 64
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
@@ -1103,7 +1104,8 @@ def test_a_run_whose_weights_are_never_finite_ends(run, tmp_path, monkeypatch, p
     spoil_weights(monkeypatch, 5, times=100)
     output = run("--out_dir", "r", "--save_interval", 2, "--eval_interval", 4, "--max_nonfinite", 3,
                  "--on_nonfinite", policy, expect=1)
-    assert output.count("; back to ") == 3 and output.count("the weights are not finite at") == 4
+    assert output.count("; rolled back to ") == 3
+    assert output.count("the weights are not finite at") == 4
     assert steps(tmp_path / "r") == [2, 4] and "Traceback" not in output
     assert torch.load(tmp_path / "r/checkpoints/best.pt", weights_only=True)["step"] == 4
 
@@ -1262,7 +1264,7 @@ def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
     flags = [] if place == "runs/7" else ["--out_dir", "a", "--auto-resume"]
     for url in (place, f"file://{tmp_path}/{place}", f"local://{tmp_path}/x/../{place}"):
         output = run(*flags, "--backup_to", url, expect=2)
-        assert f"--backup_to {url}: is not apart from the run" in output
+        assert f"--backup_to {url}: overlaps the run" in output
     assert contents(tmp_path) == before
 
 

@@ -66,7 +66,7 @@ def test_without_the_monitor_it_trains_saves_and_resumes(fork, run, corpus):
     assert same_end(fork / "bare", fork / "watched")
 
 
-@pytest.mark.parametrize("policy, words", [("skip", []), ("rollback", ["; back to "]),
+@pytest.mark.parametrize("policy, words", [("skip", []), ("rollback", ["; rolled back to "]),
                                            ("abort", ["2 steps in a row, up to step 7"])])
 def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus, policy, words):
     told = go(fork, "--data", corpus, "--out_dir", "r", "--on_nonfinite", policy,

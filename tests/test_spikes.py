@@ -138,7 +138,7 @@ def test_a_rollback_brings_the_window_back(run, tmp_path, plant):
     plant(25, 26, how=lambda losses: losses * next(left, 1.0))
     output = run("--out_dir", "r", *FLAGS, "--on_nonfinite", "rollback", "--max_nonfinite", 2,
                  "--save_interval", 10, "--log_interval", 2)
-    assert output.count("; back to ") == 1 and known(tmp_path / "r", 30) == 30
+    assert output.count("; rolled back to ") == 1 and known(tmp_path / "r", 30) == 30
 
 
 def test_a_checkpoint_without_a_window_starts_an_empty_one(run, tmp_path):

@@ -63,7 +63,7 @@ class Backup:
                 retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
             found = remote_checkpoints(self.fs, remote)
             past = [p for p in found if step_of(p) <= checkpoint.step]
-            for later in found[len(past) :]:  # of before this run went back, as in its directory
+            for later in found[len(past) :]:  # before this run went back; as in its directory
                 first = remote_files(self.fs, later)[0]  # the file, or the manifest
                 self.fs.mv(first, f"{first}.set-aside")
             for old in past[: -self.keep]:
@@ -98,14 +98,14 @@ class Backup:
         self.fs.mv(f"{remote}.part", remote)
 
 
-def open_url(url: str) -> tuple:
+def open_url(url: str, option: str = "--backup_to") -> tuple:
     """(fsspec's file system, the path in it). Raises ConfigError."""
     from fsspec.core import url_to_fs
 
     try:
         return url_to_fs(url)
     except Exception as e:  # each file system raises its own
-        raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
+        raise ConfigError(f"{option} {url}: {type(e).__name__}: {e}") from None
 
 
 def run_id(config: Path | str) -> str:
@@ -126,7 +126,7 @@ def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
     place, own = Path(root).resolve(), (run_dir or Path("runs")).resolve()
     within = place == own or place in own.parents or own in place.parents
     if within and isinstance(fs, LocalFileSystem):
-        raise ConfigError(f"--backup_to {url}: is not apart from the run in {own}; expected a "
+        raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a "
                           "place on another disk or machine")
     try:
         theirs = "" if remote_checkpoints(fs, f"{root}/checkpoints") else None
@@ -167,10 +167,8 @@ def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
     url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
     but this file, and return None. Raises ConfigError.
     """
-    from fsspec.core import url_to_fs
-
+    fs, root = open_url(url, "--resume")
     try:
-        fs, root = url_to_fs(url)
         if NAME.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
             wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
         else:

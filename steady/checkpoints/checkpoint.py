@@ -215,7 +215,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def finish_parts(folder: Path):
-    """Complete the checkpoints that lack nothing but a manifest; only for who holds the lock."""
+    """Complete the checkpoints that lack only a manifest; for the process that holds the lock."""
     for path in step_folders(folder):
         if not Checkpoint(path).exists():
             parts.finish(path)

@@ -1,4 +1,4 @@
-"""Errors of disks and networks: retried where they may pass, described where they last."""
+"""Errors of disks and networks: retried where they may pass, explained where they persist."""
 
 import errno
 import random
@@ -10,27 +10,28 @@ from pathlib import Path
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
+ATTEMPTS = 5
 
 
-def retry(call, kind: type = OSError, attempts: int = 5, first_seconds: float = 0.5):
+def retry(call, kind: type = OSError):
     """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later, plus jitter.
 
     An error with an errno is transient if it is in TRANSIENT. One without is transient only for
     another `kind` than OSError, as fsspec's own are, unless a file is missing or forbidden.
     """
-    for attempt in range(attempts):
+    for attempt in range(ATTEMPTS):
         try:
             return call()
         except kind as e:
             number = getattr(e, "errno", None)
             lasting = isinstance(e, (FileNotFoundError, PermissionError))
             passing = number in TRANSIENT if number else kind is not OSError and not lasting
-            if not passing or attempt == attempts - 1:
+            if not passing or attempt == ATTEMPTS - 1:
                 raise
             retry.count += 1
             print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
             # jitter of up to a half, not from `random` itself, whose state training may depend on
-            time.sleep(first_seconds * 2**attempt * (1 + random.SystemRandom().random() / 2))
+            time.sleep(0.5 * 2**attempt * (1 + random.SystemRandom().random() / 2))
 
 
 retry.count = 0  # of this process

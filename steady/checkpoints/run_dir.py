@@ -74,7 +74,7 @@ def find_run(cfg) -> Path | None:
         unfinished = path.is_dir() and not Checkpoint(path).exists()
         if unfinished and NAME.fullmatch(path.name):
             raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
-                              "expected another checkpoint")
+                              "--auto-resume completes it if all its shards are there")
         if unfinished:
             raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
                               f"continue a run: --auto-resume --out_dir {path}")
@@ -113,9 +113,8 @@ def find_run(cfg) -> Path | None:
 
 def holds_a_run(out_dir: Path) -> bool:
     names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/best"
-    return any((out_dir / name).exists() for name in names) or bool(
-        list_checkpoints(out_dir / "checkpoints")
-    )
+    has_one = list_checkpoints(out_dir / "checkpoints")
+    return bool(has_one) or any((out_dir / name).exists() for name in names)
 
 
 def place_of_old(out_dir: Path) -> Path:
@@ -371,15 +370,15 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     for newer in list_checkpoints(folder):
         if newer.step > step:
             newer.set_aside()
-    mine = out_dir / "tokenizer"
-    if tokenizer and Path(tokenizer).resolve() != mine.resolve():
-        copy_tokenizer(Path(tokenizer), mine)
+    own = out_dir / "tokenizer"
+    if tokenizer and Path(tokenizer).resolve() != own.resolve():
+        copy_tokenizer(Path(tokenizer), own)
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
     config = out_dir / "config.yaml"
-    mine = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
+    run = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
     with atomic_write(config) as draft:
-        write_yaml(cfg, draft, {"run": mine or secrets.token_hex(8), **provenance()})
+        write_yaml(cfg, draft, {"run": run or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # it may end before its first save
             start = Checkpoint(start.path.resolve())  # os.link follows no links

@@ -1,4 +1,4 @@
-"""One file, written so that it is valid or not there: a draft, its checksum, the disk, its name.
+"""One file, written so that it is valid or absent: a draft, its checksum, the disk, its name.
 
 The checksum of all of it stands in the comment that a zip file may end with, so that `torch.load`
 and `unzip` read the file like any other.

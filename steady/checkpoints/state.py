@@ -211,7 +211,8 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     if state.get("tokenizer") != data.tokenizer:
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:
-        if weights_of(saved["data"]) != weights_of(cfg.data):
+        then, now = ([split_weight(s)[1] for s in specs] for specs in (saved["data"], cfg.data))
+        if then != now:
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
         files, old = ([list(file) for file in each] for each in (data.fingerprint, state["data"]))
         if files != old:
@@ -229,8 +230,3 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     if state.get("base") != getattr(run.model, "base", None):
         raise ConfigError(f"{checkpoint}: adapts other weights than --init_from {cfg.init_from} "
                           "now has")
-
-
-def weights_of(specs: list[str]) -> list:
-    """The mixture weights of PATH[:WEIGHT] sources."""
-    return [split_weight(spec)[1] for spec in specs]

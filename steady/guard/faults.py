@@ -64,9 +64,8 @@ class Stop:
                 agreed = self.votes.tolist()
             if not agreed[0]:
                 self.votes = torch.tensor(mine)
-                self.vote = dist.all_reduce(
-                    self.votes, dist.ReduceOp.MAX, group=self.group, async_op=True
-                )
+                self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, group=self.group,
+                                            async_op=True)
         self.signal, self.save = agreed[0], bool(agreed[1])
         return self.signal != 0
 
@@ -102,15 +101,16 @@ def roll_back(run, error: NotFinite):
         newest = latest_valid(run.dir.path / "checkpoints")
     newest = run.ranks.broadcast(newest)
     if newest is None:
-        raise NotFinite(f"{error}; there is no checkpoint") from None
+        raise NotFinite(f"{error}; there is no checkpoint to roll back to") from None
     before = progress.rollbacks.count(newest.step)
     if before == MAX_ROLLBACKS:
-        raise NotFinite(f"{error}; gone back to {newest} {MAX_ROLLBACKS} times") from None
+        raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None
     load_checkpoint(run, newest)
     progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
     run.guard.nonfinite.zero_()
     if run.ranks.rank == 0:
-        print(f"warning: {error}; back to {newest}, on with sample {position}", flush=True)
+        print(f"warning: {error}; rolled back to {newest}, continuing at sample {position}",
+              flush=True)
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
@@ -150,9 +150,9 @@ def rescue(run):
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):
-    """Where a rank that writes checkpoints may be the wrong one, those since they last agreed.
+    """Set aside the checkpoints since the ranks last agreed, if their writer may be the wrong one.
 
-    writer: of rank 0. Unless there would be none left: then the message has to do.
+    writer: of rank 0. None of them if no other would be left: then the message has to do.
     """
     if error.agreed is None:
         return
@@ -212,8 +212,8 @@ def setting_up():
         names = [str(name) for name in (e.filename, e.filename2) if name]
         if not any(map(was_named, names)) and e.errno not in FULL:
             raise
-        raise ConfigError(f"{' and '.join(names) or 'a file'}: {e.strerror}; expected a path that "
-                          "can be used here, name another one") from e
+        raise ConfigError(f"{' and '.join(names) or 'a file'}: {e.strerror}; name a path "
+                          "that can be used here") from e
     except (MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not out_of_memory(e):
             raise

@@ -21,7 +21,7 @@ early_save_requests = [0]  # SIGUSR1 during start-up, which would end the proces
 
 
 def begin():
-    """Call before what takes long to import."""
+    """Call before the slow imports."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, end_at_once)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

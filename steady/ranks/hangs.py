@@ -22,7 +22,7 @@ CHECKPOINTS = ("steady.checkpoints.writer", "steady.checkpoints.state",
                "steady.checkpoints.checkpoint")  # not .retry, through which data is read, too
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
-NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger has some
+NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger adds several
 STATES = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "Z": "dead", "": "dead"}
 
 # --- what a rank can tell of itself ----------------------------------------------------------
@@ -132,7 +132,7 @@ HEADLINES = {  # code → what is said of the ranks that are to blame, the grave
     "unreachable": "{who} {be} out of reach: the host or the network to it is gone",
     "no answer": "{who} {be} not responding (native code holding the GIL?)",
     "stuck": "{who} {be} stuck in {where}",
-    "mismatch": "{who} {have} skipped a collective or made one more",
+    "mismatch": "{who} {have} skipped a collective or called an extra one",
     "network": "all ranks wait for one another: check the network between the hosts",
     "store": "no answer from rank 0, which has the store: stopped, stuck, or out of reach",
     "torchrun": "no answer from torchrun's store: the network, or the host that it is on, is gone",
@@ -232,7 +232,8 @@ def state_of_silent(rank: int, notes: dict[int, dict], silent: dict[int, float])
 
 
 def odd_ones(notes: dict[int, dict]) -> list[int]:
-    """Of ranks in different collectives the fewest; of as many, whoever left one out is further."""
+    """The smallest group of ranks that wait in the same collective; between groups of equal size
+    the one that is further on, since it left a collective out."""
     places = {}
     for rank in sorted(notes):
         places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)

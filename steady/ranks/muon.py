@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         return x.mT if tall else x
 
     def orthogonalize_together(self, rows: Tensor, n_rows: int) -> Tensor:
-        """This rank's rows of n matrices [n, rows, columns] → its rows of their orthogonalized.
+        """This rank's rows of n matrices [n, rows, columns] → those of the orthogonalized ones.
 
         Each rank gets whole matrices, about n / ranks of them.
         """

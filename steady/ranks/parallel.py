@@ -83,7 +83,7 @@ class Shards:
         """
         if self.size == 1:
             return
-        # imported for as long as half of torch is: only by runs that need it
+        # importing it takes half as long as torch itself: only by runs that need it
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         half = None if dtype == torch.float32 else dtype

@@ -122,9 +122,9 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
 
     torchrun keeps its store over restarts, and does not restart several hosts in step: there may be
     signs of processes that have died. So rank 0 answers all signs, and goes on once the process
-    behind the newest sign of each rank has confirmed its answer. Who comes after that is the new
-    process of a rank: the others have to be started again, too. Without torchrun, which has a port
-    for each launch, it may as well be of another launch, which must not end this one.
+    behind the newest sign of each rank has confirmed its answer. Whoever comes after that is the
+    new process of a rank: the others have to be started again, too. Without torchrun, which has a
+    port for each launch, it may as well be of another launch, which must not end this one.
     """
     mine, answered, deadline = uuid.uuid4().hex, set(), time.monotonic() + patience
     signs = [f"rank {each}" for each in range(world_size)]
@@ -193,7 +193,7 @@ from_rank0.calls = 0  # in this process
 
 
 def was_restarted(store) -> str:
-    return f"rank {store.get(RESTARTED).decode()} has been started again, and so must be all ranks"
+    return f"rank {store.get(RESTARTED).decode()} was restarted, so all ranks have to be"
 
 
 def say_once(text: str):
@@ -239,16 +239,18 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    if world_size > 1 and device.type not in ("cpu", "cuda"):
+    if world_size == 1:
+        return None
+    if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
-    if world_size > 1 and not dist.is_initialized():
+    if not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
-    if world_size > 1:  # rank 0 may upload for hours while the others wait at the end
-        return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    # rank 0 may upload for hours while the others wait at the end
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def check_shard_size(shard_size: int, world_size: int):

@@ -145,7 +145,7 @@ def verdict(out: dict) -> list[str]:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
         if event.unseen:
             ended = f"\n    By step {event.ended} steps do other work: whether it lasts is unknown."
-        lines += (describe_event(event) + ended).splitlines()
+        lines.append(describe_event(event) + ended)
     lines += [f"no progress: {text}" for text in out["hangs"]]
     lines += out["runs_out"]
     lines += [f"trace of three steps, for ui.perfetto.dev: {path}" for path in out["traces"]]
@@ -209,5 +209,6 @@ def report_text(out: dict) -> str:
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
         steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
         lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
-    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(out["verdict"])]
+    told = [line for text in out["verdict"] for line in text.splitlines()]
+    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(told)]
     return "\n".join(lines)

@@ -341,7 +341,7 @@ def say(kind: str, plan: dict) -> str:
     return {
         "python's lock": rf"rank {rank} \(host .*holding the GIL",
         # gloo ends a process where sizes do not fit
-        "skip": rf"rank {rank} \(host .*skipped a collective or made one more|rank {rank} is dead",
+        "skip": rf"rank {rank} \(host .*or called an extra one|rank {rank} is dead",
         "SIGSTOP": rf"rank {rank} \(host .*is stopped",
         "SIGKILL": rf"rank {rank} (\(host .*\) )?is dead",
         "memory": "lack of memory",

@@ -195,7 +195,8 @@ class Planter(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
         owner.insert(owner.index(node), call)
         if rank == 0:
             last = max(getattr(n, "end_lineno", 0) or 0 for n in ast.walk(node))
-            Path("line.json").write_text(json.dumps([file, node.lineno, last, part]))
+            short = str(Path(*Path(file).parts[-2:]))
+            Path("line.json").write_text(json.dumps([short, node.lineno, last, part]))
         return compile(tree, file, "exec")
 
 

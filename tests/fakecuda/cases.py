@@ -335,7 +335,7 @@ def test_rolling_back(go, tmp_path):
         guard.Guard.check = bad
     printed, steps = go("--save_interval", "6", "--on_nonfinite", "rollback", hook=hook,
                         expect=0)
-    assert "step_00000006.pt, on with sample 64" in printed
+    assert "step_00000006.pt, continuing at sample 64" in printed
 
 
 def test_out_of_memory(go, corpus):
