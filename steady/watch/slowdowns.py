@@ -45,6 +45,9 @@ class SlowDown:
     unseen: bool = False  # steps do other work since `ended`, so it may go on
     said: bool = False  # returned by SlowdownDetector.add
 
+    def __post_init__(self):
+        self.usual = []  # points before it, while it lasts; no field, so in no report
+
 
 def worth_saying(event: SlowDown) -> bool:
     """Not what came to nothing, nor the little ups and downs of a machine that others use."""
@@ -164,7 +167,6 @@ class SlowdownDetector:
         self.seen = {}  # outside phase → the step at which it was last done
         self.tflop = None  # work of a step when the run began
         self.events = deque(maxlen=100)  # also those that ended
-        self.before = {}  # id of an active event → points before it
         self.waits = False  # for more looks, to know the cause of an event
 
     def add(self, row: dict) -> list[SlowDown]:
@@ -238,7 +240,7 @@ class SlowdownDetector:
         ended = [event for event in lasted if event.ended is not None]
         for event in ended:
             self.describe(event)
-            del self.before[id(event)]
+            event.usual = []
         return [event for event in ended if event.said] + self.to_say()
 
     def split(self, row: dict) -> tuple[float, dict[str, float]]:
@@ -274,8 +276,8 @@ class SlowdownDetector:
         points = [p for p in self.points if p["values"] and p["last"] < event.since]
         normal = [p for p in points if p["first"] >= low and not any(
             e.since <= p["first"] <= (e.ended or 0) for e in self.alike(event))]
-        self.before[id(event)] = (normal[-50:] if len(normal) >= BASELINE
-                                  else points[-BASELINE:] or [self.points[0]])
+        event.usual = (normal[-50:] if len(normal) >= BASELINE
+                       else points[-BASELINE:] or [self.points[0]])
         self.describe(event)
 
     def alike(self, event: SlowDown) -> list[SlowDown]:
@@ -307,8 +309,8 @@ class SlowdownDetector:
         """Compute phases and causes from the points before and since."""
         if event.kind == "step":
             event.before = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
-                                          for p in self.before[id(event)]]))
-        vars(event).update(explain(event, self.before[id(event)], self.after(event)))
+                                          for p in event.usual]))
+        vars(event).update(explain(event, event.usual, self.after(event)))
 
     def after(self, event: SlowDown) -> list[dict]:
         points, end = [p for p in self.points if p["values"]], self.end(event)
@@ -338,7 +340,7 @@ class SlowdownDetector:
                                         > 0.5 * (event.after - event.before)):
                 event.said = True
                 out.append(event)
-            else:
+            elif n <= 32:
                 self.waits = True
         return out
 
