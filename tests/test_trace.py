@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 from conftest import after_updates, rows
 
 from steady.watch import trace
@@ -53,6 +54,13 @@ def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/traces").write_text("a file of the user's")
     assert "step 12/12" in run("--out_dir", "r")
+
+
+def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
+    signalled([2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert "step 12/12" in run("--out_dir", "r")
+    assert not list((tmp_path / "r/traces").glob("*"))
 
 
 def test_the_first_slow_down_is_traced(tmp_path):

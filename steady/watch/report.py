@@ -25,9 +25,14 @@ ADVICE = {  # phase → (the share of the time that is worth a line, what to try
     "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
     "lost": (0.05, "a smaller --save_interval"),
 }
-BLAMES = {"machine": "every phase takes longer, in about the same proportions: the machine",
-          "program": "the rest of the step is as fast as before: the program, not the machine",
-          "unclear": "all phases take longer, and it cannot be said why"}
+VERDICTS = {  # (who is to blame, whether all phases share it) → words
+    ("machine", True): "all phases take {:.2f} times as long, in the same proportions: the machine",
+    ("program", True): "all phases take {:.2f} times as long: the program, not the machine",
+    ("unclear", True): "all phases take {:.2f} times as long: the machine or the program",
+    ("machine", False): "the machine, not the program",
+    ("program", False): "the rest of the step is as fast as before: the program, not the machine",
+    ("unclear", False): "the machine or the program: its other phases have changed more",
+}
 
 
 def report(run_dir: Path, also=None) -> dict:
@@ -177,7 +182,8 @@ def describe_event(event) -> str:
             f"({event.percent:+.0f}%{of_a_step}), {phases}")
     if kind != "step":
         return f"{head}: {causes[0]}"
-    return "\n    ".join([head, *causes, BLAMES[event.blames]])
+    verdict = VERDICTS[event.blames, event.series not in STEP_PHASES]
+    return "\n    ".join([head, *causes, verdict.format(event.after / event.before)])
 
 
 def describe_end(event) -> str:

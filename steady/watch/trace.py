@@ -45,9 +45,10 @@ class Tracer:
         previous = self.monitor.phase("logging")
         if self.profiler is None:
             self.wanted = False
-            if len(list(self.folder.glob("step_*.json"))) < MOST_FILES:
+            few = len(list(self.folder.glob("step_*.json"))) < MOST_FILES
+            if few and not torch.autograd._profiler_enabled():  # a fork may profile by itself
                 activities = [ProfilerActivity.CPU]
-                activities += [ProfilerActivity.CUDA] * torch.cuda.is_available()
+                activities += [ProfilerActivity.CUDA] * (self.monitor.device.type == "cuda")
                 self.profiler, self.first = profile(activities=activities), step + 1
                 self.profiler.start()
         elif step >= self.first + STEPS - 1 and (file := self.write()):
