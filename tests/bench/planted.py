@@ -39,8 +39,7 @@ def late() -> bool:
 def begin_step(seed, step, rank_):
     if rank == 0:
         clock[min(step, spec["steps"] + 1)] = now = time.perf_counter()
-        long = step > AT + 200 and now - clock[AT] > 12  # steps may be many times as slow
-        if long and spec["ranks"] == 1:
+        if clock[AT] and now - clock[AT] > 25 and spec["ranks"] == 1:  # many times as slow
             os.kill(os.getpid(), signal.SIGTERM)
     if step == AT - 1:
         state["per_step"] = max(1.0, state["calls"] / max(1, AT - 1 - spec.get("first", 0)))
