@@ -343,7 +343,7 @@ class Allocations:
         out = {}
         for trace in tracemalloc.take_snapshot().traces:
             frame = next((f for f in reversed(trace.traceback) if worth_naming(f.filename)), None)
-            if frame and not frame.filename.startswith(str(Path(__file__).parent)):
+            if frame:
                 line = f"{short(frame.filename)}:{frame.lineno}"
                 number, size = out.get(line, (0, 0))
                 out[line] = number + 1, size + trace.size
