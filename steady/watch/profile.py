@@ -31,8 +31,9 @@ LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
 MIN_LOOKS = 8  # at a phase that became longer, to say anything of its lines
-FOREIGN = (*(str(Path(module.__file__).parent) for module in (torch, np)), "<",
-           "/tmp/torchinductor", str(Path(__file__).parent))  # and this folder, for what it measures
+HERE = str(Path(__file__).parent)  # what measures
+FOREIGN = (*(str(Path(module.__file__).parent) for module in (torch, np)), HERE, "<",
+           "/tmp/torchinductor")
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from steady.ranks.ranks import rank_and_world
 from steady.watch import proc
-from steady.watch.profile import short, worth_naming
+from steady.watch.profile import HERE, short, worth_naming
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
@@ -342,8 +342,9 @@ class Allocations:
         """{"FILE:LINE": (blocks, bytes)} allocated since it began and not freed."""
         out = {}
         for trace in tracemalloc.take_snapshot().traces:
-            frame = next((f for f in reversed(trace.traceback) if worth_naming(f.filename)), None)
-            if frame:
+            frame = next((f for f in reversed(trace.traceback)
+                          if worth_naming(f.filename) or f.filename.startswith(HERE)), None)
+            if frame and not frame.filename.startswith(HERE):
                 line = f"{short(frame.filename)}:{frame.lineno}"
                 number, size = out.get(line, (0, 0))
                 out[line] = number + 1, size + trace.size

@@ -194,7 +194,8 @@ def carry_out(spec: dict, folder: Path, data: Path) -> dict:
     line = folder / "line.json"
     return spec | dict(
         effect=float(np.median(new) / np.median(old)) - 1,
-        effect_mean=float(new.mean() / old.mean()) - 1, made=len(new), step_ms=float(np.median(old)),
+        effect_mean=float(new.mean() / old.mean()) - 1,
+        made=len(new), step_ms=float(np.median(old)),
         line=json.loads(line.read_text()) if line.exists() else None, processor=processor(),
         took_s=time.perf_counter() - began)
 
