@@ -264,7 +264,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     parser = train_parser()
     given = cli.read_flags(parser, argv)
     named = any(flag.split("=")[0] == "--model" for flag in argv)
-    drop = {"head_dim", *MODELS["default"]} if named else set()  # the shape of a model in a file
+    drop = {"head_dim"}.union(*MODELS.values()) if named else set()  # a model's shape in a file
     preset = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
     saved, file = (cli.yaml_flags(parser, Config, path, drop) if path else []
                    for path in (saved, given.config))

@@ -301,6 +301,7 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list
             read_flags(parser, flags[name])
         except ConfigError as e:
             raise ConfigError(f"{where}: {e}") from None
+    drop = drop if "model" in flags else ()  # what belongs to the model that the file names
     return [flag for name in flags if name not in drop for flag in flags[name]]
 
 

@@ -30,6 +30,17 @@ def refused(*argv) -> str:
     return str(error.value)
 
 
+def test_a_model_that_is_named_replaces_the_shape_in_a_file_of_another(tmp_path):
+    """Its rope_theta as well; a file that names no model keeps what it says."""
+    (tmp_path / "run.yaml").write_text("model: 1b\nrope_theta: 500000.0\nd_model: 2048\n")
+    cfg = config.resolve(config.parse(["--config", f"{tmp_path}/run.yaml", "--model",
+                                       "gpt2-124m"]))
+    assert cfg == config.resolve(config.parse(["--model", "gpt2-124m"]))
+    (tmp_path / "mine.yaml").write_text("batch_size: 3\nlearning_rate: 0.5\n")
+    cfg = config.parse(["--config", f"{tmp_path}/mine.yaml", "--model", "gpt2-124m"])
+    assert (cfg.batch_size, cfg.learning_rate) == (3, 0.5)
+
+
 def test_defaults_then_preset_then_yaml_then_flags(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_steps: 77\nlog_interval: 7\nlearning_rate: 1e-4\n")

@@ -15,7 +15,13 @@ import data
 from data import Mixture, Stream, load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
-from steady.tokens.files import TokenFile, find_files, split_weight
+from steady.tokens.files import (
+    TokenFile,
+    find_files,
+    find_sources,
+    split_weight,
+    write_tokens,
+)
 from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
 
@@ -422,3 +428,20 @@ def test_a_dataset_can_be_sent_to_another_process(tmp_path):
     assert len(pickle.dumps(TokenFile(tmp_path / "d/train.bin", 10))) < 1000
     mixture = Mixture([pickle.loads(packed)], seed=1)
     assert torch.equal(mixture.batch(0, 9).tokens, Mixture([dataset], seed=1).batch(0, 9).tokens)
+
+
+def test_a_training_file_in_the_home_folder_is_no_validation_data(tmp_path, monkeypatch):
+    """~ may reach the program as it is, from a YAML file, say."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_tokens(tmp_path / "train.bin", [b"abc" * 100])
+    assert find_sources(["~/train.bin"], "val", "--data") == []
+    ((name, _, _),) = find_sources(["~/train.bin"], "train", "--data")
+    assert name == "train"
+
+
+def test_a_folder_keeps_its_whole_name(tmp_path):
+    folder = tmp_path / "fineweb-1.5b"
+    folder.mkdir()
+    write_tokens(folder / "train.bin", [b"abc" * 100])
+    ((name, _, _),) = find_sources([str(folder)], "train", "--data")
+    assert name == "fineweb-1.5b"

@@ -388,7 +388,7 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
     assert "the mask at 900" in run("--data", plain, "--data_mode", "documents", expect=2)
     (plain / "train.bin.mask").unlink()
     told = run("--val_data", plain / "train.bin", expect=2)
-    assert "--val_data: made with None, --data with bytes" in told
+    assert "--val_data: made with an unknown tokenizer, --data with bytes" in told
     (plain / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
     assert "dtype float16; expected uint16 or uint32" in run("--data", plain, expect=2)
     single = write_documents(tmp_path / "single", [([5], [1])] * 9)

@@ -1301,7 +1301,8 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     flags = ["--patience", 1, "--eval_interval", 1, "--learning_rate", 1]  # ends no part of it
-    assert "verify_resume: identical, " in run("--verify_resume", 4, "--dropout", "0.1", *flags)
+    flags += ["--auto_resume", "--dropout", "0.1"]  # it starts afresh all the same
+    assert "verify_resume: identical, " in run("--verify_resume", 4, *flags)
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))

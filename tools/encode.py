@@ -161,7 +161,8 @@ class Encoder:
         joined = ["".join(text) for text in texts]
         found = backend.encode_batch(joined, add_special_tokens=False)
         for text, encoding in zip(texts, found, strict=True):
-            ends, starts = np.cumsum([len(part) for part in text]), np.array(encoding.offsets)[:, 0]
+            ends = np.cumsum([len(part) for part in text])
+            starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
             part, ids = ends.searchsorted(starts, "right"), np.array(encoding.ids)
             yield from (ids[part == k] for k in range(1, len(text)))
 

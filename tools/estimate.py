@@ -199,7 +199,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     together = world_size if world_size == 1 else cfg.shard_size or world_size
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
-        shape = Transformer(cfg)
+        shape = adapt(Transformer(cfg), cfg, dtype)
     flops = flops_per_token(shape, cfg)
     found = dict(
         parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,

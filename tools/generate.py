@@ -358,7 +358,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
                           "--qkv_bias; not exported")
     is_foreign, model = cfg.model == "transformers", None
     if adapter:
-        model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
+        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
+            model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
         model = model_of(state, cfg, path)
     try:

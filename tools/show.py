@@ -69,10 +69,12 @@ def show_step(run_dir: str, step: int):
     tokenizer = "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder
     for i in range(n):
         dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
-        counted = [True] * len(ids)
         if data.mode != "stream":
             ids = ids[: dataset.lengths[sample[i]]]
-            counted = [data.has_prompts == 0, *(batch.targets[i] != IGNORE)][: len(ids)]
+        counted = [True] * len(ids)
+        if data.has_prompts:  # a document's first token is no target
+            same = True if batch.documents is None else batch.documents[i].diff() == 0
+            counted = [False, *((batch.targets[i][:-1] != IGNORE) & same)][: len(ids)]
         path, token = dataset.find(sample[i])
         print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
         print(marked(ids, counted, tokenizer))

@@ -68,12 +68,14 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     """
     if cfg.epochs:
         raise ConfigError("--epochs: not with --verify_resume K, which trains 2 K steps")
+    if cfg.resume:
+        raise ConfigError("--resume: not with --verify_resume K, which starts afresh")
     k, rank = cfg.verify_resume, rank_and_world()[0]
     # the parent's id: under torchrun the same on all ranks of a machine
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
-             "--patience=0", "--no_tensorboard"]
+             "--patience=0", "--no_tensorboard", "--no_wandb", "--no_auto_resume", "--no_overwrite"]
     flags += [f"--backup_to={folder / 'backup'}"] if cfg.backup_to else []  # not the run's own
     straight, resumed = folder / "straight", folder / "resumed"
     if rank == 0:

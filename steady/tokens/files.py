@@ -54,14 +54,14 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     for path, weight in sources:
         optional = split == "val" and option == "--data"
-        if optional and Path(path).is_file():
+        if optional and Path(home_expanded(option, path)).is_file():
             continue  # a training file has no validation data beside it
         files = find_files(stdlib() if path == "stdlib" else path, split, option)
         if files:
             found.append((path, files, weight))
         elif not optional:
             raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
-    names = [Path(path).stem for path, *_ in found]
+    names = [Path(path).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
         names = [str(path) for path, *_ in found]
     return [(name, files, weight) for name, (_, files, weight) in zip(names, found, strict=True)]
@@ -224,7 +224,7 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
     if len(named) > 1:
         listed = ", ".join(f"{path} {name}" for name, path in named.items())
-        raise ConfigError(f"--data: sources with different tokenizers: {listed}")
+        raise ConfigError(f"sources with different tokenizers: {listed}")
     name, folder = next(iter(named), None), None
     if name not in (None, "bytes"):
         beside = (file.path.parent / "tokenizer" for file in files)

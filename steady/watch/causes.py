@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from steady.watch.profile import add_profiles, longer_lines
+from steady.watch.profile import add_profiles, function_of, longer_lines
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 
 COMMON, RARE = "all phases", "rare steps"  # what phases share: in the middle step, in the mean
@@ -33,6 +33,7 @@ PROBE_COUNTS = 1.04  # times slower; quiet machines differ by 1.02 from minute t
 PROBE_REACH = 1.3  # steps may be slower by so many times more than the probe, which fits in a cache
 LOWER_CLOCKS = 0.97  # of a GPU's clock before
 SLOWER_RANK = 1.1  # times the work of the others
+LOADER = "data.py", "loader"  # in which the loop waits for loader processes: the cause "data"
 LINE_COUNTS = 0.3  # of what its phase has alone
 LINE_SURE = 1.5  # times half of its 95 % interval, as the surest of some ten lines is picked
 
@@ -236,6 +237,8 @@ def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list
         looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
         found = longer_lines(phase, times, looks, factor) if most else []
         for line in sorted(found, key=lambda line: -line.ms / line.error):
+            if function_of(line.place) == LOADER:
+                continue
             ms = min(line.ms, left.ms[phase])
             if line.ms > LINE_SURE * line.error and ms > LINE_COUNTS * most:
                 left.take("line", line.ms, [phase], line=line)
