@@ -316,6 +316,7 @@ class Monitor:
         self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.close()
         self.machine.close()
+        self.resources.close()
         if self.sampler:
             self.sampler.close()
             self.tracer.close()

@@ -377,6 +377,24 @@ def test_no_line_is_named_where_python_allocates_nothing(allocations):
     assert "no line" in allocations.look(140)
 
 
+@pytest.mark.parametrize("whose", ["ours", "a fork's"])
+def test_what_traces_memory_ends_with_the_monitor(tmp_path, whose):
+    """As before a rollback, which makes another; a fork's own goes on."""
+    resources = limits.Resources(tiny_config(max_steps=LAST), tmp_path, CPU, [])
+    resources.trends.given = resources.trends.limits = LIMITS
+    if whose != "ours":
+        tracemalloc.start()
+    try:
+        for s in range(10, 9001, 10):
+            if resources.warnings({"step": s, HOST: leak(s)}):
+                break
+        assert tracemalloc.is_tracing()
+        resources.close()
+        assert tracemalloc.is_tracing() == (whose != "ours")
+    finally:
+        tracemalloc.stop()
+
+
 def test_after_a_warning_the_line_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(Allocations, "SECONDS", 0.0)
     resources = limits.Resources(tiny_config(max_steps=LAST), tmp_path, CPU, [])

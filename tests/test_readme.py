@@ -301,7 +301,7 @@ def test_map_names_every_file(text):
 
 def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
-    line = Line("data", "my_data.py:6 Mine.batch < data.py:132 Samples.rows", 13.0, 3.0)
+    line = Line("data", "my_data.py:6 augment < data.py:132 Samples.rows", 13.0, 3.0)
     causes = [Cause("line", 13.0, {"line": line}), Cause("data", 1.1)]
     event = SlowDown(since=401, since_range=(401, 401), found=540, before=36.3, after=50.4,
                      percent=39, levels=(), searched_from=0, series="data", phases=[("data", 14.1)],

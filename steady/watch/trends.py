@@ -130,9 +130,13 @@ class Resources:
         for event in self.trends.add(row):
             found.append(str(event))
             in_python = event.code not in (WORKERS, "free disk space", "free inodes")
-            if in_python and not self.allocations:
+            if in_python and not tracemalloc.is_tracing():  # nor by a fork of its own
                 self.allocations = Allocations(row["step"])
         return found
+
+    def close(self):
+        if self.allocations:  # or what follows, as after a rollback, would be as slow
+            tracemalloc.stop()
 
 
 # --- when it runs out -------------------------------------------------------------------------
