@@ -237,6 +237,8 @@ class Config:
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
     float8: bool = option(False, "matrix products of the blocks in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
+    deterministic: bool = option(
+        False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
         "ddp", "replicate everything (ddp), shard gradients and optimizer (zero2), shard weights "
         "too (zero3)")

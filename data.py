@@ -27,6 +27,7 @@ from config import Config
 from steady.checkpoints.retry import retry
 from steady.guard.process import leave_to_parent
 from steady.options import ConfigError
+from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
 from steady.tokens.files import IGNORE, find_sources, read_sidecars
 from steady.tokens.order import Order
@@ -56,7 +57,7 @@ class Batch(NamedTuple):
             x if x is None else (x if x is batch.documents else x.long()).to(device) for x in batch
         )
         if documents is not None and documents.ndim == 1:  # compiled for any number of them
-            torch._dynamo.maybe_mark_dynamic(documents, 0)
+            mark_dynamic(documents, 0)
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         if rows is not None and rows < len(targets):

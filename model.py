@@ -202,61 +202,25 @@ class Transformer(nn.Module):
         """
         if with_logits:
             return self.losses_and_logits(tokens, targets, documents)
+        return self.losses(self.hidden(tokens, documents=documents), targets)
+
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """hidden [B, T, C], targets [B, T] → cross-entropies in nats [B, T]."""
         if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
-            return self.losses_and_logits(tokens, targets, documents)[0]
-        hidden = self.hidden(tokens, documents=documents)
-        return LinearCrossEntropy.apply(hidden, self.head.weight, targets, self.cfg.vocab_size)
+            return cross_entropies(self.logits(hidden), targets)
+        return layers.LinearCrossEntropy.apply(hidden, self.head.weight, targets,
+                                               self.cfg.vocab_size)
 
     def losses_and_logits(self, tokens: Tensor, targets: Tensor,
                           documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `forward`, and fp32 logits [B, T, V]: for another loss; takes more memory."""
         logits = self.predict(tokens, documents)
-        how = dict(ignore_index=IGNORE, reduction="none")
-        return F.cross_entropy(logits.transpose(1, 2), targets, **how), logits
+        return cross_entropies(logits, targets), logits
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of hidden [..., C] @ weight.T [V_padded, C] with targets [...] → fp32 [...].
-
-    Equals F.cross_entropy up to rounding, but keeps one tensor of size [..., V] in the dtype of the
-    product: the logits, overwritten by their gradient a few rows at a time. The plain way keeps
-    three or four in fp32. The incoming gradient may differ from loss to loss.
-    """
-
-    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in the cache
-    gpu_chunk = 2**25  # enough to keep a GPU busy
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        shape, hidden, targets = targets.shape, hidden.flatten(0, -2), targets.flatten()
-        logits = F.linear(hidden, weight.detach())  # detached: autocast must not cache its copy
-        hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
-        logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
-        counted = targets != IGNORE
-        index, targets = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
-        losses = -logits[index, targets].float()
-        ctx.unit = 64.0 if logits.dtype == torch.float16 else 1.0  # fp16 is coarse below 6e-5
-        on_cpu = layers.on_cpu(hidden)
-        chunk = LinearCrossEntropy.cpu_chunk if on_cpu else LinearCrossEntropy.gpu_chunk
-        parts = (x.split(max(1, chunk // weight.shape[0])) for x in (logits, targets, losses))
-        for some, target, loss in zip(*parts, strict=True):
-            wide = some.float() if on_cpu else some  # a CPU is slow in bf16
-            largest = wide.amax(-1).float()
-            p = wide.softmax(-1, dtype=torch.float32)
-            loss += largest - p.amax(-1).log()  # log-sum-exp: the largest probability is e^0 / sum
-            p[index[: len(p)], target] -= 1.0  # in fp32: bf16 rounds p to 1 from 0.998 on
-            some.copy_(p * ctx.unit if ctx.unit > 1 else p)
-        ctx.save_for_backward(hidden, weight, logits, counted)
-        return losses.view(shape).where(counted.view(shape), 0.0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
-        hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
-        grad, shape = grad.flatten().where(counted, 0.0)[:, None] / ctx.unit, grad.shape
-        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)  # scaled in fp32
-        trained, grad = ctx.needs_input_grad[1], (hidden * grad).to(hidden.dtype)
-        return grad_hidden, grad_logits.t() @ grad if trained else None, None, None
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [B, T, V], targets [B, T] → nats [B, T], 0 where a target is IGNORE."""
+    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
 
 
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
@@ -275,6 +239,7 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
 
 
 @torch.no_grad()
+@layers.without_cudnn()
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
              on_token=None, padding: Tensor | None = None) -> Tensor:

@@ -83,6 +83,7 @@ def train(run: "Run", batches):
             run.scaler.scale(loss).backward()
             step_loss = step_loss + loss.detach()
             monitor.add_losses(losses.detach(), batch, run.train_data)
+        finish_copy(run)
         monitor.phase("optimizer")
         grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
         run.advance(size)  # step, position and tokens together
@@ -250,6 +251,13 @@ def save(run: "Run", is_best: bool = False):
     run.monitor.phase(previous)
 
 
+def finish_copy(run: "Run"):
+    """Wait until the newest checkpoint is copied from the weights, which are about to change."""
+    if run.dir.writer and run.dir.writer.copied:
+        run.monitor.phase("checkpoint")
+        run.dir.writer.finish_copy()
+
+
 def show_sample(run: "Run", title: str = ""):
     """Print a sample of what the model writes; called on every rank."""
     if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # then it takes all of them
@@ -312,7 +320,7 @@ class Run:
         self.progress.step += 1
         self.progress.position += self.cfg.batch_size
         self.progress.tokens += size.real_tokens
-        self.guard.clean = True
+        self.guard.update_made()
 
 
 @faults.setting_up()
@@ -326,15 +334,15 @@ def set_up(argv: list[str]) -> Run:
     check_shard_size(cfg.shard_size, world_size)
     uneven = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
+    # on what
+    train_data, val_data = load_data(cfg)
+    cfg = config.resolve(cfg)  # with the steps of --epochs
     # where it computes
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     workers = devices.pick_workers(cfg.num_workers, device, local_world_size)
     devices.configure(cfg, device)
     attention = devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
-    # on what
-    train_data, val_data = load_data(cfg)
-    cfg = config.resolve(cfg)  # with the steps of --epochs
     varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
@@ -357,13 +365,13 @@ def set_up(argv: list[str]) -> Run:
     shards.hold(model)
     run = Run(
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,
-        ddp=parallel.distribute(model, device, world_size),
+        ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         guard=Guard(cfg, ranks),
     )
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
-        parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary)
+        parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         restore(run, start)
@@ -508,7 +516,7 @@ def train_with_recovery(run: Run) -> str:
                 faults.set_doubtful_aside(run.dir.writer, e)
             raise  # without a save
         except BaseException as e:
-            faults.rescue(run)
+            faults.rescue(run, e)
             if memory.out_of_memory(e):
                 raise MemoryError(memory.memory_advice(ranks, cfg.batch_size, e)) from e
             raise

@@ -912,6 +912,31 @@ def test_a_rank_that_raises(corpus, tmp_path, error):
     assert steps(tmp_path / "r") == [3]
 
 
+def test_a_rank_that_raises_while_rank_0_is_stuck(corpus, tmp_path):
+    """As on a GPU, where rank 0 waits for a collective that never ends."""
+    def hook(rank):
+        plain = train.learning_rate
+
+        def learning_rate(step, cfg):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGSTOP if rank == 0 else signal.SIGCONT)
+                raise ValueError("bad luck")
+            return plain(step, cfg)
+
+        train.learning_rate = learning_rate
+
+    flags = [*FLAGS, "--data", corpus, "--save_interval", 2]
+    for process in (group := processes(tmp_path, 2, [*flags, "--out_dir", "r"], hook))[1:]:
+        assert process.code() == 1
+    group[0].kill(signal.SIGKILL)
+    assert "saved the last completed step, 3" in group[1].text()
+    assert steps(tmp_path / "r") == [2, 3]
+    for name, more in (("r", "--auto_resume"), ("whole", "--no_auto_resume")):
+        group = processes(tmp_path, 2, [*flags, "--out_dir", name, more])
+        assert [process.code() for process in group] == [0, 0]
+    assert_same_end(tmp_path / "whole", tmp_path / "r")
+
+
 @pytest.mark.parametrize("backend", [
     "eager",
     pytest.param("inductor", marks=pytest.mark.slow),

@@ -70,7 +70,7 @@ DISTILLED = '''        if self.training:
                 wanted = self.teacher.predict(tokens, documents).log_softmax(-1)
             soft = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
             return 0.5 * losses + 0.5 * soft.sum(-1) * (targets != IGNORE)
-        if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
+        return self.losses(self.hidden(tokens, documents=documents), targets)
 '''
 
 BY_LAYER = '''    layers = {}
@@ -99,8 +99,8 @@ FORKS = {  # name → [(file, text, its replacement)]
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
         ("model.py", "causal = where.mask is None and (cache is None or T > 1)", "causal = False")],
     "distillation": [
-        ("model.py", "        if torch.compiler.is_compiling():  # the compiler fuses the plain "
-                     "formula by itself\n", DISTILLED),
+        ("model.py", "        return self.losses(self.hidden(tokens, documents=documents), "
+                     "targets)\n", DISTILLED),
         ("train.py", "    float8.convert(model, cfg, device, dtype)\n", TEACHER)],
     "generated data": [snippet("Generated data")],
     "rates by layer": [("train.py", "    return optimizers\n", BY_LAYER)],

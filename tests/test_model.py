@@ -9,10 +9,10 @@ from conftest import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 import config
-from model import LinearCrossEntropy, Transformer, Where, flops_per_token, generate, sample_token
+from model import Transformer, Where, flops_per_token, generate, sample_token
 from steady.models import layers
 from steady.models.device import attention_backend, set_attention_backend
-from steady.models.layers import RMSNorm, rotate
+from steady.models.layers import LinearCrossEntropy, RMSNorm, rotate
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE
 from steady.watch.norms import output_health

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +24,7 @@ from steady.models import layers
 from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_varlen
 from steady.models.huggingface import adapt, config_from_hf
 from steady.options import ConfigError
+from steady.private import bucket_count, use_fake_backend
 from steady.ranks.parallel import Shards, local_part
 from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
@@ -101,7 +101,8 @@ def imagined(world_size: int, live: Live):
         return resize(storage, size)
 
     if world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        use_fake_backend()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     torch.UntypedStorage.resize_ = seen
     try:
         yield
@@ -186,10 +187,8 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
 def exchanged_by_ddp(transformer: nn.Module, world_size: int) -> dict:
     """As `simulate` says it: gradients are all-reduced in buckets, once a step."""
     parameters = [p for p in transformer.parameters() if p.requires_grad][::-1]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
-    buckets, _ = dist._compute_bucket_assignment_by_size(parameters, limits)
     size = sum(p.numel() * p.element_size() for p in parameters)
-    return {"allreduce_": (len(buckets), 2 * size * (world_size - 1) / world_size)}
+    return {"allreduce_": (bucket_count(parameters), 2 * size * (world_size - 1) / world_size)}
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:

@@ -75,7 +75,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
-             "--patience=0", "--no_tensorboard", "--no_wandb", "--no_auto_resume", "--no_overwrite"]
+             "--patience=0", "--deterministic", "--no_tensorboard", "--no_wandb",
+             "--no_auto_resume", "--no_overwrite"]
     flags += [f"--backup_to={folder / 'backup'}"] if cfg.backup_to else []  # not the run's own
     straight, resumed = folder / "straight", folder / "resumed"
     if rank == 0:

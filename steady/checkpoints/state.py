@@ -40,14 +40,18 @@ def make_writer(run, backup) -> Writer | None:
 
     None on the other ranks, which hold what one of those holds.
     """
-    parts, ranks, progress = None, run.ranks, run.progress
+    parts, ranks = None, run.ranks
     attempt = ranks.broadcast(os.urandom(4).hex())
     if ranks.shards.size > 1 and ranks.shards.first:
         parts = PartWriter(ranks.rank, ranks.shards.size, shared_notes("checkpoints"), attempt)
     if ranks.rank and not parts:
         return None
-    return Writer(run.dir.path / "checkpoints", run.cfg.keep_checkpoints, run.cfg.keep_every,
-                  backup, (progress.best_loss, progress.best_step), parts)
+    return writer_of(run, run.cfg.keep_checkpoints, backup, parts)
+
+
+def writer_of(run, keep: int, backup=None, parts=None) -> Writer:
+    best = run.progress.best_loss, run.progress.best_step
+    return Writer(run.dir.path / "checkpoints", keep, run.cfg.keep_every, backup, best, parts)
 
 
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
@@ -84,7 +88,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
     )
-    writer.save(progress.step, state, is_best)
+    writer.save(progress.step, state, is_best, run.guard.updated if alone else None)
 
 
 def parameter_names(run, optimizer) -> list[str]:

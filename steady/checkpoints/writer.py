@@ -38,12 +38,16 @@ class Writer:
         self.parts = parts
         self.in_best = best  # (loss, step) of best.pt
         self.buffers, self.thread, self.step = {}, None, 0
+        self.stream = self.copied = None  # on CUDA: where copies are made, when the newest is done
         self.failed, self.reason = set(), ""  # steps in a row whose save failed; why the last did
 
-    def save(self, step: int, state: dict, is_best: bool = False):
+    def save(self, step: int, state: dict, is_best: bool = False, updated=None):
         """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
 
-        Raises NotSaved after too many failures in a row.
+        From a GPU it is copied beside what comes next, up to the next update: see `finish_copy`.
+        updated: the CUDA event after which the device has `state`, if what it was given since may
+        never end; by default all that it was given. Raises NotSaved after too many failures in a
+        row.
         """
         if self.thread and self.thread.is_alive():
             print(f"step {step}: waiting until the checkpoint of step {self.step} is written",
@@ -53,14 +57,28 @@ class Writer:
             raise NotSaved(f"{self.folder}: {len(self.failed)} checkpoints in a row could not be "
                            f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
-        norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if any weight is not
-        copied, event = self.copy_to_host(dict(state, weights_norm=norm), "", {}), None
-        if norm.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+        if weights[0].is_cuda:
+            self.stream = self.stream or torch.cuda.Stream()
+            if updated:
+                self.stream.wait_event(updated)
+            else:
+                self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # does nothing if it is None
+            norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
+            copied = self.copy_to_host(dict(state, weights_norm=norm), "", {})
+        self.copied = self.stream and self.stream.record_event()
+        if not state["model"].keys().isdisjoint(state["whole"]):  # buffers, as of a batch norm:
+            self.finish_copy()  # a forward pass may change them
         self.step = step
-        self.thread = threading.Thread(target=self.write, args=(step, copied, event, is_best))
+        self.thread = threading.Thread(target=self.write,
+                                       args=(step, copied, self.copied, is_best))
         self.thread.start()
+
+    def finish_copy(self):
+        """Before an update: wait until the weights are copied."""
+        if self.copied:
+            self.copied.synchronize()
+            self.copied = None
 
     def copy_to_host(self, value, key: str, seen: dict):
         """`value` with each tensor copied to the host buffer that belongs to its key."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, latest_valid, list_checkpoints
 from steady.checkpoints.retry import FULL
-from steady.checkpoints.state import load_checkpoint, save_checkpoint
+from steady.checkpoints.state import load_checkpoint, save_checkpoint, writer_of
 from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
 from steady.options import ConfigError, typed
 from steady.ranks.parallel import gathered
+from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
 
 # --- signals ---------------------------------------------------------------------------------
@@ -117,11 +119,12 @@ def roll_back(run, error: NotFinite):
 rescuing = threading.Lock()  # the watchdog may do it for a training thread that never comes back
 
 
-def rescue(run):
+def rescue(run, error: BaseException | None = None):
     """After an error, save the last completed step, unless an update has begun since.
 
-    Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
-    saved if all of them come to this.
+    Uses no collective: the other ranks may be gone. Where all hold the same weights, rank 0 saves
+    them, and the rank whose own `error` it is: rank 0 may wait on its GPU for a collective that
+    never ends. Where each holds a part of the state, it is saved if all of them come to this.
     """
     writer, step, watchdog = run.dir.writer, run.progress.step, run.ranks.watchdog
     rescuing.acquire()
@@ -129,11 +132,14 @@ def rescue(run):
         signs = watchdog.last_signs()
         if signs and not watchdog.verdict:
             print(f"rank {run.ranks.rank}: {signs}", file=sys.stderr, flush=True)
+        own = isinstance(error, Exception) and not lost_connection(error)
+        if not writer and own and run.ranks.shards.size == 1 and nobody_saves(run):
+            writer = run.dir.writer = writer_of(run, keep=sys.maxsize)  # rank 0 deletes old ones
         if not writer:
             return
         if writer.parts:
             writer.parts.hurry = True
-        if not run.guard.clean or step == 0 or watchdog.mixed:
+        if not run.guard.clean or step == 0 or watchdog.mixed or not run.guard.device_is_there():
             return
         save_checkpoint(run, alone=True)
         writer.wait()
@@ -141,12 +147,19 @@ def rescue(run):
             if writer.parts.newest == Checkpoint.named(writer.folder, step, sharded=True).path:
                 print(f"saved this rank's part of step {step}; the next start completes it if "
                       "every rank has", file=sys.stderr, flush=True)
-        elif run.ranks.rank == 0 and checkpoint_at(writer.folder, step):
+        elif (not writer.parts or run.ranks.rank == 0) and checkpoint_at(writer.folder, step):
             print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
     except Exception as e:
         print(f"warning: step {step} could not be saved: {e}", file=sys.stderr, flush=True)
     finally:
         rescuing.release()
+
+
+def nobody_saves(run) -> bool:
+    """Whether neither rank 0 nor another one, whose error may be the same, saves this step."""
+    time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
+    file = Checkpoint.named(run.dir.path / "checkpoints", run.progress.step, sharded=False).path
+    return not any(file.parent.glob(f"{file.name}*"))  # it, or a draft of it
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):

@@ -3,12 +3,16 @@
 It needs no monitor: it reads the device itself, at the steps of a log.
 """
 
+import time
+
 import torch
 from torch import Tensor
 
 from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
+
+PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 
 
 class NotFinite(Failed):
@@ -19,11 +23,13 @@ class Guard:
     """Asked in every step whether to make its update, and after it whether to go on.
 
     nonfinite: steps in a row whose update was skipped, on the device. clean: the weights are those
-    of the newest step, not half updated. spikes: with --skip_spikes.
+    of the newest step, not half updated; on CUDA once the device has come to the event `updated`.
+    spikes: with --skip_spikes.
     """
 
     def __init__(self, cfg, ranks):
         self.cfg, self.ranks, self.clean = cfg, ranks, True
+        self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
@@ -37,6 +43,18 @@ class Guard:
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf
+
+    def update_made(self):
+        self.clean = True
+        if self.updated:
+            self.updated.record()
+
+    def device_is_there(self) -> bool:
+        """Whether the device has made the newest update; waits for it, but not for ever."""
+        until = time.monotonic() + PATIENCE
+        while self.updated and not self.updated.query() and time.monotonic() < until:
+            time.sleep(0.01)
+        return not self.updated or self.updated.query()
 
     @property
     def excess(self) -> Tensor | None:

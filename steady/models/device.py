@@ -10,6 +10,7 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
+from steady import private
 from steady.options import ConfigError
 from steady.watch.proc import read
 
@@ -114,13 +115,19 @@ def pick_workers(num_workers: str, device: torch.device, local_world_size: int) 
 
 
 def configure(cfg, device: torch.device):
-    """Set process-wide state: memory allocation, attention backend, anomaly detection."""
+    """Set process-wide state: memory allocation, attention backends, determinism on CUDA."""
     keep_freed_memory(device)
     set_attention_backend(cfg.attention)
-    if takes_varlen(cfg, pick_dtype(cfg.precision, device)):
-        # torch 2.15's varlen_attn prefers cuDNN, which takes no empty documents before 9.25, as
-        # `packing.boundaries` pads with: github.com/NVIDIA/cudnn-frontend/pull/944
+    if cfg.attention == "auto" and cfg.data_mode != "stream":
+        # cuDNN makes a plan for each new shape, 23 to 37 ms in a published trace, and documents
+        # have many. For packed rows torch 2.15's varlen_attn prefers it, which takes no empty
+        # documents, as `packing.boundaries` pads with, before 9.25: NVIDIA/cudnn-frontend#944.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if cfg.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at start
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and takes time
+        private.compile_deterministically()
 
 
 def keep_freed_memory(device: torch.device):
@@ -186,11 +193,11 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if packed else None
     used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
-        choice = torch._fused_sdp_choice(
+        choice = private.sdpa_choice(
             q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,
             enable_gqa=cfg.n_kv_head != cfg.n_head,
         )
-        used = BACKEND_NAMES.get(int(choice))
+        used = cfg.attention if choice is None else BACKEND_NAMES.get(choice)
     if used is None or cfg.attention not in ("auto", used):
         rows = " with --data_mode packed" if packed else ""
         raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "

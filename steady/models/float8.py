@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.options import ConfigError
+from steady.private import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which the kernels take sizes
@@ -69,8 +70,7 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(x8, x_scale, weight, weight_scale)
         ctx.dtype = x.dtype
         weight8 = to_float8(weight, weight_scale, E4M3)
-        return torch._scaled_mm(x8, weight8.t(), x_scale, weight_scale,
-                                out_dtype=torch.bfloat16, use_fast_accum=True)
+        return scaled_mm(x8, weight8.t(), x_scale, weight_scale, torch.bfloat16, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -80,11 +80,11 @@ class Product(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             weight8 = to_float8(weight, weight_scale, E4M3)
-            grad_x = torch._scaled_mm(grad8, by_columns(weight8), grad_scale, weight_scale,
-                                      out_dtype=torch.bfloat16).to(ctx.dtype)
+            grad_x = scaled_mm(grad8, by_columns(weight8), grad_scale, weight_scale,
+                               torch.bfloat16).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch._scaled_mm(grad8.t().contiguous(), by_columns(x8), grad_scale,
-                                           x_scale, out_dtype=weight.dtype)
+            grad_weight = scaled_mm(grad8.t().contiguous(), by_columns(x8), grad_scale, x_scale,
+                                    weight.dtype)
         return grad_x, grad_weight
 
 

@@ -1,18 +1,35 @@
-"""Norm, rotary embedding and attention, each in the way that is fast where it runs.
+"""Norm, rotary embedding, attention and loss, each in the way that is fast where it runs.
 
 The compiler is given the plain formulas, which it fuses by itself. Outside of it, autograd makes
 many passes over memory of them; the functions here, equal up to rounding, make fewer.
 """
 
+import contextlib
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from steady.tokens.files import IGNORE
 
 
 def on_cpu(x: Tensor) -> bool:
     """Whether a CPU computes x. `--estimate`, which imagines a GPU, says no."""
     return x.device.type == "cpu"
+
+
+@contextlib.contextmanager
+def without_cudnn():
+    """For attention over keys that grow by one: cuDNN would make a plan for each length."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -113,3 +130,47 @@ class KVCache:
         self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class LinearCrossEntropy(Function):
+    """Cross-entropy of hidden [..., C] @ weight.T [V_padded, C] with targets [...] → fp32 [...].
+
+    Equals F.cross_entropy up to rounding, but keeps one tensor of size [..., V] in the dtype of the
+    product: the logits, overwritten by their gradient a few rows at a time. The plain way keeps
+    three or four in fp32. The incoming gradient may differ from loss to loss.
+    """
+
+    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in the cache
+    gpu_chunk = 2**25  # enough to keep a GPU busy
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        shape, hidden, targets = targets.shape, hidden.flatten(0, -2), targets.flatten()
+        logits = F.linear(hidden, weight.detach())  # detached: autocast must not cache its copy
+        hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
+        logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
+        counted = targets != IGNORE
+        index, targets = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
+        losses = -logits[index, targets].float()
+        ctx.unit = 64.0 if logits.dtype == torch.float16 else 1.0  # fp16 is coarse below 6e-5
+        in_cache = on_cpu(hidden)
+        chunk = LinearCrossEntropy.cpu_chunk if in_cache else LinearCrossEntropy.gpu_chunk
+        parts = (x.split(max(1, chunk // weight.shape[0])) for x in (logits, targets, losses))
+        for some, target, loss in zip(*parts, strict=True):
+            wide = some.float() if in_cache else some  # a CPU is slow in bf16
+            largest = wide.amax(-1).float()
+            p = wide.softmax(-1, dtype=torch.float32)
+            loss += largest - p.amax(-1).log()  # log-sum-exp: the largest probability is e^0 / sum
+            p[index[: len(p)], target] -= 1.0  # in fp32: bf16 rounds p to 1 from 0.998 on
+            some.copy_(p * ctx.unit if ctx.unit > 1 else p)
+        ctx.save_for_backward(hidden, weight, logits, counted)
+        return losses.view(shape).where(counted.view(shape), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
+        grad, shape = grad.flatten().where(counted, 0.0)[:, None] / ctx.unit, grad.shape
+        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)  # scaled in fp32
+        trained, grad = ctx.needs_input_grad[1], (hidden * grad).to(hidden.dtype)
+        return grad_hidden, grad_logits.t() @ grad if trained else None, None, None

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from steady import private
 from steady.ranks.ranks import names
 from steady.watch import proc
 from steady.watch.sinks import OUTSIDE_PHASES, duration
@@ -93,25 +94,19 @@ def gone(notes: dict[int, dict]) -> dict[str, str]:
 def collectives() -> dict[str, list]:
     """group → [collectives entered, number and kind of the oldest that is not done].
 
-    From PyTorch's flight recorder, whose interface is private: {} where it has changed.
+    From PyTorch's flight recorder; {} where what it records has changed.
     """
     found = {}
     with contextlib.suppress(Exception):
-        from torch._C import _distributed_c10d as c10d
-
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-            if not hasattr(c10d, name):
-                continue
-            trace = json.loads(getattr(c10d, name)(includeCollectives=True, onlyActive=False))
-            for entry in trace.get("entries", []):
-                group = entry["process_group"][0]
-                number = entry["collective_seq_id"]
-                _, oldest, kind = found.get(group, (0, 0, ""))
-                if not kind and not entry["retired"]:
-                    sizes = " and ".join(map(str, entry["input_sizes"]))
-                    oldest = number
-                    kind = f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
-                found[group] = [number, oldest, kind]
+        for entry in private.flight_record():
+            group = entry["process_group"][0]
+            number = entry["collective_seq_id"]
+            _, oldest, kind = found.get(group, (0, 0, ""))
+            if not kind and not entry["retired"]:
+                sizes = " and ".join(map(str, entry["input_sizes"]))
+                oldest = number
+                kind = f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
+            found[group] = [number, oldest, kind]
     return found
 
 

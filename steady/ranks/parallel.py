@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
+from steady import private
 from steady.options import ConfigError
 from steady.ranks.muon import Muon
 
@@ -43,10 +44,7 @@ class Shards:
         if size < world_size:
             shape, names = ((world_size // size, size), ("replicas", "shards"))
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        options = dist.group.WORLD._get_backend(torch.device(device_type)).options
-        for group in self.mesh.get_all_groups():  # which may have torch's own time-out
-            if options:  # an imagined group has none
-                SET_TIMEOUT(options._timeout, group)
+        private.copy_timeout(self.mesh.get_all_groups(), device_type)
         self.group = self.mesh.get_group("shards")
         self.rank, self.size = self.mesh.get_local_rank("shards"), size
         self.replicas = world_size // size
@@ -59,8 +57,7 @@ class Shards:
         """
         if self.size == 1:
             return self
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
-
+        private.use_fake_backend()
         copy, first = Shards(), dist.get_rank() // self.size * self.size
         copy.group = dist.new_group(range(first, first + self.size), backend="fake",
                                     use_local_synchronization=True)
@@ -215,7 +212,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     lengths that grow, as in generation, would be compiled again and again.
     """
     divided = is_divided(model)
-    blocks = [block for block in model.blocks if "forward" in vars(block)] if divided else []
+    blocks = [block for block in model.blocks if "forward" in vars(block)]
     compiled = [vars(block).pop("forward") for block in blocks]
     if divided:
         model.unshard()
@@ -246,10 +243,9 @@ def watch_for_waiting(model: nn.Module, clock):
             unit.set_custom_reduce_scatter(TimedCollective(REDUCE_SCATTER, clock))
 
 
-# torch 2.13 renamed the first two, and 2.15 the third.
+# torch 2.13 renamed both.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 class TimedCollective:
@@ -271,17 +267,21 @@ class TimedCollective:
         return work
 
 
-def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool):
+def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
     """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
 
-    Of a divided model each block by itself: gathering, in between, cannot be compiled.
+    With several ranks each block by itself, one graph for all of them, and the loss: what ranks
+    send each other between the blocks, weights or gradients, cannot be compiled, and in one graph
+    would wait for the end of the backward pass.
     """
-    dynamic = True if lengths_vary else None
-    if is_divided(model):
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, dynamic=dynamic)
+    how = dict(dynamic=True if lengths_vary else None)
+    if world_size == 1:
+        model.compile(**how)
     else:
-        model.compile(dynamic=dynamic)
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, **how)
+        if hasattr(model, "losses"):
+            model.losses = torch.compile(model.losses, **how)
     for optimizer in optimizers:
         if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
             optimizer.compile()
@@ -300,7 +300,7 @@ def agree_on_scale(scaler: torch.amp.GradScaler, optimizers: list, found_inf: Te
     """
     if scaler.is_enabled():
         for optimizer in optimizers:
-            for flag in scaler._found_inf_per_device(optimizer).values():
+            for flag in private.found_inf_flags(scaler, optimizer):
                 flag.copy_(found_inf)
 
 
@@ -332,7 +332,8 @@ class WholeDraws(TorchFunctionMode):
         return target
 
 
-def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
+def distribute(model: nn.Module, device: torch.device, world_size: int,
+               deterministic: bool) -> nn.Module:
     """Wrap the finished model for training on several ranks, unless it is divided among them."""
     if world_size == 1 or is_divided(model):
         return model
@@ -342,12 +343,7 @@ def distribute(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
     sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
     wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
-    # Or it would wait for the GPU at every 100th step, for times that only its own log reads.
-    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-    if device.type == "cpu" and hasattr(wrapped.reducer, "_push_all_rebuilt_params"):
-        # It lays its buckets out anew after the first step of a process, and gloo then adds in
-        # another order: with three ranks or more, a restart would change the last bits. On a GPU,
-        # where the order in which gradients are ready saves time, bits differ anyway.
-        wrapped.reducer._push_all_rebuilt_params()
-        wrapped.reducer._rebuild_buckets()
+    private.no_timing(wrapped)
+    if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
+        private.fix_buckets(wrapped)
     return wrapped

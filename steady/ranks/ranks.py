@@ -275,7 +275,7 @@ def names(ranks: list[int]) -> str:
 
 def shared_notes(name: str):
     """A key-value store of all ranks, which a rank can read while others are stuck or gone."""
-    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(name, meet.store)
 
 
 def scalar(value):

@@ -10,7 +10,6 @@ import gc
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from steady import private
 from steady.checkpoints.retry import retry
 from steady.watch import nvml, proc
 
@@ -51,14 +51,18 @@ class Probe:
     def read_gpu(self, device: torch.device) -> dict[str, float]:
         out = {}
         if self.gpu is None:
-            self.matrix = torch.ones(1024, 1024, dtype=torch.bfloat16, device=device)
+            # 58 GFLOP, about 0.1 ms of an H100: long enough for the events' half microsecond
+            self.matrix = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
+            self.result = torch.empty_like(self.matrix)
             self.gpu = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         elif self.gpu[1].query():  # the device has got there, so nothing waits
             out = {"machine/gpu_probe_us": self.gpu[0].elapsed_time(self.gpu[1]) * 1e3}
         else:
             return out
+        # the first one keeps the device busy until the host has queued the rest
+        torch.mm(self.matrix, self.matrix, out=self.result)
         self.gpu[0].record()
-        torch.mm(self.matrix, self.matrix)
+        torch.mm(self.matrix, self.matrix, out=self.result)
         self.gpu[1].record()
         return out
 
@@ -100,9 +104,9 @@ class Machine:
         """
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
         row = {"perf/gc_ms": gc_seconds / steps * 1e3}
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo:
-            row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
+        graphs = private.compilations()
+        if graphs is not None:
+            row["perf/compilations"] = graphs
         if retry.count:
             row["health/retries"] = retry.count
         if self.stops:

@@ -9,8 +9,9 @@ import signal
 import threading
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
+
+from steady import private
 
 STEPS, MOST_FILES, MOST_BYTES = 3, 5, 1 << 27
 
@@ -46,7 +47,7 @@ class Tracer:
         if self.profiler is None:
             self.wanted = False
             few = len(list(self.folder.glob("step_*.json"))) < MOST_FILES
-            if few and not torch.autograd._profiler_enabled():  # a fork may profile by itself
+            if few and not private.is_profiling():  # a fork may profile by itself
                 activities = [ProfilerActivity.CPU]
                 activities += [ProfilerActivity.CUDA] * (self.monitor.device.type == "cuda")
                 self.profiler, self.first = profile(activities=activities), step + 1

@@ -45,7 +45,8 @@ SCALES = {  # name → (steps, flags)
 }
 PLACES = ("train:train", "train:train", "train:update", "model:Attention.forward",
           "model:FeedForward.forward", "model:Block.forward", "model:Transformer.hidden",
-          "model:LinearCrossEntropy.forward", "model:LinearCrossEntropy.backward",
+          "steady.models.layers:LinearCrossEntropy.forward",
+          "steady.models.layers:LinearCrossEntropy.backward",
           "data:Mixture.batch", "data:Samples.rows", "my_dataset:Mine.augment",
           "transformers.models.qwen2.modeling_qwen2:Qwen2MLP.forward",
           "transformers.models.qwen2.modeling_qwen2:Qwen2Attention.forward")

@@ -36,7 +36,8 @@ EVALUATION = {PHASE: 1, "to pageable host steady/watch/evaluation.py row": 1,
               "synchronize steady/watch/evaluation.py row": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
-SAVE = {PHASE: 1}  # and copies to page-locked memory, for which a thread waits
+SAVE = {PHASE: 1}  # and copies to page-locked memory, which the next update waits for
+SAVED = {PHASE: 1, "synchronize steady/checkpoints/writer.py finish_copy": 1}
 COPIED = "to host steady/checkpoints/writer.py copy_to_host"
 # torch 2.15's _foreach_norm copies where the partial sums of each tensor begin from page-locked
 # memory, in the stream of its kernels: nothing waits for it.
@@ -124,6 +125,8 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
     ["--monitor", "full", "--precision", "fp16"],
     ["--monitor", "off"],
     ["--num_workers", "2"],
+    ["--deterministic", "--monitor", "full"],
+    ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
 ], ids=" ".join)
 def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
@@ -180,8 +183,9 @@ def test_an_item_in_the_loop_is_found(go):
 
 def test_documents(go):
     """Tokens and targets are copied from page-locked memory; rows are padded."""
-    _, steps = go("--data_mode", "documents")
+    printed, steps = go("--data_mode", "documents")
     check(steps, logs=[1, 4, 8], tensors=2)
+    assert "bf16, flash attention" in printed and not any(c.get("cudnn") for c in steps.values())
 
 
 VARLEN = "bf16, varlen flash attention"
@@ -238,7 +242,7 @@ def test_evaluation_and_health_of_packed_rows(go):
     n = found.pop(PAGEABLE_BATCH)
     assert found == total({BATCH: 3}, EVALUATION, SAVE) and n % 3 == 0
     assert flash_kernels(steps[3]) == (LAYERS * (1 + n // 3), LAYERS)
-    assert exchanged(steps[4]) == total({BATCH: 3}, READ)
+    assert exchanged(steps[4]) == total({BATCH: 3}, READ, SAVED)
     assert flash_kernels(steps[4]) == (2 * LAYERS, LAYERS)  # one more for the output
 
 
@@ -289,6 +293,8 @@ def test_evaluation_sample_and_checkpoint(go, tmp_path):
     assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 2}, EVALUATION, SAVE)
     assert found[5] == total({BATCH: 1}, SAMPLE)
     assert found[7] == total({BATCH: 1}, SAVE, {COPIED: copies})
+    assert found[8] == total({BATCH: 1}, SAVED, READ)
+    assert steps[2]["cudnn"] == LAYERS and steps[5]["cudnn"] == LAYERS  # none for the sample
 
 
 def test_resuming_evaluating_and_generating(go, tmp_path):
@@ -363,7 +369,7 @@ def test_two_ranks(go, tmp_path, way):
     steps = go(*flags, ranks=2, hook=no_comparison)[1]
     if way != "ddp":  # which waits in its first steps
         assert {step: waited(steps[step]) for step in (2, 3, 7, 8, 9, 11)} == {
-            2: {}, 3: REPLICAS, 7: {}, 8: READ, 9: REPLICAS, 11: {}}
+            2: {}, 3: REPLICAS, 7: {}, 8: READ, 9: REPLICAS, 11: SAVED}
     printed, _ = go(*flags, "--auto-resume", "--max_steps", "14", ranks=2, hook=no_comparison)
     assert "step_00000012" in printed
 
@@ -407,14 +413,17 @@ def test_compiled(go, flags):
           tensors={"packed": 3, "documents": 2}.get(flags[1], 1))
 
 
-def test_compiled_on_two_ranks(go):
-    """Muon's steps too, with some rows of each matrix."""
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_compiled_on_two_ranks(go, way):
+    """One graph for all blocks, one for the loss; Muon's steps too, in zero3 of some rows."""
     def hook():
         no_comparison()
         compile_quickly()
 
-    steps = go("--parallel", "zero3", "--compile", "--n_layer", "1", "--max_steps", "6",
+    steps = go("--parallel", way, "--compile", "--n_layer", "3", "--max_steps", "6",
                "--sample_interval", "0", ranks=2, hook=hook)[1]
     assert {step: counts["graphs"] for step, counts in steps.items() if counts.get("graphs")} == {
-        1: 1 + 2 * 4}
-    assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, READ, {}]
+        1: 2 + 2 * 4}
+    assert not any(counts.get("graph breaks") for counts in steps.values())
+    if way == "zero3":  # ddp waits in its first steps
+        assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, READ, {}]

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 ROOT = Path(__file__).resolve().parent.parent.parent
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
 OF_DEVICE = ("launches", "allocations", "frees", "flash_forward", "flash_backward")
-COUNTERS = (*OF_DEVICE, "graphs", "graph breaks")
+COUNTERS = (*OF_DEVICE, "cudnn", "graphs", "graph breaks")
 
 
 class Watch:
@@ -33,6 +33,7 @@ class Watch:
 
     def counters(self) -> Counter:
         found = {name: getattr(self.device, f"fake_{name}")() for name in OF_DEVICE}
+        found["cudnn"] = stand_in_for_cudnn.calls
         found["graphs"] = counters["stats"]["unique_graphs"]
         found["graph breaks"] = sum(counters["graph_break"].values())
         return Counter(found)
@@ -77,6 +78,7 @@ def stand_in_for_cudnn() -> torch.library.Library:
     It is there for as long as somebody holds the result.
     """
     def forward(query, key, value, bias, *_, **__):
+        stand_in_for_cudnn.calls += 1
         B, H, T, _ = query.shape
         seed = torch.empty((), dtype=torch.long, device=query.device)
         return (torch.empty_like(query), query.new_empty(B, H, T, 1, dtype=torch.float32), None,
@@ -85,6 +87,7 @@ def stand_in_for_cudnn() -> torch.library.Library:
     def backward(grad, query, key, value, *_, **__):
         return tuple(torch.empty_like(x) for x in (query, key, value))
 
+    stand_in_for_cudnn.calls = 0
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
     library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
