@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from config import Config
 from steady.models import layers
@@ -166,10 +165,10 @@ class Transformer(nn.Module):
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
         where = self.where(documents, tokens.shape, start)
-        recompute = self.cfg.activation_checkpointing == "full" and self.training
+        recomputed = self.cfg.activation_checkpointing if self.training else "none"
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = (checkpoint(block, x, where, use_reentrant=False) if recompute
-                 else block(x, where, cache))
+            x = (block(x, where, cache) if recomputed == "none"
+                 else layers.recomputing(block, recomputed, x, where))
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:

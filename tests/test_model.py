@@ -332,17 +332,31 @@ def test_little_attention_is_computed_in_fp32_where_bf16_is_slow(seq_len, comput
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_recomputing_activations_changes_nothing_but_memory():
-    plain, tokens = make(dropout=0.1), some_tokens()
-    recomputing = Transformer(tiny_config(dropout=0.1, activation_checkpointing="full"))
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputing_changes_nothing_but_memory_and_work(how, dropout):
+    """Selective repeats no product: without dropout it makes as many FLOPs as without it."""
+    plain, tokens = make(dropout=dropout), some_tokens()
+    recomputing = Transformer(tiny_config(dropout=dropout, activation_checkpointing=how))
+    for p in plain.parameters():  # or what a block begins as would hide its gradients
+        torch.nn.init.normal_(p, std=0.1)
     recomputing.load_state_dict(plain.state_dict())
-    found = []
+    found, flops, kept = [], [], []
     for model in (plain, recomputing):
         torch.manual_seed(3)
-        mean_loss(model, tokens, tokens).backward()
+        sizes = []
+        with (FlopCounterMode(display=False) as counter,
+              torch.autograd.graph.saved_tensors_hooks(
+                  lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x)):
+            mean_loss(model, tokens, tokens).backward()
         found.append(gradients(model))
+        flops.append(counter.get_total_flops())
+        kept.append(sum(sizes))
     for name, g in found[0].items():
         assert torch.equal(g, found[1][name]), name
+    assert kept[1] < kept[0]
+    if dropout == 0:
+        assert (flops[1] == flops[0]) == (how == "selective")
 
 
 @pytest.mark.parametrize("name", config.MODELS)

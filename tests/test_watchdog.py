@@ -297,7 +297,7 @@ def test_after_a_collective_was_skipped_nothing_is_saved(monkeypatch):
     writer = SimpleNamespace(parts=None, wait=lambda: None)
     run = SimpleNamespace(ranks=SimpleNamespace(watchdog=watchdog, rank=1),
                           dir=SimpleNamespace(writer=writer), progress=Progress(step=5),
-                          guard=SimpleNamespace(clean=True))
+                          guard=SimpleNamespace(clean=True, device_is_there=lambda: True))
     faults.rescue(run)
     assert saved == [1]
     notes[1]["groups"] = {"0": [7, 7, "broadcast of [2]"]}

@@ -32,6 +32,7 @@ from steady.watch.sinks import duration
 
 MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
+CHECKPOINTING = ("none", "selective", "full")  # --activation_checkpointing
 
 
 def estimate_run(cfg: Config, make_optimizers) -> str:
@@ -205,7 +206,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         accumulation=accumulation, flops_per_token=flops,
         flops_per_step=flops * cfg.batch_size * cfg.seq_len,
     )
-    for checkpointing in ("none", "full"):
+    for checkpointing in CHECKPOINTING:
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
         found[checkpointing], found["exchanged"] = {}, {}
         for way in WAYS if together > 1 else WAYS[:1]:
@@ -254,9 +255,11 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         memory("gradients", "gradients", "none"),
         memory("optimizer", "optimizer", "none"),
         memory("activations and temporaries", "activations", "none"),
+        memory("  selectively recomputed", "activations", "selective"),
         memory("  with blocks recomputed", "activations", "full"),
         total("", "none"),
-        total(" recomputed", "full"),
+        total(", selectively recomputed", "selective"),
+        total(", recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
         line("collectives a step", (sum(calls for calls, _ in found["exchanged"][way].values())
                                   for way in WAYS)),

@@ -90,6 +90,9 @@ class HFModel(nn.Module):
             except Exception as e:  # whatever its code raises
                 raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
                                   f"trained on text alone: {reason(e)}") from None
+        if cfg.activation_checkpointing == "selective":
+            raise ConfigError("--activation_checkpointing selective: expected none or full for "
+                              f"{cfg.init_from}, which is trained through transformers' own module")
         if cfg.activation_checkpointing == "full":
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+WORTH_SENDING = 2**22  # numbers in a stack; smaller ones are done sooner than sent
+
 
 class Muon(torch.optim.Optimizer):
     """Muon with updates of the size of AdamW's, so that both take the same learning rate.
@@ -18,8 +20,9 @@ class Muon(torch.optim.Optimizer):
     Newton-Schulz together, in a dtype that the device multiplies fast, and non-finite gradients
     are skipped on the device. The default model on 2 cores without bf16: 13 ms against 31 ms.
 
-    shards: where each rank holds some rows of every matrix (parallel.Shards), which are exchanged
-    for whole matrices, orthogonalized by one rank each, and back.
+    Several ranks share the work (shards: parallel.Shards). Where each holds some rows of every
+    matrix, these are exchanged for whole matrices, orthogonalized by one rank each, and back; where
+    all hold the same matrices on one host, each orthogonalizes some of them.
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
@@ -28,18 +31,18 @@ class Muon(torch.optim.Optimizer):
                  ns_steps: int = 4, ns_dtype: torch.dtype = torch.float32, shards=None):
         self.ns_steps, self.ns_dtype = ns_steps, ns_dtype
         self.shards = shards if shards and shards.size > 1 else None
+        self.helpers = shards.helpers if shards else 1
         self.grad_scale = self.found_inf = None
         self.average, self.apply, self.compiled = average, apply, False
         self.momenta = []  # of each group, stacked
-        # stacks of at most 2^24 numbers a rank, of which a step makes several copies
-        most, by_shape = 2**24 * (self.shards.size if self.shards else 1), {}
+        ranks, by_shape, groups = self.shards.size if self.shards else 1, {}, []
         for p in params:
-            rows = whole_rows(p)
-            stacks = by_shape.setdefault((rows, p.shape[1]), [[]])
-            if stacks[-1] and (len(stacks[-1]) + 1) * rows * p.shape[1] > most:
-                stacks.append([])
-            stacks[-1].append(p)
-        groups = [dict(params=stack) for stacks in by_shape.values() for stack in stacks]
+            by_shape.setdefault((whole_rows(p), p.shape[1]), []).append(p)
+        for (rows, columns), same in by_shape.items():
+            # stacks of at most 2^24 numbers a rank, of which a step makes several copies, but of as
+            # many matrices for each rank: one that has none waits for the others
+            n = ranks * max(1, 2**24 // (rows * columns))
+            groups += [dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
 
     def compile(self):
@@ -65,6 +68,8 @@ class Muon(torch.optim.Optimizer):
                                      self.found_inf, self.ns_dtype)
             if self.shards:
                 direction = self.orthogonalize_together(direction, rows)
+            elif self.helpers > 1 and direction.numel() >= WORTH_SENDING:
+                direction = self.orthogonalize_some(direction)
             else:
                 direction = self.orthogonalize(direction)
             size = 0.2 * math.sqrt(max(rows, params[0].shape[1]))  # arXiv:2502.16982, section 2.2
@@ -93,6 +98,17 @@ class Muon(torch.optim.Optimizer):
             polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
             x = torch.baddbmm(x, polynomial, x, beta=3.4445)
         return x.mT if tall else x
+
+    def orthogonalize_some(self, g: Tensor) -> Tensor:
+        """As `orthogonalize`; each rank does its part of the n matrices and sends it to all."""
+        each = -(-len(g) // self.helpers)
+        mine = g[dist.get_rank() * each :][:each]
+        part = g.new_zeros(each, *g.shape[1:])
+        if len(mine):
+            part[: len(mine)] = self.orthogonalize(mine)
+        whole = g.new_empty(self.helpers * each, *g.shape[1:])
+        dist.all_gather(list(whole.split(each)), part)
+        return whole[: len(g)]
 
     def orthogonalize_together(self, rows: Tensor, n_rows: int) -> Tensor:
         """This rank's rows of n matrices [n, rows, columns] → those of the orthogonalized ones.

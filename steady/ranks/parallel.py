@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from steady import private
 from steady.options import ConfigError
 from steady.ranks.muon import Muon
+from steady.ranks.ranks import rank_and_world
 
 
 class Shards:
@@ -35,6 +36,8 @@ class Shards:
         """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
+        # ranks with the same weights that are quick to reach: of ddp on a single host
+        self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
         self.parameters, self.tensors = {}, {}  # see `hold`
         if way == "ddp" or world_size == 1 or shard_size == 1:
@@ -56,7 +59,7 @@ class Shards:
         So a rank that runs out of memory leaves no other one waiting. Made on all ranks together.
         """
         if self.size == 1:
-            return self
+            return Shards()
         private.use_fake_backend()
         copy, first = Shards(), dist.get_rank() // self.size * self.size
         copy.group = dist.new_group(range(first, first + self.size), backend="fake",
