@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
 
 @pytest.mark.parametrize("optimizer, accumulation, checkpointing", [
     ("adamw", 1, "none"), ("adamw", 2, "full"), ("muon", 1, "full"), ("muon", 2, "none"),
+    ("adamw", 1, "selective"),
 ])
 def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, checkpointing):
     cfg = config.resolve(config.parse([
@@ -174,3 +176,25 @@ def test_packed_rows_without_a_mask_take_what_a_stream_takes():
         found[" ".join(flags[-1:])] = need["activations"]
     stream, varlen, masked = found.values()
     assert varlen == pytest.approx(stream, rel=0.03) and masked > varlen + 2 * 512**2
+
+
+def test_what_bounds_a_step_and_what_fits():
+    cfg = config.resolve(config.parse([
+        *SHAPE, "--batch_size", "8", "--micro_batch_size", "2", "--optimizer", "adamw",
+        "--link_gbs", "1e-3", "--shard_size", "1", "--parallel", "zero2"]))
+    found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
+    # every rank has a whole copy, whatever the way
+    assert found["sent"]["zero2"] == found["sent"]["zero3"] == found["sent"]["ddp"] > 0
+    assert found["step_seconds"] == found["link_seconds"] == found["sent"]["ddp"] / 1e6
+    # two micro-batches are summed up beside ddp's buckets
+    n = sum(p.numel() for p in Transformer(cfg).parameters())
+    assert found["none"]["ddp"]["gradients"] == 2 * 4 * n
+    plain = estimate.estimate(replace(cfg, link_gbs=350.0, activation_checkpointing="full"), 2,
+                              torch.float32, train.make_optimizers)
+    assert plain["step_seconds"] == plain["compute_seconds"]
+    assert plain["compute_seconds"] == pytest.approx(4 / 3 * found["compute_seconds"])
+    most = replace(cfg, micro_batch_size=str(plain["fits"]), batch_size=2 * plain["fits"],
+                   activation_checkpointing="full")
+    need, _ = estimate.simulate(most, torch.float32, plain["fits"], 2, train.make_optimizers,
+                                "ddp", 2)
+    assert sum(need.values()) / 1e9 == pytest.approx(72, rel=0.02)

@@ -7,6 +7,7 @@ step really runs, with this model, loss and optimizer, also after you have chang
 
 import contextlib
 import dataclasses
+import math
 import weakref
 
 import torch
@@ -31,6 +32,7 @@ from steady.tokens.packing import trial_documents
 from steady.watch.sinks import duration
 
 MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
+DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
 CHECKPOINTING = ("none", "selective", "full")  # --activation_checkpointing
 
@@ -136,10 +138,13 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                     transformer.to_empty(device="cpu")
                 shards.hold(transformer)
                 with live:
-                    return steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
-                                 make_optimizers)
+                    need, exchanged = steps(cfg, transformer, shards, live, dtype, micro_batch,
+                                            accumulation, make_optimizers)
     finally:
         layers.on_cpu = on_cpu
+    if world_size > divided and accumulation > 1:  # summed up beside the buckets of ddp
+        need["gradients"] *= 2
+    return need, exchanged
 
 
 def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
@@ -196,7 +201,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     micro_batch = micro_batch_size(cfg, world_size)
     check_shard_size(cfg.shard_size, world_size)
-    together = world_size if world_size == 1 else cfg.shard_size or world_size
+    together = cfg.shard_size or world_size  # devices that hold one copy of the model
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
         shape = adapt(Transformer(cfg), cfg, dtype)
@@ -209,20 +214,30 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     for checkpointing in CHECKPOINTING:
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
         found[checkpointing], found["exchanged"] = {}, {}
-        for way in WAYS if together > 1 else WAYS[:1]:
+        for way in WAYS:
+            if way != "ddp" and together == 1:  # nothing is sharded
+                found[checkpointing][way] = found[checkpointing]["ddp"]
+                found["exchanged"][way] = found["exchanged"]["ddp"]
+                continue
             found[checkpointing][way], found["exchanged"][way] = simulate(
                 each, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
-        for way in WAYS[1:] if together == 1 else ():  # nothing is divided
-            found[checkpointing][way] = found[checkpointing]["ddp"]
-            found["exchanged"][way] = {}
-    if world_size > 1:
-        found["exchanged"]["ddp"] = exchanged_by_ddp(shape, world_size)
+            if way == "ddp" and world_size > 1:
+                found["exchanged"]["ddp"] = exchanged_by_ddp(shape, world_size)
     found["sent"] = {way: sum(sent for _, sent in found["exchanged"][way].values())
                      for way in WAYS}
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     found["peak_tflops"] = peak
-    found["step_seconds"] = found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
+    again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
+    found["compute_seconds"] = again * found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
+    found["link_seconds"] = found["sent"][cfg.parallel] / (cfg.link_gbs * 1e9)
+    found["step_seconds"] = max(found["compute_seconds"], found["link_seconds"])
+    n = max(1, 2**15 // cfg.seq_len)  # large enough for memory to grow by as much a sequence
+    one, two = (sum(simulate(cfg, dtype, size, accumulation, make_optimizers,
+                             cfg.parallel if together > 1 else "ddp", world_size)[0].values())
+                for size in (n, 2 * n))
+    free = DEVICE_GB * 1e9 * FREE - one
+    found["fits"] = max(0, n + math.floor(free / (two - one) * n))
     return found
 
 
@@ -261,12 +276,17 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         total(", selectively recomputed", "selective"),
         total(", recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
-        line("collectives a step", (sum(calls for calls, _ in found["exchanged"][way].values())
-                                  for way in WAYS)),
+        line("collectives a step", (
+            sum(calls for calls, _ in found["exchanged"][way].values()) for way in WAYS)),
+        f"fits    micro-batches of up to {found['fits']} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
+        f"kept for fragments and libraries: --parallel {cfg.parallel}, "
+        f"--activation_checkpointing {cfg.activation_checkpointing}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
         f"{cfg.max_steps * tokens:.3g} tokens, "
         f"at {MFU:.0%} (assumed) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
-        f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'})",
+        f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'}); a step computes for "
+        f"{found['compute_seconds'] * 1e3:.0f} ms and, at the same time, sends for "
+        f"{found['link_seconds'] * 1e3:.0f} ms at {cfg.link_gbs:g} GB/s (--link_gbs)",
         "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
         "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "
         "--compile takes less.\nThe columns are --parallel; weights that are gathered from other "

@@ -72,7 +72,9 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
     if device.type != "cuda":
         most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
     trained = (p for p in model.parameters() if p.requires_grad)
-    kept = [torch.empty_like(p) for p in trained for _ in range(2)]  # for the optimizer
+    # for the optimizer, and the buckets of ddp
+    copies = 3 if world_size > 1 and not hasattr(model, "unshard") else 2
+    kept = [torch.empty_like(p) for p in trained for _ in range(copies)]
     size = 1
     try:
         while True:
