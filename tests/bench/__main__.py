@@ -69,6 +69,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
     parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="of gpu")
     faults = parser.add_argument_group("faults")
     faults.add_argument("--times", type=int, default=20, help="of each fault")
     faults.add_argument("--only", metavar="NAME", default="", help="a part of faults' names, as a "

@@ -1,17 +1,22 @@
-"""On one GPU: checks, then MFU by size and what each choice of the defaults costs or saves.
+"""On one GPU: a programme of four parts, each under 9 minutes.
 
-    python -m tests.bench gpu        under 8 minutes; writes gpu-NAME.json, and what to say about it
+    python -m tests.bench gpu --part 1    checks, numbers, MFU, profiles, memory: begin with this
+    python -m tests.bench gpu --part 2    against nanoGPT (STEADY_NANOGPT=DIR) and transformers
+    python -m tests.bench gpu --part 3    saves, resume, signals, memory that runs out
+    python -m tests.bench gpu --part 4    the monitor's cost, planted slow-downs, other choices
 
-It begins with the tests marked gpu. Then each part runs in a process of its own, so that a fault
-of the device, or memory that runs out, ends that part alone and becomes an entry in the file; a
-part for which no time is left is skipped. MFU is against the data sheet (989 TFLOP/s on an H100 or
-H200) or, of a card that is not known, against products of 8192 x 8192. On a CPU, or with --quick,
-all of it runs in a tiny size, so that it does not rot.
+Writes gpu-NAME-PART.json after each step, and three lines to say about it. Each step runs in a
+process of its own, so that a fault of the device, or memory that runs out, ends that step alone and
+becomes an entry in the file; one for which no time is left is skipped, as are the checks without
+pytest. MFU is against the data sheet (989 TFLOP/s on an H100 or H200) or, of a card that is not
+known, against products of 8192 x 8192. On a CPU, or with --quick, all of it runs in a tiny size, so
+that it does not rot.
 """
 
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -33,6 +38,8 @@ from steady.checkpoints.run_dir import provenance
 from steady.guard import faults
 from steady.models import float8
 from steady.models.device import device_name, multiplies_bf16, peak_flops, pick_device
+from tests.bench import card
+from tests.bench.card import TINY, Failure, Note, one_line
 from tests.bench.common import (
     Figure,
     compare,
@@ -42,27 +49,17 @@ from tests.bench.common import (
     seconds,
     train_steps,
 )
+from tools import estimate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT = 460  # seconds for all of it
-LEAST = 20  # seconds that a part needs
-MOST = {"checks": 200}  # seconds, of a part 120
+LIMIT = 500  # seconds for a part
+LEAST = 20  # seconds that a step needs
+MOST = {"checks": 150, "peers": 480}  # seconds, of another step 120
 SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
 }
-TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
-        "--seq_len", "32", "--vocab_size", "512"]
 SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "256", "--d_ff", "704",
          "--seq_len", "256"]
-
-
-class Failure(str):
-    """What could not be measured, and why."""
-
-
-def one_line(error) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 # --- the parts, each in a process of its own -------------------------------------------------
@@ -177,6 +174,13 @@ def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
                  f">= {aim}" if more[-1] == "adamw" else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
+    kinds = card.shares(run, 2 if tiny else 5)
+    yield Note(f"{name}, {kind}: share of the time: "
+               + ", ".join(f"{what} {share:.3f}" for what, share in kinds.items()))
+    need, _ = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
+                                train.make_optimizers)
+    yield compare(f"{name}, {kind}: memory", "--estimate", [allocated],
+                  [sum(need.values()) / 1e9], "{:.2f} GB")
     if (name, more[-1]) == ("gpt2-124m", "adamw"):
         found = synchronizations(run)
         yield Figure("synchronizations of ordinary steps", "none allowed",
@@ -233,20 +237,39 @@ def graphs(device: torch.device, tiny: bool):
 
 
 ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
-PARTS = {  # the most important ones first, in case the time runs out
-    "peaks": peaks,
-    "gpt2-124m": partial(mfu, "gpt2-124m", ADAMW),
-    "small model": graphs,
-    "attention": attention,
-    "gpt2-124m, muon": partial(mfu, "gpt2-124m", MUON),
-    "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
-    "1b": partial(mfu, "1b", ADAMW),
-    "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
-    "350m": partial(mfu, "350m", ADAMW),
-    "350m, muon": partial(mfu, "350m", MUON),
-    "1b, muon": partial(mfu, "1b", MUON),
+PROGRAMME = {  # in each part the most important ones first, in case the time runs out
+    1: {
+        "train.py": card.default_run,
+        "checks": None,  # pytest -m gpu
+        "losses": card.losses,
+        "gradients of attention": card.attention_gradients,
+        "peaks": peaks,
+        "gpt2-124m": partial(mfu, "gpt2-124m", ADAMW),
+        "gpt2-124m, muon": partial(mfu, "gpt2-124m", MUON),
+        "gpt2-124m, eager": partial(mfu, "gpt2-124m", ["--no_compile", *ADAMW]),
+        "1b": partial(mfu, "1b", ADAMW),
+        "1b, muon": partial(mfu, "1b", MUON),
+        "curves": card.curves,
+        "sample": partial(card.sampled, warm_run=warm_run),
+    },
+    2: {"peers": card.peers},
+    3: {
+        "resume": card.exact_resume,
+        "signals": card.signals,
+        "memory runs out": card.too_little_memory,
+        "saves": partial(card.saves, warm_run=warm_run),
+    },
+    4: {
+        "monitor": partial(card.monitors, warm_run=warm_run),
+        **{f"plant: {name}": partial(card.plant, name) for name in card.PLANTS},
+        "small model": graphs,
+        "attention": attention,
+        "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
+        "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
+        "350m": partial(mfu, "350m", ADAMW),
+    },
 }
-QUICK = list(PARTS)[:5]
+PARTS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
 VARIABLES = {"gpt2-124m, expandable segments": {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
@@ -260,7 +283,9 @@ def part(name: str, file: str, size: str):
     with open(file, "a") as out:
         def write(found):
             print(found if isinstance(found, str) else " ".join(found.row()), flush=True)
-            record = {"failure": found} if isinstance(found, str) else dataclasses.asdict(found)
+            record = {"note" if isinstance(found, Note) else "failure": found}
+            if isinstance(found, Figure):
+                record = dataclasses.asdict(found)
             print(json.dumps(record), file=out, flush=True)
 
         try:
@@ -334,18 +359,27 @@ def about(device: torch.device) -> dict:
     return found
 
 
-def measure(device: torch.device, tiny: bool, names: list[str], limit: float) -> tuple:
-    """(figures, notes): everything that could be found within `limit` seconds."""
-    figures, notes, end = [], {**about(device), "parts": {}, "failures": []}, time.time() + limit
+def measure(device: torch.device, tiny: bool, names: list[str], limit: float,
+            keep=lambda *found: None) -> tuple:
+    """(figures, notes): everything that could be found within `limit` seconds.
+
+    keep is given them after each step.
+    """
+    figures, notes, end = [], {**about(device), "parts": {}, "failures": [], "printed": {}}, (
+        time.time() + limit)
     checks = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-v", "-p",
               "no:cacheprovider", "--tb=short", "tests/test_train.py", "tests/test_bench.py",
               "tests/test_gpu.py"]
     with tempfile.TemporaryDirectory() as folder:
         log, file = Path(folder) / "log.txt", Path(folder) / "found.jsonl"
-        for name in ["checks", *names]:
+        for name in names:
+            keep(figures, notes)
             began = time.time()
             if end - began < LEAST:
                 notes["parts"][name] = "skipped: the time is used up"
+                continue
+            if name == "checks" and not importlib.util.find_spec("pytest"):
+                notes["parts"][name] = "skipped: no pytest"
                 continue
             print(f"--- {name}", flush=True)
             command = checks if name == "checks" else [
@@ -371,9 +405,11 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float) ->
             found = [json.loads(line) for line in lines]
             notes["failures"] += [f["failure"] for f in found if "failure" in f]
             notes["failures"] += [f"{name}: {why}"] * bool(why)
-            figures += [Figure(**f) for f in found if "failure" not in f]
+            notes["printed"][name] = [f["note"] for f in found if "note" in f]
+            figures += [Figure(**f) for f in found if "what" in f]
             for f in found:
-                print(f.get("failure") or " ".join(Figure(**f).row()), flush=True)
+                print(f.get("failure") or f.get("note", "")[-1500:] or
+                      " ".join(Figure(**f).row()), flush=True)
             if why:
                 print(f"{name}: {why}", flush=True)
     return figures, notes
@@ -398,11 +434,16 @@ def in_short(figures: list[Figure], notes: dict, name: str, file: str) -> list[s
 def main(options) -> list[Figure]:
     """Also sets options.json, unless it is given, and adds to options.notes."""
     device = pick_device("auto", 0)
-    tiny = options.quick or device.type != "cuda"
-    figures, notes = measure(device, tiny, QUICK if tiny else list(PARTS), LIMIT)
-    name = device_name(device)
+    tiny, name = options.quick or device.type != "cuda", device_name(device)
     if not options.json:
-        options.json = f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+        short = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+        options.json = f"gpu-{short}-{options.part}.json"
+
+    def keep(figures, notes):  # for a machine that is taken away
+        found = dict(notes, figures=[dataclasses.asdict(f) for f in figures])
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+
+    figures, notes = measure(device, tiny, list(PROGRAMME[options.part]), LIMIT, keep)
     notes["in_short"] = in_short(figures, notes, name, options.json)
     options.notes = notes
     return figures
