@@ -11,7 +11,7 @@ from steady.checkpoints.parts import MANIFEST, PART
 from steady.checkpoints.retry import retry
 from steady.options import ConfigError
 
-# Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
+# Files of a run besides its checkpoints: nothing else is uploaded, nor downloaded if found.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
 
 
@@ -50,17 +50,15 @@ class Backup:
 
     def upload(self, checkpoint: Checkpoint):
         run_dir = checkpoint.run_dir
-        logs = [run_dir / "metrics.jsonl"]
-        for folder, names in (("tensorboard", "events.*"), ("tokenizer", "*.*"), ("hf", "*.json")):
-            logs += (run_dir / folder).glob(names)
         remote = f"{self.root}/checkpoints"
         try:
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
                 self.upload_checkpoint(checkpoint, f"{remote}/{checkpoint.name}")
-            for log in filter(Path.exists, logs):
+            for log in (*run_dir.glob("*"), *run_dir.glob("*/*")):
                 name = log.relative_to(run_dir).as_posix()
-                self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
-                retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
+                if LOGS.fullmatch(name):
+                    self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
+                    self.put(log, f"{self.root}/{name}")
             found = remote_checkpoints(self.fs, remote)
             past = [p for p in found if step_of(p) <= checkpoint.step]
             for later in found[len(past) :]:  # before this run went back; as in its directory
@@ -94,8 +92,11 @@ class Backup:
 
     def upload_file(self, path: Path, remote: str):
         """Under its name once all of it is there."""
-        retry(lambda: self.fs.put_file(str(path), f"{remote}.part"), Exception)
+        self.put(path, f"{remote}.part")
         self.fs.mv(f"{remote}.part", remote)
+
+    def put(self, path: Path, remote: str):
+        retry(lambda: self.fs.put_file(str(path), remote), Exception)
 
 
 def open_url(url: str, option: str = "--backup_to") -> tuple:

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints import parts
-from steady.checkpoints.parts import MANIFEST, PART, is_folder
+from steady.checkpoints.parts import MANIFEST, PART
 from steady.checkpoints.retry import retry
 from steady.checkpoints.sealed import atomic_write, find_corruption, link_or_copy
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
+BEST = ("best.pt", "best")
 DRAFT = re.compile(r"(step_\d{8,}|best)(\.pt)?\.(tmp|backup)-\d+")
 FORMAT = 4  # of the dict in a file
 
@@ -67,31 +68,9 @@ class Checkpoint:
         except FileNotFoundError:
             return 0
 
-    def same_files(self, other: "Checkpoint") -> bool:
-        """Whether both are links to the same files."""
-        try:
-            pairs = zip(self.files(), other.files(), strict=True)
-            return all(one.samefile(two) for one, two in pairs)
-        except (OSError, ValueError):  # a damaged manifest, a file that is missing
-            return False
-
     def find_damage(self) -> str | None:
-        """What is wrong with its bytes, all of which are read, or with what it holds; or None."""
-        path = self.path
-        wrong = parts.find_damage(path) if path.is_dir() else find_corruption(path)
-        if wrong:
-            return wrong
-        try:
-            states = self.states("meta")
-            if not all(isinstance(state, dict) and "format" in state for state in states):
-                return "it holds no state of a run"
-            if states[0]["format"] == FORMAT:  # else `load_checkpoint` refuses it
-                parts.join(states)  # raises where the parts do not fit together
-            return None
-        except OSError:
-            raise
-        except Exception as e:  # zipfile, pickle and torch each have errors of their own
-            return f"torch cannot load it ({type(e).__name__})"
+        """What is wrong with its bytes, all of which are read; or None."""
+        return (parts.find_damage if self.path.is_dir() else find_corruption)(self.path)
 
     def require_valid(self):
         """Raise ConfigError if it is damaged, or only a part of one."""
@@ -102,9 +81,17 @@ class Checkpoint:
             raise ConfigError(f"{self}: not a checkpoint that can be read: {wrong}")
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
-        """What its files hold: one state, or that of each rank."""
-        return [torch.load(file, map_location=device, weights_only=True, mmap=mmap)
-                for file in self.files()]
+        """What its files hold: one state, or that of each rank. Raises ConfigError."""
+        try:
+            found = [torch.load(file, map_location=device, weights_only=True, mmap=mmap)
+                     for file in self.files()]
+            version = found[0]["format"]
+        except Exception as e:  # zipfile, pickle and torch each have errors of their own
+            raise ConfigError(f"{self}: not a checkpoint that can be read "
+                              f"({type(e).__name__})") from e
+        if version != FORMAT:
+            raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
+        return found
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
@@ -119,35 +106,36 @@ class Checkpoint:
                 link_or_copy(self.path, draft)
 
     def link_as_best(self):
-        best = Checkpoint(self.path.with_name(f"best{self.path.suffix}"))
-        self.link_to(best.path)
-        best.delete_other_form()
+        """Make it best.pt, or the folder best, and delete the other of the two."""
+        name, other = BEST if self.path.suffix else BEST[::-1]
+        self.link_to(self.path.with_name(name))
+        Checkpoint(self.path.with_name(other)).delete()
 
     def delete(self):
-        if is_folder(self.path):
+        if self.path.is_dir():
             parts.delete_folder(self.path)
         else:
             self.path.unlink(missing_ok=True)
 
-    def delete_other_form(self):
-        """Delete the file with the name of this folder, or the folder with that of this file."""
-        Checkpoint(self.path.with_suffix("" if self.path.suffix else ".pt")).delete()
-
     def set_aside(self, why: str = "set-aside"):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
-        new, n = self.path.with_name(f"{self.name}.{why}"), 2
-        while os.path.lexists(new):  # also a link that leads nowhere
-            new, n = self.path.with_name(f"{self.name}.{why}-{n}"), n + 1
-        self.path.rename(new)
+        self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
+
+
+def unused_name(path: Path) -> Path:
+    """This path, or PATH-2, PATH-3, … where that is taken, also by a link that leads nowhere."""
+    new, n = path, 2
+    while os.path.lexists(new):
+        new, n = path.with_name(f"{path.name}-{n}"), n + 1
+    return new
 
 
 # --- those of a run --------------------------------------------------------------------------
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first, without links and other names."""
-    found = [Checkpoint(path) for path in folder.glob("step_*")
-             if NAME.fullmatch(path.name) and not path.is_symlink()]
+    """The checkpoints of a run, oldest first, without other names."""
+    found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(filter(Checkpoint.exists, found), key=lambda c: (c.step, c.changed_at()))
 
 
@@ -158,8 +146,7 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
     """best.pt, or the folder best; the newer one, if there is one."""
-    found = [Checkpoint(folder / name) for name in ("best.pt", "best")]
-    found = [best for best in found if best.exists() and not best.path.is_symlink()]
+    found = filter(Checkpoint.exists, (Checkpoint(folder / name) for name in BEST))
     return max(found, key=Checkpoint.changed_at, default=None)
 
 
@@ -211,7 +198,7 @@ def rotate(folder: Path, keep: int, keep_every: int):
 def step_folders(folder: Path) -> list[Path]:
     """The folders of parts in a run's, finished or not."""
     found = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
-    return [path for path in found if is_folder(path)]
+    return [path for path in found if path.is_dir()]
 
 
 def finish_parts(folder: Path):
@@ -224,10 +211,10 @@ def finish_parts(folder: Path):
 def remove_drafts(folder: Path):
     """Delete what a killed process left unfinished; only for the process that holds the lock."""
     for path in folder.iterdir():
-        if DRAFT.fullmatch(path.name) and not path.is_symlink():
+        if DRAFT.fullmatch(path.name):
             Checkpoint(path).delete()
     for path in [*step_folders(folder), folder / "best"]:
-        if is_folder(path):
+        if path.is_dir():
             parts.remove_strays(path)
 
 

@@ -66,13 +66,12 @@ def read_manifest(folder: Path) -> list[dict]:
         raise ValueError("the checksum of its manifest is wrong")
     try:
         files = json.loads(text)["files"]
-        names = [PART.fullmatch(file["name"]) for file in files]
-        ranks = [(int(name[1]), int(name[2])) for name in names]
-        sums = [file["crc32"] + 0 for file in files]
+        ours = all(PART.fullmatch(file["name"]) and isinstance(file["crc32"], int)
+                   for file in files)
     except (KeyError, TypeError) as e:
         raise ValueError("its manifest is not one of this program") from e
-    if not sums or ranks != [(rank, len(ranks)) for rank in range(len(ranks))]:
-        raise ValueError("its manifest does not list one part for each rank")
+    if not files or not ours:
+        raise ValueError("its manifest does not list the parts of a checkpoint")
     return files
 
 
@@ -103,19 +102,6 @@ def find_damage(folder: Path) -> str | None:
 # --- its files -------------------------------------------------------------------------------
 
 
-def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and not a link to one, which may be another run's."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def make_folder(path: Path):
-    """Make it, unless it is there; in the place of a link, as a file is replaced."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):  # another rank was quicker
-            path.unlink()
-    path.mkdir(exist_ok=True)
-
-
 def finish(folder: Path):
     """Write the manifest of a folder in which all ranks have written their parts, but for that.
 
@@ -124,7 +110,7 @@ def finish(folder: Path):
     found = {}  # of one save → {rank: part}
     for path in folder.glob("rank_*"):
         name = PART.fullmatch(path.name)
-        if name and not path.is_symlink():
+        if name:
             save = int(name[2]), path.name.split(".")[1]
             found.setdefault(save, {})[int(name[1])] = path
     for (ranks, _), paths in found.items():
@@ -143,8 +129,7 @@ def remove_strays(folder: Path):
     except ValueError:
         return  # damaged: for `latest_valid` to set aside
     for path in folder.iterdir():
-        stray = PART.fullmatch(path.name) and path.name not in kept
-        if (stray or DRAFT.fullmatch(path.name)) and not path.is_symlink():
+        if PART.fullmatch(path.name) and path.name not in kept or DRAFT.fullmatch(path.name):
             path.unlink()
     if not kept:
         with contextlib.suppress(OSError):  # something else is in there
@@ -159,7 +144,7 @@ def delete_folder(folder: Path):
 
 def link_folder(folder: Path, new: Path):
     """Make `new` a checkpoint with the same files, which replaces the one that is there."""
-    make_folder(new)
+    new.mkdir(exist_ok=True)
     files = read_manifest(folder)  # once: it may be replaced meanwhile
     for name in (file["name"] for file in files):
         if not (new / name).exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints.checkpoint import Checkpoint, rotate
-from steady.checkpoints.parts import SHARED, describe, make_folder, remove_strays, write_manifest
+from steady.checkpoints.parts import SHARED, describe, remove_strays, write_manifest
 from steady.checkpoints.retry import disk_error, retry
 from steady.checkpoints.sealed import write_checkpoint
 from steady.options import Failed
@@ -38,7 +38,7 @@ class Writer:
         self.parts = parts
         self.in_best = best  # (loss, step) of best.pt
         self.buffers, self.thread, self.step = {}, None, 0
-        self.failed, self.reason = set(), ""  # steps in a row whose save failed; why the last did
+        self.failures, self.reason = 0, ""  # saves in a row that failed; why the last did
 
     def save(self, step: int, state: dict, is_best: bool = False):
         """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
@@ -49,8 +49,8 @@ class Writer:
             print(f"step {step}: waiting until the checkpoint of step {self.step} is written",
                   flush=True)
         self.wait()
-        if len(self.failed) >= MAX_FAILURES:
-            raise NotSaved(f"{self.folder}: {len(self.failed)} checkpoints in a row could not be "
+        if self.failures >= MAX_FAILURES:
+            raise NotSaved(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                            f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
         norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if any weight is not
@@ -95,28 +95,23 @@ class Writer:
                 retry(lambda: write_checkpoint(checkpoint.path, state))
             else:
                 raise WeightsNotFinite(NOT_FINITE)
-            checkpoint.delete_other_form()
             if is_best:
                 checkpoint.link_as_best()
                 self.in_best = state["best_loss"], step
             rotate(self.folder, self.keep, self.keep_every)
-            self.failed.clear()
+            self.failures = 0
             if self.backup:
                 self.backup.offer(checkpoint)
         except WeightsNotFinite:
             print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
         except Exception as e:
-            reason = disk_error(e, self.folder)
-            if self.parts and self.parts.hurry and isinstance(e, Missing):
-                return  # `rescue` reports what there is
-            if self.parts and self.parts.rank:  # rank 0 counts
-                print(f"warning: step {step}: the part of rank {self.parts.rank} could not be "
-                      f"written: {reason}", flush=True)
-                return
-            self.failed.add(step)  # once, also where an evaluation and save_interval save it
-            self.reason = reason
-            print(f"warning: step {step}: the checkpoint could not be written "
-                  f"({len(self.failed)} of {MAX_FAILURES}): {reason}", flush=True)
+            self.reason, what = disk_error(e, self.folder), "the checkpoint could not be written"
+            if self.parts and self.parts.rank:  # rank 0 decides when there are too many
+                what = f"the part of rank {self.parts.rank} could not be written"
+            else:
+                self.failures += 1
+                what += f" ({self.failures} of {MAX_FAILURES})"
+            print(f"warning: step {step}: {what}: {self.reason}", flush=True)
 
     def best(self) -> tuple[float, int]:
         """(validation loss, step) of the weights in best.pt."""
@@ -136,7 +131,7 @@ class Writer:
         self.wait()
         if self.backup and copy:
             self.backup.close()
-        if self.failed:
+        if self.failures:
             raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
                            f"there: {self.reason}")
 
@@ -175,14 +170,14 @@ class PartWriter:
                 raise WeightsNotFinite(NOT_FINITE)
             if not folder.parent.is_dir():
                 raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
-            make_folder(folder)
+            folder.mkdir(exist_ok=True)
             retry(lambda: write_checkpoint(folder / name, state))
             found, self.newest = describe(folder / name), folder
         except Exception as e:
             found = dict(error=str(e), finite=finite)
-            self.notes.set(f"{key} {self.rank}", json.dumps(found))
             raise
-        self.notes.set(f"{key} {self.rank}", json.dumps(found))
+        finally:
+            self.notes.set(f"{key} {self.rank}", json.dumps(found))
         if self.rank:
             return
         took = time.monotonic() - began

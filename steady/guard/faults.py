@@ -123,30 +123,34 @@ def rescue(run):
     Uses no collective: the other ranks may be gone. Where each holds a part of the state, it is
     saved if all of them come to this.
     """
-    writer, step, watchdog = run.dir.writer, run.progress.step, run.ranks.watchdog
-    rescuing.acquire()
-    try:
-        signs = watchdog.last_signs()
-        if signs and not watchdog.verdict:
+    with rescuing:
+        signs = run.ranks.watchdog.last_signs()
+        if signs and not run.ranks.watchdog.verdict:
             print(f"rank {run.ranks.rank}: {signs}", file=sys.stderr, flush=True)
-        if not writer:
-            return
-        if writer.parts:
-            writer.parts.hurry = True
-        if not run.guard.clean or step == 0 or watchdog.mixed:
-            return
-        save_checkpoint(run, alone=True)
-        writer.wait()
-        if writer.parts and not checkpoint_at(writer.folder, step):
-            if writer.parts.newest == Checkpoint.named(writer.folder, step, sharded=True).path:
-                print(f"saved this rank's part of step {step}; the next start completes it if "
-                      "every rank has", file=sys.stderr, flush=True)
-        elif run.ranks.rank == 0 and checkpoint_at(writer.folder, step):
-            print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
-    except Exception as e:
-        print(f"warning: step {step} could not be saved: {e}", file=sys.stderr, flush=True)
-    finally:
-        rescuing.release()
+        try:
+            save_last_step(run)
+        except Exception as e:
+            print(f"warning: step {run.progress.step} could not be saved: {e}", file=sys.stderr,
+                  flush=True)
+
+
+def save_last_step(run):
+    writer, step = run.dir.writer, run.progress.step
+    if not writer:
+        return
+    if writer.parts:
+        writer.parts.hurry = True
+    if not run.guard.clean or step == 0 or run.ranks.watchdog.mixed:
+        return
+    save_checkpoint(run)
+    writer.wait()
+    if not checkpoint_at(writer.folder, step):
+        own = writer.parts and writer.parts.newest
+        if own == Checkpoint.named(writer.folder, step, sharded=True).path:
+            print(f"saved this rank's part of step {step}; the next start completes it if every "
+                  "rank has", file=sys.stderr, flush=True)
+    elif run.ranks.rank == 0:
+        print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):
