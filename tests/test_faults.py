@@ -342,7 +342,7 @@ def test_a_pickle_is_not_executed(run, copy, tmp_path):
 def test_other_files_are_left_alone(run, copy, tmp_path):
     folder = copy / "checkpoints"
     others = [folder / name for name in ("step_9.backup", "step_00000001.pt.tmp-notes", "step_1.pt",
-                                         "mine/manifest.json")]
+                                         "mine/rank_0_of_1.a.pt")]
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("not ours")

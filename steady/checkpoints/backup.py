@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from steady.checkpoints.checkpoint import NAME, Checkpoint
-from steady.checkpoints.parts import MANIFEST, PART
+from steady.checkpoints.parts import PART, whole_saves
 from steady.checkpoints.retry import retry
 from steady.options import ConfigError
 
@@ -62,8 +62,8 @@ class Backup:
             found = remote_checkpoints(self.fs, remote)
             past = [p for p in found if step_of(p) <= checkpoint.step]
             for later in found[len(past) :]:  # before this run went back; as in its directory
-                first = remote_files(self.fs, later)[0]  # the file, or the manifest
-                self.fs.mv(first, f"{first}.set-aside")
+                for file in remote_files(self.fs, later):
+                    self.fs.mv(file, f"{file}.set-aside")
             for old in past[: -self.keep]:
                 for file in remote_files(self.fs, old):
                     self.fs.rm_file(file)
@@ -82,7 +82,7 @@ class Backup:
             self.upload_file(run_dir / config, f"{self.root}/{config}")  # says whose the rest is
             if held.path.is_dir():
                 self.fs.makedirs(remote, exist_ok=True)
-                for part in [*held.files(), held.path / MANIFEST]:
+                for part in held.files():
                     self.upload_file(part, f"{remote}/{part.name}")
             else:
                 self.upload_file(held.path, remote)
@@ -146,20 +146,18 @@ def step_of(remote: str) -> int:
 
 def remote_checkpoints(fs, folder: str) -> list[str]:
     """Paths of the checkpoints in a folder of an fsspec file system, oldest first."""
-    found = fs.ls(folder, detail=False) if fs.exists(folder) else []
-    found = [p.rstrip("/") for p in found]
-    found = [p for p in found if NAME.fullmatch(p.rpartition("/")[2])
-             and (p.endswith(".pt") or fs.exists(f"{p}/{MANIFEST}"))]
-    return sorted(found, key=step_of)
+    found = [p.rstrip("/") for p in fs.ls(folder, detail=False)] if fs.exists(folder) else []
+    found = [p for p in found if NAME.fullmatch(p.rpartition("/")[2])]
+    whole = [p for p in found if p.endswith(".pt")
+             or whole_saves(part.rpartition("/")[2] for part in remote_files(fs, p))]
+    return sorted(whole, key=step_of)
 
 
 def remote_files(fs, checkpoint: str) -> list[str]:
-    """The files of a remote checkpoint: itself, or the manifest and the parts."""
+    """The files of a remote checkpoint: itself, or its parts."""
     if checkpoint.endswith(".pt"):
         return [checkpoint]
-    names = [p for p in fs.ls(checkpoint, detail=False)
-             if PART.fullmatch(p.rpartition("/")[2]) or p.endswith(f"/{MANIFEST}")]
-    return sorted(names, key=lambda p: not p.endswith(MANIFEST))
+    return [p for p in fs.ls(checkpoint, detail=False) if PART.fullmatch(p.rpartition("/")[2])]
 
 
 def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:

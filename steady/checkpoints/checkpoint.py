@@ -1,7 +1,7 @@
 """Checkpoints: one type, whether a file or a folder of parts, and those of a run.
 
     checkpoints/step_00000100.pt    the state of a run in one file, sealed by a checksum
-    checkpoints/step_00000100/      where the state is sharded: a file for each rank, a manifest
+    checkpoints/step_00000100/      where the state is sharded: a file for each rank
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints import parts
-from steady.checkpoints.parts import MANIFEST, PART
+from steady.checkpoints.parts import PART
 from steady.checkpoints.retry import retry
 from steady.checkpoints.sealed import atomic_write, find_corruption, link_or_copy
 from steady.options import ConfigError
@@ -54,18 +54,20 @@ class Checkpoint:
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def exists(self) -> bool:
-        """Whether it is there as a whole: a folder without its manifest was never finished."""
-        return self.path.suffix == ".pt" and self.path.is_file() or (self.path / MANIFEST).is_file()
+        """Whether it is there as a whole: a folder that lacks a part was never finished."""
+        if self.path.suffix == ".pt":
+            return self.path.is_file()
+        return parts.is_whole(self.path)
 
     def files(self) -> list[Path]:
-        """Those with the state. Raises ValueError if the manifest is damaged."""
+        """Those with the state."""
         return parts.listed(self.path) if self.path.is_dir() else [self.path]
 
     def changed_at(self) -> int:
         """When it was written, in ns; 0 where another process has just deleted it."""
         try:
-            return (self.path / MANIFEST if self.path.is_dir() else self.path).stat().st_mtime_ns
-        except FileNotFoundError:
+            return max(file.stat().st_mtime_ns for file in self.files())
+        except (FileNotFoundError, ValueError):
             return 0
 
     def find_damage(self) -> str | None:
@@ -74,7 +76,7 @@ class Checkpoint:
 
     def require_valid(self):
         """Raise ConfigError if it is damaged, or only a part of one."""
-        if PART.fullmatch(self.name) or self.name == MANIFEST:
+        if PART.fullmatch(self.name):
             raise ConfigError(f"{self}: is only a part; expected its folder, {self.path.parent}")
         wrong = retry(self.find_damage)
         if wrong:
@@ -113,7 +115,7 @@ class Checkpoint:
 
     def delete(self):
         if self.path.is_dir():
-            parts.delete_folder(self.path)
+            parts.remove_strays(self.path, kept=())
         else:
             self.path.unlink(missing_ok=True)
 
@@ -199,13 +201,6 @@ def step_folders(folder: Path) -> list[Path]:
     """The folders of parts in a run's, finished or not."""
     found = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
     return [path for path in found if path.is_dir()]
-
-
-def finish_parts(folder: Path):
-    """Complete the checkpoints that lack only a manifest; for the process that holds the lock."""
-    for path in step_folders(folder):
-        if not Checkpoint(path).exists():
-            parts.finish(path)
 
 
 def remove_drafts(folder: Path):

@@ -25,7 +25,6 @@ from steady.checkpoints.checkpoint import (
     NAME,
     Checkpoint,
     checkpoint_at,
-    finish_parts,
     latest_valid,
     list_checkpoints,
     remove_drafts,
@@ -252,7 +251,6 @@ def claim(out_dir: Path | None):
     try:
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = acquire_lock(out_dir)
-        finish_parts(out_dir / "checkpoints")
         return out_dir, lock
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None

@@ -65,13 +65,6 @@ def find_corruption(path: Path) -> str | None:
     return "its checksum is missing: cut short, or not written by this program"
 
 
-def checksum(path: Path) -> int:
-    """The checksum that a file ends with, which `find_corruption` compares with its bytes."""
-    with open(path, "rb") as file:
-        file.seek(-SEAL.size, os.SEEK_END)
-        return SEAL.unpack(file.read())[1]
-
-
 def forget_cached(descriptor: int):
     """Drop a file from the page cache, so that verifying it reads the disk."""
     with contextlib.suppress(AttributeError, OSError):

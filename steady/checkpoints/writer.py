@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints.checkpoint import Checkpoint, rotate
-from steady.checkpoints.parts import SHARED, describe, remove_strays, write_manifest
+from steady.checkpoints.parts import SHARED, remove_strays
 from steady.checkpoints.retry import disk_error, retry
-from steady.checkpoints.sealed import write_checkpoint
+from steady.checkpoints.sealed import sync_directory, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
 NOT_FINITE = "the weights are not finite"
 
 
@@ -89,7 +88,7 @@ class Writer:
             finite = bool(state.pop("weights_norm").isfinite())
             if self.parts:
                 self.parts.write(checkpoint.path, state, finite)
-                if self.parts.rank:
+                if self.parts.rank or self.parts.hurry:
                     return
             elif finite:
                 retry(lambda: write_checkpoint(checkpoint.path, state))
@@ -145,16 +144,16 @@ class WeightsNotFinite(Missing):
 
 
 class PartWriter:
-    """Writes this rank's parts; on rank 0, then the manifest.
+    """Writes this rank's parts; rank 0 then waits until those of the others are there.
 
-    notes: a store in which the ranks tell what they wrote, without waiting for one another.
+    notes: a store in which the ranks report what they wrote, without waiting for one another.
     attempt: a text that no earlier process of this run has used.
     """
 
     def __init__(self, rank: int, size: int, notes, attempt: str):
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
-        self.count = 0  # of checkpoints begun, the same on all ranks
-        self.hurry = False  # whether some rank may be gone
+        self.count = 0  # of saves begun, the same on all ranks
+        self.hurry = False  # whether some rank may be gone, or be stuck until this one is
         self.newest = None  # folder of the newest part written
 
     def write(self, folder: Path, state: dict, finite: bool = True):
@@ -162,49 +161,37 @@ class PartWriter:
 
         finite: whether the weights are; else nothing is written, and the others learn of it.
         """
-        began = time.monotonic()
-        key, self.count = f"{self.attempt}-{self.count}", self.count + 1
-        name = f"rank_{self.rank}_of_{self.size}.{key}.pt"
+        began, save = time.monotonic(), f"{self.attempt}-{self.count}"
+        self.count += 1
+        names, note = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)], {}
         try:
             if not finite:
                 raise WeightsNotFinite(NOT_FINITE)
             if not folder.parent.is_dir():
                 raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
             folder.mkdir(exist_ok=True)
-            retry(lambda: write_checkpoint(folder / name, state))
-            found, self.newest = describe(folder / name), folder
+            retry(lambda: write_checkpoint(folder / names[self.rank], state))
+            sync_directory(folder.parent)  # which has the name of the folder
+            self.newest = folder
         except Exception as e:
-            found = dict(error=str(e), finite=finite)
+            note = dict(error=str(e), finite=finite)
             raise
         finally:
-            self.notes.set(f"{key} {self.rank}", json.dumps(found))
+            self.notes.set(f"{save} {self.rank}", json.dumps(note))
         if self.rank:
             return
-        took = time.monotonic() - began
-        try:
-            files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
-            for file in files:
-                if file["folder"] != folder.name:
-                    raise Missing(f"{file['name']} is in {file['folder']}, of another step")
-                if not (folder / file["name"]).is_file():
-                    raise Missing(f"{folder / file['name']} was written by another host and is "
-                                  f"not seen here; expected {SHARED}")
-        except Missing:
-            if not self.hurry:  # else what is there may still become whole: see `finish`
-                remove_strays(folder)
-            raise
-        write_manifest(folder, files)
-        remove_strays(folder)  # what was replaced
-
-    def wait_for(self, key: str, rank: int, took: float) -> dict:
-        """What a rank wrote. took: seconds that this one needed. Raises Missing."""
-        began = time.monotonic()
-        while not self.notes.check([key]):
-            if time.monotonic() - began > max(IN_A_HURRY if self.hurry else PATIENCE, 3 * took):
-                raise Missing(f"rank {rank} has not written its part")
-            time.sleep(0.02)
-        found = json.loads(self.notes.get(key))
-        if "error" in found:
-            kind = Missing if found["finite"] else WeightsNotFinite
-            raise kind(f"rank {rank}: {found['error']}")
-        return found
+        patience = max(PATIENCE, 4 * (time.monotonic() - began))
+        for rank, name in enumerate(names):
+            key = f"{save} {rank}"
+            while not self.notes.check([key]):
+                if self.hurry or time.monotonic() - began > patience:
+                    raise Missing(f"rank {rank} has not written its part")
+                time.sleep(0.02)
+            note = json.loads(self.notes.get(key))
+            if note:
+                kind = Missing if note["finite"] else WeightsNotFinite
+                raise kind(f"rank {rank}: {note['error']}")
+            if not (folder / name).is_file():
+                raise Missing(f"{folder / name} is not seen here: written by a rank that was at "
+                              f"another step, or not to {SHARED}")
+        remove_strays(folder, names)  # what was replaced

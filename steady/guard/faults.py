@@ -147,8 +147,8 @@ def save_last_step(run):
     if not checkpoint_at(writer.folder, step):
         own = writer.parts and writer.parts.newest
         if own == Checkpoint.named(writer.folder, step, sharded=True).path:
-            print(f"saved this rank's part of step {step}; the next start completes it if every "
-                  "rank has", file=sys.stderr, flush=True)
+            print(f"saved this rank's part of step {step}; it is whole once every rank has",
+                  file=sys.stderr, flush=True)
     elif run.ranks.rank == 0:
         print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
 
