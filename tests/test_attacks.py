@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Process, after_updates, column, poison
+from fsspec.implementations.local import LocalFileSystem
 
 import train
 from steady.checkpoints import backup, checkpoint, writer
@@ -90,33 +91,14 @@ def test_links_are_refused_before_anything_changes(run, tmp_path):
             elsewhere.rename(path)
 
 
-def test_a_backup_writes_only_the_files_of_a_run(run, tmp_path):
-    run("--out_dir", "r", "--backup_to", "file://" + str(tmp_path / "bucket"))
-    bucket = tmp_path / "bucket"
+def test_a_download_writes_only_the_files_of_a_run(run, tmp_path, monkeypatch):
+    bucket, plain = tmp_path / "bucket", LocalFileSystem.find
+    run("--out_dir", "r", "--backup_to", bucket.as_uri())
     (bucket / "lock").write_text("stolen")
     (bucket / "train.py").write_text("evil")
-
-    class Objects:  # an object store whose keys are any text
-        def __init__(self, fs):
-            self.fs = fs
-
-        def find(self, root):
-            return [*self.fs.find(root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x"]
-
-        def __getattr__(self, name):
-            return getattr(self.fs, name)
-
-    import fsspec.core
-
-    plain = fsspec.core.url_to_fs
-
-    def url_to_fs(url):
-        fs, root = plain(url)
-        return Objects(fs), root
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsspec.core, "url_to_fs", url_to_fs)
-        backup.download(bucket.as_uri(), tmp_path / "back")
+    monkeypatch.setattr(LocalFileSystem, "find", lambda self, root: [  # as keys may be any text
+        *plain(self, root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x"])
+    backup.download(bucket.as_uri(), tmp_path / "back")
     found = contents(tmp_path / "back")
     assert "config.yaml" in found and "checkpoints/step_00000012.pt" in found
     assert not {"lock", "train.py"} & set(found) and not (tmp_path / "escaped.txt").exists()

@@ -78,6 +78,26 @@ def wait_for_step(run_dir: Path, step: int):
     raise AssertionError(f"{run_dir} has no checkpoint of step {step}")
 
 
+def at_step(step: int, do, put=setattr):
+    """From now on `do()` precedes the update after `step`, once."""
+    plain, done = train.learning_rate, []
+
+    def learning_rate(at, cfg):
+        if at == step and not done:
+            done.append(step)
+            do()
+        return plain(at, cfg)
+
+    put(train, "learning_rate", learning_rate)
+
+
+def raising(error: BaseException):
+    def fail(*args, **how):
+        raise error
+
+    return fail
+
+
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
     """A run of 12 steps with checkpoints of steps 4, 8 and 12; tests change copies of it."""
@@ -104,20 +124,11 @@ def test_killed_repeatedly(corpus, tmp_path):
     whole = Process(tmp_path, [*flags, "--out_dir", "whole"])
     assert whole.code() == 0, whole.text()
 
-    def stop_at(bound: int):
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            while step >= bound and not killed.exists():
-                time.sleep(0.01)
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
-
     for attempt in range(1, kills + 1):
         killed.unlink(missing_ok=True)
         process = Process(tmp_path, [*flags, "--out_dir", "killed"],
-                          lambda bound=24 * attempt: stop_at(bound), log=f"{attempt}.txt")
+                          lambda bound=24 * attempt: at_step(bound, lambda: wait_for(killed)),
+                          log=f"{attempt}.txt")
         if dice.random() < 0.8:  # else while it starts
             process.wait_for("\nstep ")
         time.sleep(dice.uniform(0, 0.3))
@@ -354,10 +365,7 @@ def test_other_files_are_left_alone(run, copy, tmp_path):
 
 def test_the_newest_the_best_and_milestones_are_kept(run, tmp_path, monkeypatch):
     """Also where the best has to be copied, since there are no hard links."""
-    def fail(*args):
-        raise PermissionError(errno.EPERM, "no hard links")
-
-    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(os, "link", raising(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
     run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 1,
         "--keep_every", 5)
@@ -369,35 +377,6 @@ def test_the_newest_the_best_and_milestones_are_kept(run, tmp_path, monkeypatch)
 # --- the disk ---
 
 
-def test_a_full_disk_while_saving(run, corpus, tmp_path):
-    """Training continues, until too many saves in a row have failed."""
-
-    def hook():
-        plain, calls = writer.write_checkpoint, [0]
-
-        def limited(*args):
-            calls[0] += 1
-            size = 10_000 if 2 <= calls[0] <= 3 or calls[0] >= 5 else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            try:
-                plain(*args)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-
-        writer.write_checkpoint = limited
-
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 40, "--save_interval", 2]
-    process = Process(tmp_path, flags, hook)
-    assert process.code() == 1, process.text()
-    output = process.text()
-    assert "Traceback" not in output
-    assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
-    assert "step 4: the checkpoint could not be written (1 of 3)" in output
-    assert "3 checkpoints in a row could not be written" in output
-    assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
-    assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
-
-
 @contextlib.contextmanager
 def largest_file(size: int):
     """No file may grow beyond `size` bytes."""
@@ -407,6 +386,25 @@ def largest_file(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_while_saving(run, tmp_path, monkeypatch):
+    """Training continues, until too many saves in a row have failed."""
+    plain, calls = writer.write_checkpoint, itertools.count(1)
+
+    def limited(*args):
+        with largest_file(resource.RLIM_INFINITY if next(calls) in (1, 4) else 10_000):
+            plain(*args)
+
+    monkeypatch.setattr(writer, "write_checkpoint", limited)
+    output = run("--out_dir", "r", "--max_steps", 40, "--save_interval", 2, "--eval_interval", 0,
+                 "--no_tensorboard", expect=1)
+    assert "Traceback" not in output
+    assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
+    assert "step 4: the checkpoint could not be written (1 of 3)" in output
+    assert "3 checkpoints in a row could not be written" in output
+    assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
+    assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
 
 
 def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
@@ -546,22 +544,10 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
 # --- signals ---
 
 
-def at_step(monkeypatch, step: int, do):
-    """Call `do` in a run just before the update after `step`, once."""
-    plain, done = train.learning_rate, []
-
-    def learning_rate(at, cfg):
-        if at == step and not done:
-            done.append(do())
-        return plain(at, cfg)
-
-    monkeypatch.setattr(train, "learning_rate", learning_rate)
-
-
 def test_signals_save_go_on_or_stop_and_resume_bit_for_bit(run, tmp_path, finished, monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
-    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    for step, number in ((2, signal.SIGUSR1), (5, signal.SIGTERM)):
+        at_step(step, lambda n=number: signal.raise_signal(n), monkeypatch.setattr)
     output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0, expect=143)
     assert steps(tmp_path / "r") == [4, 6]
     assert "stopped at step 6 by SIGTERM" in output and "sample" not in output
@@ -588,10 +574,7 @@ def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
     def attempt(number: int, bound: int):
         def hook():
             torchrun_sets(number)
-            plain = train.learning_rate
-            train.learning_rate = lambda step, cfg: (
-                plain(step, cfg) if step < bound else time.sleep(1000)
-            )
+            at_step(bound, lambda: time.sleep(1000))
 
         return Process(tmp_path, flags, hook)
 
@@ -617,28 +600,27 @@ def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
     assert "stopped at step" in process.text() and "Traceback" not in process.text()
 
 
-def slow_save(started: Path, received: Path, until=lambda: False):
-    """Make the save of step 8 wait for `until()`; leave marks when it starts, and for signals."""
-    save, handle = writer.write_checkpoint, faults.Stop.handle
-
-    def write(path, state):
-        if "step_00000008" in path.name:
-            started.touch()
-            while not until():
-                time.sleep(0.01)
-        save(path, state)
-
-    def mark(self, *args):
-        handle(self, *args)
-        received.touch()
-
-    writer.write_checkpoint, faults.Stop.handle = write, mark
-
-
 def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
+    """The first one waits for the save that is under way, here for ever."""
     started, received = tmp_path / "started", tmp_path / "received"
-    process = Process(tmp_path, flags, lambda: slow_save(started, received))
+
+    def hook():
+        save, handle = writer.write_checkpoint, faults.Stop.handle
+
+        def write(path, state):
+            if "step_00000008" in path.name:
+                started.touch()
+                time.sleep(1000)
+            save(path, state)
+
+        def mark(self, *args):
+            handle(self, *args)
+            received.touch()
+
+        writer.write_checkpoint, faults.Stop.handle = write, mark
+
+    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
+    process = Process(tmp_path, flags, hook)
     wait_for(started)
     process.kill(signal.SIGINT)
     wait_for(received)
@@ -648,32 +630,6 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
     assert process.code() == 130
     assert steps(tmp_path / "r") == [4]
     assert find_corruption(tmp_path / "r/checkpoints/step_00000004.pt") is None
-
-
-def test_a_signal_during_a_save(corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 20]
-    started, received, inside = (tmp_path / name for name in ("started", "received", "inside"))
-
-    def hook():
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            if step == 8:
-                inside.touch()
-                wait_for(received)
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
-        slow_save(started, received, until=received.exists)
-
-    process = Process(tmp_path, flags, hook)
-    wait_for(started)
-    wait_for(inside)
-    process.kill(signal.SIGTERM)
-    assert process.code() == 143, process.text()
-    assert steps(tmp_path / "r") == [4, 8, 9]  # including the one that was in progress
-    found = list_checkpoints(tmp_path / "r" / "checkpoints")
-    assert not any(map(Checkpoint.find_damage, found))
 
 
 # --- ranks ---
@@ -697,14 +653,8 @@ def test_a_rank_that_raises(corpus, tmp_path):
     error = RuntimeError("GET http://host: Connection reset by peer")  # of a fork's own connection
 
     def hook(rank):
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            if step == 3 and rank == 1:
-                raise error
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
+        if rank == 1:
+            at_step(3, raising(error))
 
     group = processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r"], hook)
     assert [process.code() for process in group] == [1, 1]
@@ -749,11 +699,8 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
      "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the"),
 ])
 def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, error, code, said):
-    def fail():
-        raise error
-
     with monkeypatch.context() as patch:
-        at_step(patch, 5, fail)
+        at_step(5, raising(error), patch.setattr)
         output = run("--out_dir", "r", expect=code)
     assert said in output and "saved the last completed step, 5" in output
     run("--auto-resume", "--out_dir", "r", bare=True)
@@ -1052,10 +999,7 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
-    def fail(*args, **kwargs):
-        raise PermissionError(13, "no")
-
-    monkeypatch.setattr(LocalFileSystem, "put_file", fail)
+    monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
     monkeypatch.setattr(retry.time, "sleep", lambda s: None)
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output

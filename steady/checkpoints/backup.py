@@ -79,7 +79,7 @@ class Backup:
         try:
             checkpoint.link_to(held.path)  # or rotation deletes it
             refuse_other_run(self.url, run_dir, run_id(run_dir / config))
-            self.upload_file(run_dir / config, f"{self.root}/{config}")  # says whose the rest is
+            self.upload_file(run_dir / config, f"{self.root}/{config}")  # whose backup it is
             if held.path.is_dir():
                 self.fs.makedirs(remote, exist_ok=True)
                 for part in held.files():

@@ -221,8 +221,8 @@ def setting_up():
     except (MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not out_of_memory(e):
             raise
-        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate says "
-                          "what they need") from e
+        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate "
+                          "shows what they need") from e
 
 
 @contextlib.contextmanager
