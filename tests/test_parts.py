@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(copy, monkeypatch, t
             PartWriter(0, 2, notes, key).write(folder, state)
         assert isinstance(error.value, WeightsNotFinite) == (not finite)  # by type, not by text
     monkeypatch.setattr(writer, "write_checkpoint", sealed.write_checkpoint)
-    assert set(parts.listed(folder)) == before and parts.find_damage(folder) is None
+    assert set(parts.listed(folder)) == before and not Checkpoint(folder).find_damage()
     for rank in (1, 0):  # the same step once more, as after an evaluation
         PartWriter(rank, 2, notes, "e").write(folder, state)
     assert len(files_of(folder)) == 2 and not before & set(files_of(folder))
@@ -160,9 +160,13 @@ def test_the_newest_whole_save_of_a_folder_counts(copy):
     newest = parts.listed(folder)
     assert [path.name for path in newest] == ["rank_0_of_2.f-9.pt", "rank_1_of_2.f-9.pt"]
     parts.remove_strays(folder)
-    assert files_of(folder) == newest and parts.find_damage(folder) is None
+    assert files_of(folder) == newest and Checkpoint(folder).find_damage() is None
     newest[1].unlink()
     assert not Checkpoint(folder).exists()
+    older, best = folder.with_name("step_00000004"), folder.with_name("best")
+    assert len(files_of(best)) == 2
+    parts.link_folder(older, best)
+    assert [path.name for path in files_of(best)] == [path.name for path in files_of(older)]
 
 
 def test_a_part_that_was_not_written_is_not_claimed(monkeypatch, tmp_path, capsys):

@@ -7,6 +7,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +61,8 @@ class Checkpoint:
         return parts.is_whole(self.path)
 
     def files(self) -> list[Path]:
-        """Those with the state."""
-        return parts.listed(self.path) if self.path.is_dir() else [self.path]
+        """Those with the state; none where it is absent or not whole."""
+        return [self.path] if self.path.is_file() else parts.listed(self.path)
 
     def changed_at(self) -> int:
         """When it was written, in ns; 0 where another process has just deleted it."""
@@ -72,7 +73,14 @@ class Checkpoint:
 
     def find_damage(self) -> str | None:
         """What is wrong with its bytes, all of which are read; or None."""
-        return (parts.find_damage if self.path.is_dir() else find_corruption)(self.path)
+        files = self.files()
+        if not files:
+            return "it has no files, or not the parts of all ranks"
+        with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
+            for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
+                if wrong:
+                    return wrong if file == self.path else f"{file.name}: {wrong}"
+        return None
 
     def require_valid(self):
         """Raise ConfigError if it is damaged, or only a part of one."""

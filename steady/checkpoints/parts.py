@@ -13,12 +13,11 @@ import contextlib
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from steady.checkpoints.sealed import atomic_write, find_corruption, link_or_copy, sync_directory
+from steady.checkpoints.sealed import atomic_write, link_or_copy, sync_directory
 from steady.options import ConfigError
 
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f-]+)\.pt")
@@ -57,16 +56,6 @@ def listed(folder: Path) -> list[Path]:
     saves = whole_saves(path.name for path in folder.glob("rank_*"))
     return max(([folder / name for name in save] for save in saves),
                key=lambda parts: parts[0].stat().st_mtime_ns, default=[])
-
-
-def find_damage(folder: Path) -> str | None:
-    """Read every byte of all parts; returns what is wrong, or None."""
-    parts = listed(folder)
-    if not parts:
-        return "the part of some rank is missing"
-    with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
-        found = zip(parts, pool.map(find_corruption, parts), strict=True)
-        return next((f"{part.name}: {wrong}" for part, wrong in found if wrong), None)
 
 
 # --- its files -------------------------------------------------------------------------------

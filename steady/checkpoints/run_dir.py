@@ -224,7 +224,7 @@ def check_backup(cfg, out_dir: Path | None):
     with saved_config(cfg, out_dir) as saved:
         ours = saved and (fetched or saved.parent.resolve() == out_dir.resolve())
         ours = ours and (cfg.resume or list_checkpoints(out_dir / "checkpoints"))
-        refuse_other_run(cfg.backup_to, out_dir, run_id(saved) if ours else None)
+        refuse_other_run(cfg.backup_to, out_dir, run_id(saved.parent) if ours else None)
 
 
 def refuse_leftovers(folder: Path):
@@ -313,9 +313,8 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
         copy_tokenizer(Path(tokenizer), own)
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
-    config = out_dir / "config.yaml"
-    run = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
-    with atomic_write(config) as draft:
+    run = run_id(out_dir) if run_dir.resumed_from else ""  # if it goes on
+    with atomic_write(out_dir / "config.yaml") as draft:
         write_yaml(cfg, draft, {"run": run or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # it may end before its first save
