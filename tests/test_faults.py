@@ -437,8 +437,9 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", save)
     monkeypatch.setattr(retry.time, "sleep", slept.append)
-    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 0, "--num_workers", 0)
+    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4, "--num_workers", 0)
     assert output.count("tried again") == 2 and steps(tmp_path / "r") == [4, 12]
+    assert len(calls) == 5  # a step that is saved as the best is not saved again as due
     assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
     waits = [s for s in slept if s >= 0.5]
     assert 0.5 <= waits[0] <= 0.75 and 1 <= waits[1] <= 1.5
