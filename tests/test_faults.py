@@ -402,6 +402,7 @@ def test_a_full_disk_while_saving(run, tmp_path, monkeypatch):
     assert "Traceback" not in output
     assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
     assert "step 4: the checkpoint could not be written (1 of 3)" in output
+    assert "step 14: the checkpoint could not be written (3 of 3)" in output
     assert "3 checkpoints in a row could not be written" in output
     assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))

@@ -88,7 +88,7 @@ class Writer:
             finite = bool(state.pop("weights_norm").isfinite())
             if self.parts:
                 self.parts.write(checkpoint.path, state, finite)
-                if self.parts.rank or self.parts.hurry:
+                if self.parts.rank:
                     return
             elif finite:
                 retry(lambda: write_checkpoint(checkpoint.path, state))
