@@ -723,7 +723,7 @@ def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
 
 
 def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
-    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=4, micro_batch=4)
+    ranks = SimpleNamespace(world_size=4, micro_batch=4)
     advice = memory.memory_advice(ranks, 14, RuntimeError("can't allocate memory"))
     assert "try --micro_batch_size 2; the" in advice
     ranks.world_size = 2  # shares of 7
