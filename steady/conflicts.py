@@ -41,16 +41,17 @@ def refuse_conflicts(cfg):
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
-        raise ConfigError("--eval_only: expected the weights to evaluate: --resume or --init_from")
-    if cfg.resume and (cfg.auto_resume or cfg.overwrite) or cfg.auto_resume and cfg.overwrite:
-        raise ConfigError("--resume, --auto_resume and --overwrite exclude one another")
+        raise ConfigError("--eval_only: expected the weights to evaluate: --resume, --auto_resume "
+                          "or --init_from")
+    if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:
+        raise ConfigError("--resume, --auto_resume and --overwrite cannot be combined")
     for name in ("lora_rank", "resize_embeddings"):
         if getattr(cfg, name) and not cfg.init_from:
-            raise ConfigError(f"--{name}: expected --init_from, the weights that it is for")
+            raise ConfigError(f"--{name}: expected --init_from too, the weights to start from")
     for name in ("lora_alpha", "lora_targets"):
         if not cfg.lora_rank and getattr(cfg, name) != getattr(type(cfg)(), name):
-            raise ConfigError(f"--{name}: expected --lora_rank, without which all weights are "
-                              "trained")
+            raise ConfigError(f"--{name}: expected --lora_rank too; without it all weights "
+                              "are trained")
     if cfg.lora_rank and cfg.resize_embeddings:
         raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
                           "rows untrained; train once without it, and adapt what that exports")

@@ -513,15 +513,6 @@ def test_datasets_of_one_name_are_told_apart(tmp_path):
     assert [d.name for d in found.datasets] == paths
 
 
-@pytest.mark.parametrize("flags, warned", [
-    ([], 0), (["--batch_size", 16, "--allow_change", "batch_size"], 1),
-    (["--group_window", 3, "--allow_change", "group_window"], 1)])
-def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder, flags, warned):
-    run("--data", folder, "--max_steps", 4, "--save_interval", 4, "--out_dir", "r")
-    told = run("--auto-resume", "--out_dir", "r", "--max_steps", 6, *flags, bare=True)
-    assert told.count("come twice or not at all") == warned
-
-
 def test_epochs_count_what_was_handed_out(tmp_path):
     a, b = constant(tmp_path / "a", 7, 1001), constant(tmp_path / "b", 9, 331)
     found = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, 0)

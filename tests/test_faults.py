@@ -1,9 +1,5 @@
-"""What must happen when things go wrong: each fault is provoked in a small run.
+"""What must happen when things go wrong: each fault is provoked in a small run."""
 
-TABLE says which test covers which fault; one of the tests checks that they all exist.
-"""
-
-import ast
 import contextlib
 import errno
 import io
@@ -17,8 +13,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,8 +28,7 @@ from conftest import (
     TINY,
     Process,
     column,
-    environment,
-    free_port,
+    poison,
     processes,
     rows,
     tiny_config,
@@ -58,69 +51,7 @@ from steady.watch import sinks as telemetry
 from tools import generate as generation
 from tools import prepare
 
-TABLE = {
-    "kill -9, repeatedly": "test_killed_repeatedly",
-    "killed between write, sync, rename and rotation": "test_killed_at_a_bad_moment",
-    "power lost after a save": "test_a_checkpoint_reaches_the_disk_before_it_gets_its_name",
-    "newest checkpoint cut short, flipped, zeroed": "test_a_damaged_checkpoint_is_set_aside",
-    "any flipped bit": "test_every_flipped_bit_is_found",
-    "every checkpoint bad": "test_never_starts_at_0_silently",
-    "disk full while saving": "test_a_full_disk_while_saving",
-    "disk full in metrics or TensorBoard": "test_a_full_disk_does_not_stop_training",
-    "transient I/O error": "test_transient_errors_are_retried",
-    "permanent error": "test_permanent_errors_are_not_retried",
-    "output directory read-only or a file": "test_an_unwritable_directory_is_refused",
-    "two runs in one directory": "test_one_writer_per_directory",
-    "launcher killed": "test_orphaned_ranks_stop",
-    "rank killed under torchrun": "test_a_restart_by_the_launcher_continues_its_own_run",
-    "SIGTERM": "test_sigterm_saves_and_resumes_bit_for_bit",
-    "SIGTERM to torchrun or one rank": "test_a_signal_to_one_rank_stops_all_at_one_step",
-    "SIGTERM with loader workers": "test_loader_workers_do_not_die_first",
-    "second Ctrl-C in a slow save": "test_a_second_ctrl_c_exits_at_once",
-    "signal during a periodic save": "test_a_signal_during_a_save",
-    "one rank dies": "test_a_rank_that_dies",
-    "one rank raises": "test_a_rank_that_raises",
-    "exception in forward": "test_an_exception_saves_the_last_step",
-    "exception in optimizer.step": "test_half_an_update_is_not_saved",
-    "non-finite gradient on one rank":
-        "test_a_non_finite_loss_on_one_rank_is_skipped_and_reported",
-    "non-finite for long": "test_rollback_skips_the_bad_samples",
-    "NaN in the weights": "test_a_run_whose_weights_are_never_finite_ends",
-    "out of memory": "test_out_of_memory_says_what_to_try",
-    "data changed": "test_other_data_is_refused",
-    "checkpoint of another format": "test_another_format_is_refused",
-    "architecture changed": "test_a_checkpoint_of_another_model_is_refused",
-    "compile or DDP switched": "test_compile_and_ranks_can_change_on_resume",
-    "optimizer in another order": "test_optimizer_state_follows_the_names_of_its_parameters",
-    "malicious pickle": "test_a_pickle_is_not_executed",
-    "symbolic links, files of other programs": "test_other_files_are_left_alone",
-    "start in a directory that holds a run": "test_run_directories",
-    "one checkpoint kept and an early best": "test_the_newest_and_the_best_are_both_kept",
-    "finished run": "test_kill_and_auto_resume_match_the_undisturbed_run_bit_for_bit",
-    "clock jumps backwards": "test_a_clock_that_jumps_back",
-    "code that comes with a model": "test_code_of_others_is_not_run_unless_it_is_trusted",
-    "all targets of a micro-batch ignored": "test_documents_with_nothing_to_learn_are_no_nan",
-    "a malformed line among many; not UTF-8": "test_a_bad_line_is_named_or_left_out_and_counted",
-    "preparation interrupted": "test_what_is_interrupted_leaves_the_old_data_alone",
-    "a token id that its type cannot hold": "test_an_id_never_wraps",
-    "documents resumed on other ranks": "test_other_ranks_and_a_resume_see_the_same_samples",
-    "a link in the place of a folder":
-        "test_a_link_in_the_place_of_a_folder_is_never_written_through",
-    "a backup of another run": "test_a_backup_of_another_run_is_refused",
-    "a backup in the run itself": "test_a_backup_apart_from_the_run_is_expected",
-    "only best.pt or damaged files left": "test_leftovers_of_a_run_are_not_started_over",
-    "an optimizer that needs whole weights":
-        "test_an_optimizer_that_needs_whole_weights_is_refused_at_the_start",
-    "full disk at the first file": "test_a_disk_that_is_full_from_the_start_is_one_line",
-}
 FLAGS = [*TINY, "--eval_interval", "0", "--no_tensorboard"]
-
-
-def test_the_table_names_tests_that_exist():
-    names = {node.name for path in Path(__file__).parent.glob("test_*.py")
-             for node in ast.parse(path.read_text()).body
-             if isinstance(node, ast.FunctionDef)}
-    assert set(TABLE.values()) <= names
 
 
 def final(run_dir: Path) -> dict:
@@ -147,6 +78,26 @@ def wait_for_step(run_dir: Path, step: int):
     raise AssertionError(f"{run_dir} has no checkpoint of step {step}")
 
 
+def at_step(step: int, do, put=setattr):
+    """From now on `do()` precedes the update after `step`, once."""
+    plain, done = train.learning_rate, []
+
+    def learning_rate(at, cfg):
+        if at == step and not done:
+            done.append(step)
+            do()
+        return plain(at, cfg)
+
+    put(train, "learning_rate", learning_rate)
+
+
+def raising(error: BaseException):
+    def fail(*args, **how):
+        raise error
+
+    return fail
+
+
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
     """A run of 12 steps with checkpoints of steps 4, 8 and 12; tests change copies of it."""
@@ -164,50 +115,31 @@ def copy(finished, tmp_path) -> Path:
 # --- killed ---
 
 
-@pytest.mark.parametrize("ranks, kills", [
-    (1, 3),
-    pytest.param(2, 2, marks=pytest.mark.slow),
-])
-def test_killed_repeatedly(corpus, tmp_path, ranks, kills):
+def test_killed_repeatedly(corpus, tmp_path):
     """At random moments, also during start-up and saves. No attempt can reach the end."""
+    kills, dice, newest, killed = 3, random.Random(1), 0, tmp_path / "killed_now"
     last = 24 * (kills + 1)
     flags = [*FLAGS, "--data", corpus, "--max_steps", last, "--save_interval", 3, "--dropout",
              "0.1", "--auto-resume"]
-    for process in processes(tmp_path, ranks, [*flags, "--out_dir", "whole"]):
-        assert process.code() == 0, process.text()
-    dice, newest, killed = random.Random(ranks), 0, tmp_path / "killed_now"
-
-    def start(bound: int):
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            while step >= bound and not killed.exists():
-                time.sleep(0.01)
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
+    whole = Process(tmp_path, [*flags, "--out_dir", "whole"])
+    assert whole.code() == 0, whole.text()
 
     for attempt in range(1, kills + 1):
         killed.unlink(missing_ok=True)
-        group = processes(tmp_path, ranks, [*flags, "--out_dir", "killed"],
-                          lambda rank, bound=24 * attempt: start(bound))
+        process = Process(tmp_path, [*flags, "--out_dir", "killed"],
+                          lambda bound=24 * attempt: at_step(bound, lambda: wait_for(killed)),
+                          log=f"{attempt}.txt")
         if dice.random() < 0.8:  # else while it starts
-            group[0].wait_for("\nstep ")
+            process.wait_for("\nstep ")
         time.sleep(dice.uniform(0, 0.3))
-        victim = dice.choice(group)
-        victim.kill(signal.SIGKILL)
+        process.kill(signal.SIGKILL)
         killed.touch()
-        for process in group:  # as torchrun does
-            process.kill(signal.SIGTERM)
-        codes = {process: process.code() for process in group}
-        assert codes[victim] == -signal.SIGKILL and 0 not in codes.values(), group[0].text()
+        assert process.code() == -signal.SIGKILL
         found = steps(tmp_path / "killed")
         assert not found or found[-1] >= newest, "it has lost a checkpoint"
         newest = found[-1] if found else 0
-        for process in group:
-            process.log.unlink()
-    for process in processes(tmp_path, ranks, [*flags, "--out_dir", "killed"]):
-        assert process.code() == 0, process.text()
+    process = Process(tmp_path, [*flags, "--out_dir", "killed"], log="end.txt")
+    assert process.code() == 0, process.text()
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
     logged = list(column(tmp_path / "killed", "train/loss"))
     assert logged == sorted(set(logged)) and logged[-1] == last
@@ -216,27 +148,21 @@ def test_killed_repeatedly(corpus, tmp_path, ranks, kills):
 @pytest.mark.parametrize("moment", ["write", "sync", "verify", "rename", "rotate"])
 def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
     def hook():
-        def die_at(number, call, counts=lambda *args: True):
-            calls = itertools.count(1)
+        owner, name, number, counts = {
+            "write": (sealed.ChecksummedFile, "write", 30, lambda *args: True),
+            "sync": (os, "fsync", 4, lambda *args: True),
+            "verify": (sealed, "find_corruption", 2, lambda *args: True),
+            "rename": (os, "replace", 4, lambda *paths: "step_" in str(paths)),
+            "rotate": (writer, "rotate", 2, lambda *args: True),
+        }[moment]
+        plain, calls = getattr(owner, name), itertools.count(1)
 
-            def wrapped(*args, **kwargs):
-                if counts(*args) and next(calls) == number:
-                    os._exit(9)
-                return call(*args, **kwargs)
+        def call(*args, **options):
+            if counts(*args) and next(calls) == number:
+                os._exit(9)
+            return plain(*args, **options)
 
-            return wrapped
-
-        if moment == "write":
-            file = sealed.ChecksummedFile
-            file.write = die_at(30, file.write)
-        elif moment == "verify":
-            sealed.find_corruption = die_at(2, sealed.find_corruption)
-        elif moment == "rotate":
-            writer.rotate = die_at(2, writer.rotate)
-        elif moment == "sync":
-            os.fsync = die_at(4, os.fsync)
-        else:
-            os.replace = die_at(4, os.replace, lambda *paths: "step_" in str(paths))
+        setattr(owner, name, call)
 
     flags = [*FLAGS, "--data", corpus, "--save_interval", 2, "--keep_checkpoints", 1,
              "--out_dir", "r"]
@@ -276,8 +202,8 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
     record(os, "replace", lambda draft, to: f"rename to {to.name}")
     writer.write_checkpoint(path, {"weight": torch.arange(10_000)})
     size = f"{path.stat().st_size} bytes"
-    assert calls == ["write", f"sync {size}", "forget what is cached", "forget what is cached",
-                     f"verify {size}", f"rename to {path.name}", "sync the directory"]
+    assert calls == ["write", f"sync {size}", "forget what is cached", f"verify {size}",
+                     f"rename to {path.name}", "sync the directory"]
 
 
 # --- damaged files ---
@@ -300,7 +226,7 @@ def zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", [cut(0), cut(10), cut(20_000), cut(-1), cut(-20), flip, zero])
+@pytest.mark.parametrize("damage", [cut(0), cut(20_000), cut(-1), flip, zero])
 def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage):
     damage(copy / "checkpoints/step_00000012.pt")
     output = run("--auto-resume", "--out_dir", "r", bare=True)
@@ -334,37 +260,30 @@ def test_never_starts_at_0_silently(run, copy):
     assert before == after
 
 
-@pytest.mark.parametrize("left", ["best.pt", "step_00000012.pt.corrupt"])
-def test_leftovers_of_a_run_are_not_started_over(run, copy, left):
-    folder = copy / "checkpoints"
-    (folder / "step_00000012.pt").rename(folder / left)
-    for path in (found.path for found in list_checkpoints(folder)):
-        path.unlink()
+def test_leftovers_of_a_run_are_not_started_over(run, copy):
+    folder, left = copy / "checkpoints", ["best.pt", "step_00000008.pt.corrupt"]
+    for old, new in zip((12, 8), left, strict=True):
+        (folder / f"step_{old:08}.pt").rename(folder / new)
+    (folder / "step_00000004.pt").unlink()
     before = (copy / "metrics.jsonl").read_bytes()
     output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
-    assert left in output and "--overwrite" in output
-    assert (copy / "metrics.jsonl").read_bytes() == before and os.listdir(folder) == [left]
-    if left == "best.pt":
-        command = ["--resume", "r/checkpoints/best.pt"]
-        assert " ".join(command) in output
-        run(*command, "--max_steps", 14, bare=True)
-        assert steps(copy) == [12, 14] and list(column(copy, "train/loss"))[-3:] == [12, 13, 14]
+    assert all(name in output for name in (*left, "--resume", "--overwrite"))
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    assert sorted(os.listdir(folder)) == left
+    run("--resume", "r/checkpoints/best.pt", "--max_steps", 14, bare=True)
+    assert steps(copy) == [12, 14] and list(column(copy, "train/loss"))[-3:] == [12, 13, 14]
 
 
-@pytest.mark.parametrize("best", [12, 6])
-def test_a_resume_reads_each_checkpoint_once(run, tmp_path, monkeypatch, best):
-    """By checksum, and then from memory; best.pt may be another name of the newest one."""
-    monkeypatch.setattr(train, "evaluate", lambda run: abs(run.progress.step - best) + 1.0)
-    run("--out_dir", "r", "--eval_interval", 6, "--save_interval", 6, "--no_tensorboard")
-    paths = [tmp_path / "r/checkpoints" / name for name in ("step_00000012.pt", "best.pt")]
-    files = {path.stat().st_ino: path.stat().st_size - sealed.SEAL.size for path in paths}
+def test_a_resume_reads_a_checkpoint_once(run, copy, monkeypatch):
+    """By checksum, and then from memory."""
+    path = copy / "checkpoints/step_00000012.pt"
     hashed, loaded, found = [], [], []
     crc32, load, plain = zlib.crc32, torch.load, train.train
     monkeypatch.setattr(zlib, "crc32", lambda data, *a: hashed.append(len(data)) or crc32(data, *a))
     monkeypatch.setattr(torch, "load", lambda path, **how: loaded.append(how) or load(path, **how))
     monkeypatch.setattr(train, "train", lambda *a: found.append(sum(hashed)) or plain(*a))
-    run("--auto-resume", "--out_dir", "r", "--max_steps", 14, "--eval_interval", 0, bare=True)
-    assert len(files) == (1 if best == 12 else 2) and found == [sum(files.values())]
+    run("--auto-resume", "--out_dir", "r", "--max_steps", 14, bare=True)
+    assert found == [path.stat().st_size - sealed.SEAL.size]
     assert all(how.get("mmap") or how["map_location"] == "meta" for how in loaded)
 
 
@@ -407,15 +326,8 @@ def test_an_option_that_is_newer_than_the_checkpoint_was_off(run, copy):
     flags = ["--auto-resume", "--out_dir", "r", "--max_steps", 14]
     assert "norm_eps 1e-06 -> 0.1" in run(*flags, "--norm_eps", 0.1, bare=True, expect=2)
     run(*flags, bare=True)
-
-
-def test_another_format_is_refused(run, copy):
-    path = copy / "checkpoints/step_00000012.pt"
-    state = torch.load(path, weights_only=True)
-    writer.write_checkpoint(path, {"format": checkpoint.FORMAT + 1, "weights": state["model"]})
-    assert Checkpoint(path).find_damage() is None  # or it would be set aside
-    output = run("--auto-resume", "--out_dir", "r", "--max_steps", 20, bare=True, expect=2)
-    assert f"format {checkpoint.FORMAT + 1}; this version reads {checkpoint.FORMAT}" in output
+    writer.write_checkpoint(copy / "checkpoints/step_00000014.pt", {"format": 0})
+    assert "format 0; this version reads" in run(*flags, bare=True, expect=2)  # not set aside
 
 
 class Evil:
@@ -439,80 +351,30 @@ def test_a_pickle_is_not_executed(run, copy, tmp_path):
 
 
 def test_other_files_are_left_alone(run, copy, tmp_path):
-    folder, outside = copy / "checkpoints", tmp_path / "outside.pt"
-    outside.write_text("not ours")
-    others = [
-        folder / "step_9.backup",
-        folder / "step_00000001.pt.tmp-notes",
-        folder / "step_1.pt",
-    ]
+    folder = copy / "checkpoints"
+    others = [folder / name for name in ("step_9.backup", "step_00000001.pt.tmp-notes", "step_1.pt",
+                                         "mine/rank_0_of_1.a.pt")]
     for path in others:
+        path.parent.mkdir(exist_ok=True)
         path.write_text("not ours")
-    (folder / "step_00000099.pt").symlink_to(outside)
-    (folder / "step_00000001.pt").symlink_to(outside)
     (folder / "step_00000003.pt.tmp-123").write_text("left by a save that was killed")
     run("--auto-resume", "--out_dir", "r", "--max_steps", 20, "--keep_checkpoints", 1, bare=True)
-    assert steps(copy) == [20] and outside.read_text() == "not ours"
-    assert all(path.exists() for path in others)
-    assert (folder / "step_00000099.pt").is_symlink() and (folder / "step_00000001.pt").is_symlink()
+    assert steps(copy) == [20] and all(path.exists() for path in others)
     assert not (folder / "step_00000003.pt.tmp-123").exists()
 
 
-def test_the_newest_and_the_best_are_both_kept(run, tmp_path, monkeypatch):
+def test_the_newest_the_best_and_milestones_are_kept(run, tmp_path, monkeypatch):
+    """Also where the best has to be copied, since there are no hard links."""
+    monkeypatch.setattr(os, "link", raising(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
-    run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 2)
-    folder = tmp_path / "r" / "checkpoints"
-    assert steps(tmp_path / "r") == [12]
-    best = torch.load(folder / "best.pt", weights_only=True)
-    assert best["step"] == 2 and find_corruption(folder / "best.pt") is None
-    assert final(tmp_path / "r")["best_loss"] == 2
-
-
-def test_the_best_is_copied_where_there_are_no_hard_links(run, tmp_path, monkeypatch):
-    def fail(*args):
-        raise PermissionError(errno.EPERM, "no hard links")
-
-    monkeypatch.setattr(os, "link", fail)
-    run("--out_dir", "r", "--eval_interval", 6, "--save_interval", 0)
-    best = tmp_path / "r/checkpoints/best.pt"
-    assert best.stat().st_nlink == 1 and find_corruption(best) is None
-
-
-def test_milestones_are_kept(run, tmp_path):
-    run("--out_dir", "r", "--keep_checkpoints", 2, "--save_interval", 1, "--keep_every", 5)
-    assert steps(tmp_path / "r") == [5, 10, 11, 12]
+    run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 1,
+        "--keep_every", 5)
+    assert steps(tmp_path / "r") == [5, 10, 12] and final(tmp_path / "r")["best_loss"] == 2
+    path = tmp_path / "r/checkpoints/best.pt"
+    assert torch.load(path, weights_only=True)["step"] == 2 and find_corruption(path) is None
 
 
 # --- the disk ---
-
-
-def test_a_full_disk_while_saving(run, corpus, tmp_path):
-    """Training continues, until too many saves in a row have failed."""
-
-    def hook():
-        plain, calls = writer.write_checkpoint, [0]
-
-        def limited(*args):
-            calls[0] += 1
-            size = 10_000 if 2 <= calls[0] <= 3 or calls[0] >= 5 else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            try:
-                plain(*args)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-
-        writer.write_checkpoint = limited
-
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 40, "--save_interval", 2]
-    process = Process(tmp_path, flags, hook)
-    assert process.code() == 1, process.text()
-    output = process.text()
-    assert "Traceback" not in output
-    assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
-    assert "step 4: the checkpoint could not be written (1 of 3)" in output
-    assert "3 checkpoints in a row could not be written" in output
-    assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
-    assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
 
 
 @contextlib.contextmanager
@@ -524,6 +386,26 @@ def largest_file(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_while_saving(run, tmp_path, monkeypatch):
+    """Training continues, until too many saves in a row have failed."""
+    plain, calls = writer.write_checkpoint, itertools.count(1)
+
+    def limited(*args):
+        with largest_file(resource.RLIM_INFINITY if next(calls) in (1, 4) else 10_000):
+            plain(*args)
+
+    monkeypatch.setattr(writer, "write_checkpoint", limited)
+    output = run("--out_dir", "r", "--max_steps", 40, "--save_interval", 2, "--eval_interval", 0,
+                 "--no_tensorboard", expect=1)
+    assert "Traceback" not in output
+    assert "could not be written: no space left on r/checkpoints" in output.splitlines()[-1]
+    assert "step 4: the checkpoint could not be written (1 of 3)" in output
+    assert "step 14: the checkpoint could not be written (3 of 3)" in output
+    assert "3 checkpoints in a row could not be written" in output
+    assert steps(tmp_path / "r") == [2, 8]  # the 4th save succeeded and reset the count
+    assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
 
 
 def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
@@ -544,62 +426,28 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
     assert "Traceback" not in output and not Path("r/config.yaml").exists()
 
 
-def test_a_step_that_an_evaluation_saves_too_fails_once(run, tmp_path, monkeypatch):
-    """The loss falls at each evaluation, so each step is saved as the best and as due."""
-    plain_write, plain_save, tried = writer.write_checkpoint, writer.Writer.save, []
-
-    def write(path, state):
-        tried.append(path)
-        if Checkpoint(path).step < 12:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        plain_write(path, state)
-
-    def save(self, *args):
-        plain_save(self, *args)
-        self.wait()  # or the second may find the first one still under way
-
-    monkeypatch.setattr(writer, "write_checkpoint", write)
-    monkeypatch.setattr(writer.Writer, "save", save)
-    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4,
-                 "--learning_rate", "0.02")
-    assert len(tried) == 5 and "(2 of 3)" in output and "(3 of 3)" not in output
-    assert steps(tmp_path / "r") == [12]
-
-
-def failing(number: int, times: int):
-    """(a torch.save whose first calls fail, list of its calls)."""
-    plain, calls = torch.save, []
+def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch):
+    plain, calls, slept = torch.save, [], []
+    errors = {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}  # by number of the call
 
     def save(*args):
         calls.append(args)
-        if len(calls) <= times:
+        if number := errors.get(len(calls)):
             raise OSError(number, os.strerror(number))
         return plain(*args)
 
-    return save, calls
-
-
-def test_transient_errors_are_retried(run, tmp_path, monkeypatch):
-    save, calls = failing(errno.EIO, 2)
-    slept = []
     monkeypatch.setattr(torch, "save", save)
     monkeypatch.setattr(retry.time, "sleep", slept.append)
-    output = run("--out_dir", "r", "--save_interval", 6, "--num_workers", 0)
-    assert output.count("tried again") == 2 and steps(tmp_path / "r") == [6, 12] and len(calls) == 4
+    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4, "--num_workers", 0)
+    assert output.count("tried again") == 2 and steps(tmp_path / "r") == [4, 12]
+    assert len(calls) == 5  # a step that is saved as the best is not saved again as due
+    assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
     waits = [s for s in slept if s >= 0.5]
     assert 0.5 <= waits[0] <= 0.75 and 1 <= waits[1] <= 1.5
     assert max(column(tmp_path / "r", "health/retries").values()) >= 2
 
 
-def test_permanent_errors_are_not_retried(run, tmp_path, monkeypatch):
-    save, calls = failing(errno.EACCES, 1)
-    monkeypatch.setattr(torch, "save", save)
-    output = run("--out_dir", "r", "--save_interval", 6)
-    assert "tried again" not in output and "could not be written (1 of 3): [Errno 13]" in output
-    assert steps(tmp_path / "r") == [12]
-
-
-def test_reading_data_is_retried(run, tmp_path, monkeypatch):
+def test_reading_data_is_retried(run, tmp_path, finished, monkeypatch):
     plain, calls = data.Mixture.batch, itertools.count(1)
 
     def batch(self, *args):
@@ -607,11 +455,10 @@ def test_reading_data_is_retried(run, tmp_path, monkeypatch):
             raise OSError(errno.EIO, "the disk had a hiccup")
         return plain(self, *args)
 
-    run("--out_dir", "whole")
     monkeypatch.setattr(data.Mixture, "batch", batch)
     monkeypatch.setattr(retry.time, "sleep", lambda s: None)
     assert run("--out_dir", "r").count("hiccup; tried again") == 2
-    assert_same_end(tmp_path / "whole", tmp_path / "r")
+    assert_same_end(finished, tmp_path / "r")
 
 
 def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
@@ -651,8 +498,7 @@ def test_one_writer_per_directory(run, corpus, tmp_path):
     run("--auto-resume", "--out_dir", "r", "--max_steps", 200, bare=True)  # the lock is gone
 
 
-@pytest.mark.parametrize("flag", [["--auto-resume"], pytest.param([], marks=pytest.mark.slow)])
-def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch, flag):
+def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch):
     """While the second builds its model, the directory is not locked."""
     plain = train.make_optimizers
 
@@ -663,8 +509,7 @@ def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, mon
         return plain(*args)
 
     monkeypatch.setattr(train, "make_optimizers", make_optimizers)
-    output = run("--out_dir", "r", *flag, expect=2)
-    assert "--out_dir r: another run has written there since this one started" in output
+    assert "--out_dir r: holds a run already" in run("--out_dir", "r", expect=2)
     assert steps(tmp_path / "r")[-1] == 12 and column(tmp_path / "r", "train/loss")[12]
 
 
@@ -701,44 +546,27 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
 # --- signals ---
 
 
-def at_step(monkeypatch, step: int, do):
-    """Call `do` in a run just before the update after `step`, once."""
-    plain, done = train.learning_rate, []
-
-    def learning_rate(at, cfg):
-        if at == step and not done:
-            done.append(do())
-        return plain(at, cfg)
-
-    monkeypatch.setattr(train, "learning_rate", learning_rate)
-
-
-def test_sigterm_saves_and_resumes_bit_for_bit(run, tmp_path, monkeypatch):
-    run("--out_dir", "whole", "--dropout", "0.1")
+def test_signals_save_go_on_or_stop_and_resume_bit_for_bit(run, tmp_path, finished, monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
-    at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    output = run("--out_dir", "r", "--dropout", "0.1", expect=143)
-    assert steps(tmp_path / "r") == [6]
-    assert "stopped at step 6 by SIGTERM; --auto-resume" in output and "sample" not in output
+    for step, number in ((2, signal.SIGUSR1), (5, signal.SIGTERM)):
+        at_step(step, lambda n=number: signal.raise_signal(n), monkeypatch.setattr)
+    output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0, expect=143)
+    assert steps(tmp_path / "r") == [4, 6]
+    assert "stopped at step 6 by SIGTERM" in output and "sample" not in output
     assert signal.getsignal(signal.SIGTERM) is handler
-    run("--auto-resume", "--out_dir", "r", bare=True)
-    assert_same_end(tmp_path / "whole", tmp_path / "r")
+    run("--auto-resume", "--out_dir", "r", "--save_interval", 4, bare=True)
+    assert_same_end(finished, tmp_path / "r")
 
 
-def test_sigusr1_saves_and_goes_on(run, tmp_path, monkeypatch):
-    at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0)
-    assert steps(tmp_path / "r") == [6]
-
-
-def test_a_signal_to_one_rank_stops_all_at_one_step(run, corpus, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path):
+    """Here as a closed terminal sends it."""
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--save_interval", 40]
     group = processes(tmp_path, 2, flags)
     wait_for_step(tmp_path / "r", 40)
-    group[1].kill(signal.SIGTERM)
-    assert [process.code() for process in group] == [143, 143], group[0].text() + group[1].text()
+    group[1].kill(signal.SIGHUP)
+    assert [process.code() for process in group] == [129, 129], group[0].text() + group[1].text()
     step = steps(tmp_path / "r")[-1]
-    assert f"stopped at step {step} by SIGTERM" in group[0].text()
+    assert f"stopped at step {step} by SIGHUP" in group[0].text()
 
 
 def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
@@ -748,10 +576,7 @@ def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
     def attempt(number: int, bound: int):
         def hook():
             torchrun_sets(number)
-            plain = train.learning_rate
-            train.learning_rate = lambda step, cfg: (
-                plain(step, cfg) if step < bound else time.sleep(1000)
-            )
+            at_step(bound, lambda: time.sleep(1000))
 
         return Process(tmp_path, flags, hook)
 
@@ -767,41 +592,6 @@ def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
     assert steps(tmp_path / "runs/001")[-1] == 60 and steps(tmp_path / "runs/002") == [2]
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_a_killed_rank(corpus, tmp_path):
-    """Under the real torchrun, which starts all ranks again after the kill -9 of one."""
-    flags = [*map(str, FLAGS), "--data", str(corpus), "--max_steps", "60", "--save_interval", "5"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-                "--max_restarts", "2", "--master_port", str(free_port())]
-    script = tmp_path / "slow.py"  # the first attempt waits to be killed
-    script.write_text(
-        "import os, sys, time\n"
-        "import conftest, train\n"
-        "plain = train.learning_rate\n"
-        "def slow(step, cfg):\n"
-        "    first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
-        "    if step == 23 and first and os.environ['RANK'] == '1':\n"
-        "        open('pid.tmp', 'w').write(str(os.getpid()))\n"
-        "        os.rename('pid.tmp', 'pid')\n"
-        "        time.sleep(60)\n"
-        "    return plain(step, cfg)\n"
-        "train.learning_rate = slow\n"
-        "conftest.main(sys.argv[1:])\n"
-    )
-    process = subprocess.Popen(
-        [*launcher, str(script), *flags], cwd=tmp_path, env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )
-    wait_for(tmp_path / "pid")
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert "resume  runs/001/checkpoints/step_000000" in output
-    for whole in processes(tmp_path, 2, [*flags, "--out_dir", "whole"]):
-        assert whole.code() == 0, whole.text()
-    assert_same_end(tmp_path / "whole", tmp_path / "runs/001")
-
-
 def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--num_workers", 2,
              "--save_interval", 20]
@@ -812,28 +602,27 @@ def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
     assert "stopped at step" in process.text() and "Traceback" not in process.text()
 
 
-def slow_save(started: Path, received: Path, until=lambda: False):
-    """Make the save of step 8 wait for `until()`; leave marks when it starts, and for signals."""
-    save, handle = writer.write_checkpoint, faults.Stop.handle
-
-    def write(path, state):
-        if "step_00000008" in path.name:
-            started.touch()
-            while not until():
-                time.sleep(0.01)
-        save(path, state)
-
-    def mark(self, *args):
-        handle(self, *args)
-        received.touch()
-
-    writer.write_checkpoint, faults.Stop.handle = write, mark
-
-
 def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
+    """The first one waits for the save that is under way, here for ever."""
     started, received = tmp_path / "started", tmp_path / "received"
-    process = Process(tmp_path, flags, lambda: slow_save(started, received))
+
+    def hook():
+        save, handle = writer.write_checkpoint, faults.Stop.handle
+
+        def write(path, state):
+            if "step_00000008" in path.name:
+                started.touch()
+                time.sleep(1000)
+            save(path, state)
+
+        def mark(self, *args):
+            handle(self, *args)
+            received.touch()
+
+        writer.write_checkpoint, faults.Stop.handle = write, mark
+
+    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
+    process = Process(tmp_path, flags, hook)
     wait_for(started)
     process.kill(signal.SIGINT)
     wait_for(received)
@@ -843,32 +632,6 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
     assert process.code() == 130
     assert steps(tmp_path / "r") == [4]
     assert find_corruption(tmp_path / "r/checkpoints/step_00000004.pt") is None
-
-
-def test_a_signal_during_a_save(corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 20]
-    started, received, inside = (tmp_path / name for name in ("started", "received", "inside"))
-
-    def hook():
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            if step == 8:
-                inside.touch()
-                wait_for(received)
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
-        slow_save(started, received, until=received.exists)
-
-    process = Process(tmp_path, flags, hook)
-    wait_for(started)
-    wait_for(inside)
-    process.kill(signal.SIGTERM)
-    assert process.code() == 143, process.text()
-    assert steps(tmp_path / "r") == [4, 8, 9]  # including the one that was in progress
-    found = list_checkpoints(tmp_path / "r" / "checkpoints")
-    assert not any(map(Checkpoint.find_damage, found))
 
 
 # --- ranks ---
@@ -888,26 +651,17 @@ def test_a_rank_that_dies(corpus, tmp_path):
     assert f"saved the last completed step, {steps(tmp_path / 'r')[-1]}" in output
 
 
-@pytest.mark.parametrize("error", [
-    ValueError("bad luck"),
-    RuntimeError("GET http://host: Connection reset by peer"),  # of a fork's own connection
-])
-def test_a_rank_that_raises(corpus, tmp_path, error):
+def test_a_rank_that_raises(corpus, tmp_path):
+    error = RuntimeError("GET http://host: Connection reset by peer")  # of a fork's own connection
+
     def hook(rank):
-        plain = train.learning_rate
-
-        def learning_rate(step, cfg):
-            if step == 3 and rank == 1:
-                raise error
-            return plain(step, cfg)
-
-        train.learning_rate = learning_rate
+        if rank == 1:
+            at_step(3, raising(error))
 
     group = processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r"], hook)
     assert [process.code() for process in group] == [1, 1]
     output = group[1].text()
-    said = f"train.py: failed: {type(error).__name__}: {error}"
-    assert output.index(said) < output.index("Traceback")
+    assert output.index(f"train.py: failed: RuntimeError: {error}") < output.index("Traceback")
     assert "Traceback" not in group[0].text()
     assert steps(tmp_path / "r") == [3]
 
@@ -965,21 +719,19 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
 # --- exceptions ---
 
 
-def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch):
-    for error, code, said in ((ValueError("bad luck"), 1, "failed: ValueError: bad luck"),
-                              (KeyboardInterrupt(), 130, "interrupted")):
-
-        def fail(error=error):
-            raise error
-
-        with monkeypatch.context() as patch:
-            at_step(patch, 5, fail)
-            output = run("--out_dir", f"r{code}", expect=code)
-        assert said in output and "saved the last completed step, 5" in output
-        run("--auto-resume", "--out_dir", f"r{code}", bare=True)
-    run("--out_dir", "whole")
-    assert_same_end(tmp_path / "whole", tmp_path / "r1")
-    assert_same_end(tmp_path / "whole", tmp_path / "r130")
+@pytest.mark.parametrize("error, code, said", [
+    (ValueError("bad luck"), 1, "failed: ValueError: bad luck"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (torch.OutOfMemoryError("Tried to allocate 20.00 GiB."), 1,
+     "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the"),
+])
+def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, error, code, said):
+    with monkeypatch.context() as patch:
+        at_step(5, raising(error), patch.setattr)
+        output = run("--out_dir", "r", expect=code)
+    assert said in output and "saved the last completed step, 5" in output
+    run("--auto-resume", "--out_dir", "r", bare=True)
+    assert_same_end(finished, tmp_path / "r")
 
 
 def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
@@ -995,25 +747,15 @@ def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
     assert steps(tmp_path / "r") == [4] and "saved the last" not in output
 
 
-def test_out_of_memory_says_what_to_try(run, tmp_path, monkeypatch):
-    def fail():
-        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
-
-    at_step(monkeypatch, 5, fail)
-    output = run("--out_dir", "r", expect=1)
-    assert "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the" in output
-    assert steps(tmp_path / "r") == [5]
-
-
 def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
-    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=4, micro_batch=4)
+    ranks = SimpleNamespace(world_size=4, micro_batch=4)
     advice = memory.memory_advice(ranks, 14, RuntimeError("can't allocate memory"))
     assert "try --micro_batch_size 2; the" in advice
     ranks.world_size = 2  # shares of 7
     assert "try --micro_batch_size 1; the" in memory.memory_advice(ranks, 14, RuntimeError("no"))
 
 
-def test_the_micro_batch_that_fits_is_found(run, tmp_path, monkeypatch):
+def test_the_micro_batch_that_fits_is_found(run, tmp_path, finished, monkeypatch):
     plain = Transformer.forward
 
     def forward(self, tokens, *rest):
@@ -1021,41 +763,31 @@ def test_the_micro_batch_that_fits_is_found(run, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
         return plain(self, tokens, *rest)
 
-    run("--out_dir", "whole", "--log_interval", 1)
     monkeypatch.setattr(Transformer, "forward", forward)
-    output = run("--out_dir", "r", "--micro_batch_size", "auto", "--log_interval", 1)
+    output = run("--out_dir", "r", "--micro_batch_size", "auto")
     assert "1 x 2 micro-batches of 4" in output
-    one, two = (column(tmp_path / name, "train/loss") for name in ("whole", "r"))
+    one, two = (column(run_dir, "train/loss") for run_dir in (finished, tmp_path / "r"))
     assert list(one.values()) == pytest.approx(list(two.values()), rel=1e-4)
 
 
 # --- not finite ---
 
 
-def poison(monkeypatch, first: int, last: int):
-    """Make the loss of every batch with a sample from first … last - 1 not finite."""
-    forward, batch = Transformer.forward, data.Mixture.batch
-
-    def bad_batch(self, start, stop):
-        out = batch(self, start, stop)
-        return data.Batch(torch.full_like(out.tokens, 7)) if start < last and stop > first else out
-
-    def bad_forward(self, tokens, *rest):
-        losses = forward(self, tokens, *rest)
-        return losses * math.nan if (tokens == 7).all() else losses
-
-    monkeypatch.setattr(data.Mixture, "batch", bad_batch)
-    monkeypatch.setattr(Transformer, "forward", bad_forward)
+@pytest.fixture
+def bad_samples(monkeypatch):
+    """bad_samples(first, stop): from now on their losses are not finite."""
+    for owner, name in ((data.Mixture, "batch"), (Transformer, "forward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # which puts them back
+    return poison
 
 
 BAD = ["--max_steps", 40, "--save_interval", 10, "--eval_interval", 0, "--log_interval", 5,
        "--max_nonfinite", 5]
 
 
-@pytest.mark.parametrize("monitor", ["light", "off"])
-def test_rollback_skips_the_bad_samples(run, tmp_path, monkeypatch, monitor):
-    poison(monkeypatch, 160, 240)  # of steps 21 to 30
-    output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback", "--monitor", monitor)
+def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples):
+    bad_samples(160, 240)  # of steps 21 to 30
+    output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback")
     assert "warning: 5 steps in a row, up to step 25, had a loss or gradient that was not" in output
     assert "step_00000020.pt, continuing at sample 200" in output
     assert "step_00000020.pt, continuing at sample 240" in output
@@ -1071,30 +803,24 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, monkeypatch, monitor):
     assert "152" in shown[20] and "240" in shown[21]
 
 
-def test_rollback_gives_up(run, tmp_path, monkeypatch):
-    poison(monkeypatch, 160, 10**9)
+@pytest.mark.parametrize("flags, last, position, said", [
+    (["--on_nonfinite", "abort"], 25, None, "failed: 5 steps in a row, up to step 25, had a loss"),
+    (["--on_nonfinite", "skip"], 40, 320, "finite again; 10 steps from step 21 on were not"),
+    (["--on_nonfinite", "skip", "--log_interval", 0, "--max_steps", 30], 30, 240,
+     "warning: the last 10 steps had a loss or gradient that was not"),
+])
+def test_other_policies(run, tmp_path, bad_samples, flags, last, position, said):
+    bad_samples(160, 240)
+    output = run("--out_dir", "r", *BAD, *flags, expect=0 if position else 1)
+    assert said in output and "Traceback" not in output
+    assert steps(tmp_path / "r")[-1] <= last
+    assert not position or final(tmp_path / "r")["position"] == position
+
+
+def test_rollback_gives_up(run, tmp_path, bad_samples):
+    bad_samples(160, 10**9)
     output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback", expect=1)
     assert output.count("; rolled back to ") == 3 and "failed: 5 steps in a row" in output
-
-
-def test_abort(run, tmp_path, monkeypatch):
-    poison(monkeypatch, 160, 240)
-    output = run("--out_dir", "r", *BAD, "--on_nonfinite", "abort", expect=1)
-    assert "train.py: failed: 5 steps in a row, up to step 25, had" in output
-    assert "Traceback" not in output and steps(tmp_path / "r")[-1] <= 25
-
-
-def test_skip_goes_on(run, tmp_path, monkeypatch):
-    poison(monkeypatch, 160, 240)
-    output = run("--out_dir", "r", *BAD)
-    assert "finite again; 10 steps from step 21 on were not" in output
-    assert final(tmp_path / "r")["position"] == 320
-
-
-def test_skipping_to_the_end_is_said_without_logs_too(run, tmp_path, monkeypatch):
-    poison(monkeypatch, 8, 10**9)
-    output = run("--log_interval", 0)
-    assert output.count("warning: the last 11 steps had a loss or gradient that was not") == 1
 
 
 def spoil_weights(monkeypatch, at: int, times: int):
@@ -1138,19 +864,15 @@ def test_a_run_whose_weights_are_never_finite_ends(run, tmp_path, monkeypatch, p
 TOO_FAST = ["--learning_rate", 1e30, "--optimizer", "adamw", "--grad_clip", 0]
 
 
-@pytest.mark.parametrize("flags", [
-    [], ["--on_nonfinite", "abort"], ["--log_interval", 0], ["--max_steps", 2],
-    ["--max_nonfinite", 2, "--max_steps", 500],
-])
+@pytest.mark.parametrize("flags", [[], ["--log_interval", 0], ["--max_nonfinite", 2]])
 def test_a_learning_rate_that_ends_the_weights_ends_the_run(run, tmp_path, flags):
     output = run("--out_dir", "r", *TOO_FAST, *flags, expect=1)
     assert output.splitlines()[-1].startswith("train.py: failed: the weights are not finite at")
-    assert steps(tmp_path / "r") == [] and "step   8/500" not in output
+    assert steps(tmp_path / "r") == [] and ("step  8/12" in output) == (flags == [])
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
-def test_so_it_does_on_all_ranks(run, tmp_path, way):
-    output = run("--out_dir", "r", *TOO_FAST, "--parallel", way, ranks=2, expect=1)
+def test_so_it_does_on_all_ranks(run):
+    output = run("--out_dir", "r", *TOO_FAST, "--parallel", "zero3", ranks=2, expect=1)
     assert output.count("train.py: failed: the weights are not finite at step 12") == 1
 
 
@@ -1176,13 +898,9 @@ def test_changes_are_listed_and_refused(run, copy):
     assert "seed 1337 -> 7, batch_size 8 -> 4" in output
     assert "--allow_change seed batch_size" in output
     assert "batch_size" in run(*flags, "--allow_change", "seed", bare=True, expect=2)
-    run(*flags, "--allow_change", "seed", "batch_size", bare=True)
+    output = run(*flags, "--allow_change", "seed", "batch_size", bare=True)
+    assert "max_steps 12 -> 20: the schedule has its new length; the learning rate goes" in output
     assert final(copy)["position"] == 12 * 8 + 8 * 4  # no sample twice, none skipped
-
-
-def test_a_longer_run_says_how_its_schedule_changes(run, copy):
-    output = run("--auto-resume", "--out_dir", "r", "--max_steps", 24, bare=True)
-    assert "max_steps 12 -> 24: the schedule has its new length; the learning rate goes" in output
 
 
 def test_resuming_a_long_run_reads_only_its_tail(run, copy, tmp_path):
@@ -1200,8 +918,7 @@ def test_resuming_a_long_run_reads_only_its_tail(run, copy, tmp_path):
 
 
 def test_a_clock_that_jumps_back(run, tmp_path, monkeypatch):
-    hours = itertools.count(0)
-    plain = time.time
+    hours, plain = itertools.count(0), time.time
     monkeypatch.setattr(time, "time", lambda: plain() - 3600 * next(hours))
     run("--out_dir", "r", "--save_interval", 4)
     monkeypatch.undo()
@@ -1281,13 +998,12 @@ def test_a_backup_of_another_run_is_refused(run, tmp_path, monkeypatch, backed_u
     assert contents(tmp_path / "disk2").items() <= before.items()
 
 
-@pytest.mark.parametrize("place", ["a", "a/checkpoints/x", ".", "link", "runs/7"])
+@pytest.mark.parametrize("place", ["r", ".", "link", "runs/7"])
 def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
-    copy.rename(tmp_path / "a")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "link").symlink_to(copy)
     before = contents(tmp_path)
-    flags = [] if place == "runs/7" else ["--out_dir", "a", "--auto-resume"]
-    for url in (place, f"file://{tmp_path}/{place}", f"local://{tmp_path}/x/../{place}"):
+    flags = [] if place == "runs/7" else ["--out_dir", "r", "--auto-resume"]
+    for url in (place, f"local://{tmp_path}/x/../{place}"):
         output = run(*flags, "--backup_to", url, expect=2)
         assert f"--backup_to {url}: overlaps the run" in output
     assert contents(tmp_path) == before
@@ -1310,10 +1026,7 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
-    def fail(*args, **kwargs):
-        raise PermissionError(13, "no")
-
-    monkeypatch.setattr(LocalFileSystem, "put_file", fail)
+    monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
     monkeypatch.setattr(retry.time, "sleep", lambda s: None)
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
@@ -1334,9 +1047,3 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     output = run("--verify_resume", 4, "--dropout", "0.1", expect=1)
     assert "verify_resume: differs after 4 + 4 steps: model." in output
     assert not list((tmp_path / "temporary").glob("steady-verify-*"))
-
-
-def test_verify_resume_on_two_ranks(corpus, tmp_path):
-    for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--verify_resume", 3]):
-        assert process.code() == 0, process.text()
-    assert "verify_resume: identical" in (tmp_path / "log0.txt").read_text()

@@ -3,15 +3,12 @@
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TINY, in_clone
 
-from config import Config
 from steady.checkpoints.checkpoint import Checkpoint, compare
-from steady.guard.guard import Guard
 
 FLAGS = [*TINY, "--max_steps", 12, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
          "--max_nonfinite", 2, "--skip_spikes", 6]
@@ -77,15 +74,3 @@ def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus, po
         assert all(tensor.isfinite().all() for tensor in end["model"].values())
         assert len(end["rollbacks"]) == (policy == "rollback")
         assert int(torch.as_tensor(end["nonfinite"])) == 0
-
-
-@pytest.mark.parametrize("log_interval, skipped, rank, said", [
-    (0, 2, 0, True), (0, 1, 0, False), (0, 2, 1, False), (5, 2, 0, False)])
-def test_skipped_last_steps_are_said_where_no_log_has(capsys, log_interval, skipped, rank, said):
-    cfg = Config(log_interval=log_interval, max_nonfinite=2, max_steps=20)
-    shards = SimpleNamespace(tensors={"w": torch.ones(2)}, size=1)
-    ranks = SimpleNamespace(rank=rank, device=torch.device("cpu"), shards=shards, minimum=int)
-    guard = Guard(cfg, ranks)
-    guard.nonfinite.fill_(skipped)
-    guard.check(20, ended=True)
-    assert (f"the last {skipped} steps" in capsys.readouterr().out) == said

@@ -15,12 +15,8 @@ from conftest import TINY, column, poison, processes
 
 import data
 import train
-from steady.checkpoints import parts
-from steady.checkpoints.checkpoint import (
-    best_checkpoint,
-    compare,
-    list_checkpoints,
-)
+from steady.checkpoints import writer
+from steady.checkpoints.checkpoint import best_checkpoint, compare, list_checkpoints
 
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
 FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
@@ -51,7 +47,7 @@ def count_and_die(rank: int, count, die_at: int):
         event()
         plain_add(*args)
 
-    parts.PATIENCE, parts.IN_A_HURRY = 10.0, 0.5  # a killed rank writes nothing
+    writer.PATIENCE = 10.0  # a killed rank writes nothing
     sys.addaudithook(audit)
     poison(64, 96)
     train.learning_rate, data.Batch.add_by_dataset = learning_rate, add_by_dataset

@@ -15,7 +15,6 @@ from torch import nn
 import config
 import train
 from model import Transformer
-from steady.checkpoints import parts
 from steady.checkpoints.checkpoint import (
     Checkpoint,
     checkpoint_at,
@@ -485,7 +484,6 @@ def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path, unlucky):
             if run.progress.step == 4 and run.ranks.rank == unlucky:
                 raise ValueError("bad luck")
 
-        parts.IN_A_HURRY = 0.3
         after_updates(fail)
 
     flags = [*TINY, *EXACT, "--data", corpus, "--eval_interval", 0, "--out_dir", "r", "--parallel",

@@ -776,7 +776,7 @@ def test_run_directories(run, tmp_path):
     assert sorted(os.listdir(tmp_path / "runs")) == ["001", "002"]
     before = (tmp_path / "runs/002/config.yaml").read_text()
     message = run("--out_dir", "runs/002", expect=2)
-    assert all(way in message for way in ("--auto-resume", "--resume", "--overwrite"))
+    assert all(way in message for way in ("--auto_resume", "--resume", "--overwrite"))
     assert (tmp_path / "runs/002/config.yaml").read_text() == before
     run("--out_dir", "runs/002", "--overwrite", "--max_steps", 3)
     assert [row["step"] for row in rows(tmp_path / "runs/002") if "train/loss" in row] == [1, 3]

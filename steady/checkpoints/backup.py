@@ -6,12 +6,12 @@ import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import NAME, Checkpoint
-from steady.checkpoints.parts import MANIFEST, PART
+from steady.checkpoints.checkpoint import BEST, NAME, Checkpoint
+from steady.checkpoints.parts import whole_saves
 from steady.checkpoints.retry import retry
 from steady.options import ConfigError
 
-# Files of a run besides its checkpoints; anything else found in a backup is not downloaded.
+# Files of a run besides its checkpoints: nothing else is uploaded, nor downloaded if found.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
 
 
@@ -23,12 +23,11 @@ class Backup:
     """
 
     def __init__(self, url: str, keep: int):
-        self.fs, self.root = open_url(url)
+        self.fs, self.url, self.keep = open_url(url), url, keep
         try:
-            self.fs.makedirs(f"{self.root}/checkpoints", exist_ok=True)
+            self.fs.makedirs("checkpoints", exist_ok=True)
         except Exception as e:
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-        self.url, self.keep = url, keep
         self.thread = None
         self.newest = None  # checkpoint
         self.uploaded = None  # the newest checkpoint that is there, and when it was written
@@ -50,22 +49,17 @@ class Backup:
 
     def upload(self, checkpoint: Checkpoint):
         run_dir = checkpoint.run_dir
-        logs = [run_dir / "metrics.jsonl"]
-        for folder, names in (("tensorboard", "events.*"), ("tokenizer", "*.*"), ("hf", "*.json")):
-            logs += (run_dir / folder).glob(names)
-        remote = f"{self.root}/checkpoints"
         try:
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
-                self.upload_checkpoint(checkpoint, f"{remote}/{checkpoint.name}")
-            for log in filter(Path.exists, logs):
-                name = log.relative_to(run_dir).as_posix()
-                self.fs.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
-                retry(lambda a=log, b=name: self.fs.put_file(str(a), f"{self.root}/{b}"), Exception)
-            found = remote_checkpoints(self.fs, remote)
-            past = [p for p in found if step_of(p) <= checkpoint.step]
+                self.upload_checkpoint(checkpoint)
+            for log in (*run_dir.glob("*"), *run_dir.glob("*/*")):
+                if LOGS.fullmatch(name := log.relative_to(run_dir).as_posix()):
+                    self.put(log, name)
+            found = remote_checkpoints(self.fs)
+            past = [name for name in found if step_of(name) <= checkpoint.step]
             for later in found[len(past) :]:  # before this run went back; as in its directory
-                first = remote_files(self.fs, later)[0]  # the file, or the manifest
-                self.fs.mv(first, f"{first}.set-aside")
+                for file in remote_files(self.fs, later):
+                    self.fs.mv(file, f"{file}.set-aside")
             for old in past[: -self.keep]:
                 for file in remote_files(self.fs, old):
                     self.fs.rm_file(file)
@@ -74,45 +68,47 @@ class Backup:
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
 
-    def upload_checkpoint(self, checkpoint: Checkpoint, remote: str):
+    def upload_checkpoint(self, checkpoint: Checkpoint):
         path, changed, run_dir = checkpoint.path, checkpoint.changed_at(), checkpoint.run_dir
         held = Checkpoint(path.with_name(f"{path.name}.backup-{os.getpid()}"))
-        config = "config.yaml"
         try:
             checkpoint.link_to(held.path)  # or rotation deletes it
-            refuse_other_run(self.url, run_dir, run_id(run_dir / config))
-            self.upload_file(run_dir / config, f"{self.root}/{config}")  # says whose the rest is
-            if held.path.is_dir():
-                self.fs.makedirs(remote, exist_ok=True)
-                for part in [*held.files(), held.path / MANIFEST]:
-                    self.upload_file(part, f"{remote}/{part.name}")
-            else:
-                self.upload_file(held.path, remote)
+            refuse_other_run(self.url, run_dir, run_id(run_dir))
+            self.put(run_dir / "config.yaml", "config.yaml")  # whose backup it is
+            for file in held.files():
+                name = path.name if file == held.path else f"{path.name}/{file.name}"
+                self.put(file, f"checkpoints/{name}.part")
+                self.fs.mv(f"checkpoints/{name}.part", f"checkpoints/{name}")  # all of it is there
         finally:
             held.delete()
         self.uploaded = checkpoint, changed
 
-    def upload_file(self, path: Path, remote: str):
-        """Under its name once all of it is there."""
-        retry(lambda: self.fs.put_file(str(path), f"{remote}.part"), Exception)
-        self.fs.mv(f"{remote}.part", remote)
+    def put(self, path: Path, name: str):
+        self.fs.makedirs(os.path.dirname(name), exist_ok=True)
+        retry(lambda: self.fs.put_file(str(path), name), Exception)
 
 
-def open_url(url: str, option: str = "--backup_to") -> tuple:
-    """(fsspec's file system, the path in it). Raises ConfigError."""
+def open_url(url: str, option: str = "--backup_to"):
+    """fsspec's file system of the folder at `url`. Raises ConfigError."""
     from fsspec.core import url_to_fs
+    from fsspec.implementations.dirfs import DirFileSystem
 
     try:
-        return url_to_fs(url)
+        fs, root = url_to_fs(url)
     except Exception as e:  # each file system raises its own
         raise ConfigError(f"{option} {url}: {type(e).__name__}: {e}") from None
+    return DirFileSystem(root, fs)
 
 
-def run_id(config: Path | str) -> str:
-    """Which run a config.yaml, or its text, is of; "" where an older version wrote it."""
-    text = config.read_text("utf-8", "replace") if isinstance(config, Path) else config
-    found = re.search("^# run: (.+)$", text, re.MULTILINE)
-    return found[1] if found else ""
+def run_id(run_dir: Path) -> str:
+    """The id in its config.yaml; "" without one, or where an older version wrote it."""
+    config = run_dir / "config.yaml"
+    return id_in(config.read_bytes()) if config.exists() else ""
+
+
+def id_in(config: bytes) -> str:
+    found = re.search(rb"^# run: (\w+)$", config, re.MULTILINE)
+    return found[1].decode() if found else ""
 
 
 def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
@@ -122,16 +118,16 @@ def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
     """
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, root = open_url(url)
-    place, own = Path(root).resolve(), (run_dir or Path("runs")).resolve()
+    fs, own = open_url(url), (run_dir or Path("runs")).resolve()
+    place = Path(fs.path).resolve()
     within = place == own or place in own.parents or own in place.parents
-    if within and isinstance(fs, LocalFileSystem):
+    if within and isinstance(fs.fs, LocalFileSystem):
         raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a "
                           "place on another disk or machine")
     try:
-        theirs = "" if remote_checkpoints(fs, f"{root}/checkpoints") else None
+        theirs = "" if remote_checkpoints(fs) else None
         with contextlib.suppress(FileNotFoundError):
-            theirs = run_id(fs.cat_file(f"{root}/config.yaml").decode("utf-8", "replace"))
+            theirs = id_in(fs.cat_file("config.yaml"))
     except Exception as e:
         raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
     if theirs is not None and (mine is None or theirs not in ("", mine)):
@@ -139,26 +135,24 @@ def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
                           f"Continue that one with --resume {url}, or choose another URL")
 
 
-def step_of(remote: str) -> int:
-    return Checkpoint(Path(remote)).step
+def step_of(name: str) -> int:
+    return Checkpoint(Path(name)).step
 
 
-def remote_checkpoints(fs, folder: str) -> list[str]:
-    """Paths of the checkpoints in a folder of an fsspec file system, oldest first."""
-    found = fs.ls(folder, detail=False) if fs.exists(folder) else []
-    found = [p.rstrip("/") for p in found]
-    found = [p for p in found if NAME.fullmatch(p.rpartition("/")[2])
-             and (p.endswith(".pt") or fs.exists(f"{p}/{MANIFEST}"))]
-    return sorted(found, key=step_of)
+def remote_checkpoints(fs) -> list[str]:
+    """The names of the checkpoints in a backup, oldest first."""
+    found = fs.ls("checkpoints", detail=False) if fs.exists("checkpoints") else []
+    found = [name.rstrip("/") for name in found]
+    found = [name for name in found if NAME.fullmatch(os.path.basename(name))]
+    return sorted((name for name in found if remote_files(fs, name)), key=step_of)
 
 
 def remote_files(fs, checkpoint: str) -> list[str]:
-    """The files of a remote checkpoint: itself, or the manifest and the parts."""
+    """The files of a checkpoint in a backup: itself, or its parts if there are those of a save."""
     if checkpoint.endswith(".pt"):
         return [checkpoint]
-    names = [p for p in fs.ls(checkpoint, detail=False)
-             if PART.fullmatch(p.rpartition("/")[2]) or p.endswith(f"/{MANIFEST}")]
-    return sorted(names, key=lambda p: not p.endswith(MANIFEST))
+    found = {os.path.basename(name): name for name in fs.ls(checkpoint, detail=False)}
+    return [found[name] for save in whole_saves(found) for name in save]
 
 
 def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
@@ -167,37 +161,35 @@ def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
     url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
     but this file, and return None. Raises ConfigError.
     """
-    fs, root = open_url(url, "--resume")
+    place, _, name = url.rstrip("/").rpartition("/")
+    one = NAME.fullmatch(name) or name in BEST
+    fs = open_url(place.removesuffix("/checkpoints") if one else url, "--resume")
     try:
-        if NAME.fullmatch(root.rpartition("/")[2]) or root.endswith(".pt"):
-            wanted, root = [root], root.rpartition("/")[0].removesuffix("/checkpoints")
-        else:
-            wanted = remote_checkpoints(fs, f"{root}/checkpoints")[::-1]
-        logs = [p for p in fs.find(root) if LOGS.fullmatch(p[len(root) :].lstrip("/"))]
+        wanted = [f"checkpoints/{name}"] if one else remote_checkpoints(fs)[::-1]
+        logs = [name for name in fs.find("") if LOGS.fullmatch(name)]
     except Exception as e:
         raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
 
-    def get(path: str, local: Path) -> Path:
+    def get(name: str, local: Path):
         local.parent.mkdir(parents=True, exist_ok=True)
-        retry(lambda: fs.get_file(path, str(local)), Exception)
-        return local
+        retry(lambda: fs.get_file(name, str(local)), Exception)
 
     if only:
-        for log in (p for p in logs if p[len(root) :].lstrip("/") == only):
-            get(log, to / only)
+        if only in logs:
+            get(only, to / only)
         return None
     for path in wanted:
-        local = Checkpoint(to / "checkpoints" / path.rpartition("/")[2])
+        local = Checkpoint(to / path)
         draft, wrong = Checkpoint(local.path.with_name(f"{local.name}.tmp-{os.getpid()}")), ""
         try:
             for file in remote_files(fs, path):
-                get(file, draft.path / file.rpartition("/")[2] if file != path else draft.path)
+                get(file, draft.path / os.path.basename(file) if file != path else draft.path)
         except Exception as e:  # each file system raises its own; an older one may be there
             wrong = f"{type(e).__name__}: {e}"
-        wrong = wrong or (draft.find_damage() if draft.path.exists() else "it has no files")
+        wrong = wrong or draft.find_damage()
         if not wrong:
             for log in logs:
-                get(log, to / log[len(root) :].lstrip("/"))
+                get(log, to / log)
             if local.path.exists():
                 local.set_aside()
             draft.path.rename(local.path)

@@ -1,24 +1,26 @@
 """Checkpoints: one type, whether a file or a folder of parts, and those of a run.
 
     checkpoints/step_00000100.pt    the state of a run in one file, sealed by a checksum
-    checkpoints/step_00000100/      where the state is sharded: a file for each rank, a manifest
+    checkpoints/step_00000100/      where the state is sharded: a file for each rank
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 """
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from steady.checkpoints import parts
-from steady.checkpoints.parts import MANIFEST, PART, is_folder
+from steady.checkpoints.parts import PART
 from steady.checkpoints.retry import retry
 from steady.checkpoints.sealed import atomic_write, find_corruption, link_or_copy
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
+BEST = ("best.pt", "best")
 DRAFT = re.compile(r"(step_\d{8,}|best)(\.pt)?\.(tmp|backup)-\d+")
 FORMAT = 4  # of the dict in a file
 
@@ -53,58 +55,53 @@ class Checkpoint:
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def exists(self) -> bool:
-        """Whether it is there as a whole: a folder without its manifest was never finished."""
-        return self.path.suffix == ".pt" and self.path.is_file() or (self.path / MANIFEST).is_file()
+        """Whether it is there as a whole: a folder that lacks a part was never finished."""
+        if self.path.suffix == ".pt":
+            return self.path.is_file()
+        return parts.is_whole(self.path)
 
     def files(self) -> list[Path]:
-        """Those with the state. Raises ValueError if the manifest is damaged."""
-        return parts.listed(self.path) if self.path.is_dir() else [self.path]
+        """Those with the state; none where it is absent or not whole."""
+        return [self.path] if self.path.is_file() else parts.listed(self.path)
 
     def changed_at(self) -> int:
         """When it was written, in ns; 0 where another process has just deleted it."""
         try:
-            return (self.path / MANIFEST if self.path.is_dir() else self.path).stat().st_mtime_ns
-        except FileNotFoundError:
+            return max(file.stat().st_mtime_ns for file in self.files())
+        except (FileNotFoundError, ValueError):
             return 0
 
-    def same_files(self, other: "Checkpoint") -> bool:
-        """Whether both are links to the same files."""
-        try:
-            pairs = zip(self.files(), other.files(), strict=True)
-            return all(one.samefile(two) for one, two in pairs)
-        except (OSError, ValueError):  # a damaged manifest, a file that is missing
-            return False
-
     def find_damage(self) -> str | None:
-        """What is wrong with its bytes, all of which are read, or with what it holds; or None."""
-        path = self.path
-        wrong = parts.find_damage(path) if path.is_dir() else find_corruption(path)
-        if wrong:
-            return wrong
-        try:
-            states = self.states("meta")
-            if not all(isinstance(state, dict) and "format" in state for state in states):
-                return "it holds no state of a run"
-            if states[0]["format"] == FORMAT:  # else `load_checkpoint` refuses it
-                parts.join(states)  # raises where the parts do not fit together
-            return None
-        except OSError:
-            raise
-        except Exception as e:  # zipfile, pickle and torch each have errors of their own
-            return f"torch cannot load it ({type(e).__name__})"
+        """What is wrong with its bytes, all of which are read; or None."""
+        files = self.files()
+        if not files:
+            return "it has no files, or not the parts of all ranks"
+        with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
+            for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
+                if wrong:
+                    return wrong if file == self.path else f"{file.name}: {wrong}"
+        return None
 
     def require_valid(self):
         """Raise ConfigError if it is damaged, or only a part of one."""
-        if PART.fullmatch(self.name) or self.name == MANIFEST:
+        if PART.fullmatch(self.name):
             raise ConfigError(f"{self}: is only a part; expected its folder, {self.path.parent}")
         wrong = retry(self.find_damage)
         if wrong:
             raise ConfigError(f"{self}: not a checkpoint that can be read: {wrong}")
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
-        """What its files hold: one state, or that of each rank."""
-        return [torch.load(file, map_location=device, weights_only=True, mmap=mmap)
-                for file in self.files()]
+        """What its files hold: one state, or that of each rank. Raises ConfigError."""
+        try:
+            found = [torch.load(file, map_location=device, weights_only=True, mmap=mmap)
+                     for file in self.files()]
+            version = found[0]["format"]
+        except Exception as e:  # zipfile, pickle and torch each have errors of their own
+            raise ConfigError(f"{self}: not a checkpoint that can be read "
+                              f"({type(e).__name__})") from e
+        if version != FORMAT:
+            raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
+        return found
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
@@ -119,35 +116,36 @@ class Checkpoint:
                 link_or_copy(self.path, draft)
 
     def link_as_best(self):
-        best = Checkpoint(self.path.with_name(f"best{self.path.suffix}"))
-        self.link_to(best.path)
-        best.delete_other_form()
+        """Make it best.pt, or the folder best, and delete the other of the two."""
+        name, other = BEST if self.path.suffix else BEST[::-1]
+        self.link_to(self.path.with_name(name))
+        Checkpoint(self.path.with_name(other)).delete()
 
     def delete(self):
-        if is_folder(self.path):
-            parts.delete_folder(self.path)
+        if self.path.is_dir():
+            parts.remove_strays(self.path, kept=())
         else:
             self.path.unlink(missing_ok=True)
 
-    def delete_other_form(self):
-        """Delete the file with the name of this folder, or the folder with that of this file."""
-        Checkpoint(self.path.with_suffix("" if self.path.suffix else ".pt")).delete()
-
     def set_aside(self, why: str = "set-aside"):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
-        new, n = self.path.with_name(f"{self.name}.{why}"), 2
-        while os.path.lexists(new):  # also a link that leads nowhere
-            new, n = self.path.with_name(f"{self.name}.{why}-{n}"), n + 1
-        self.path.rename(new)
+        self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
+
+
+def unused_name(path: Path) -> Path:
+    """This path, or PATH-2, PATH-3, … where that is taken, also by a link that leads nowhere."""
+    new, n = path, 2
+    while os.path.lexists(new):
+        new, n = path.with_name(f"{path.name}-{n}"), n + 1
+    return new
 
 
 # --- those of a run --------------------------------------------------------------------------
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first, without links and other names."""
-    found = [Checkpoint(path) for path in folder.glob("step_*")
-             if NAME.fullmatch(path.name) and not path.is_symlink()]
+    """The checkpoints of a run, oldest first, without other names."""
+    found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(filter(Checkpoint.exists, found), key=lambda c: (c.step, c.changed_at()))
 
 
@@ -158,8 +156,7 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
     """best.pt, or the folder best; the newer one, if there is one."""
-    found = [Checkpoint(folder / name) for name in ("best.pt", "best")]
-    found = [best for best in found if best.exists() and not best.path.is_symlink()]
+    found = filter(Checkpoint.exists, (Checkpoint(folder / name) for name in BEST))
     return max(found, key=Checkpoint.changed_at, default=None)
 
 
@@ -211,23 +208,16 @@ def rotate(folder: Path, keep: int, keep_every: int):
 def step_folders(folder: Path) -> list[Path]:
     """The folders of parts in a run's, finished or not."""
     found = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
-    return [path for path in found if is_folder(path)]
-
-
-def finish_parts(folder: Path):
-    """Complete the checkpoints that lack only a manifest; for the process that holds the lock."""
-    for path in step_folders(folder):
-        if not Checkpoint(path).exists():
-            parts.finish(path)
+    return [path for path in found if path.is_dir()]
 
 
 def remove_drafts(folder: Path):
     """Delete what a killed process left unfinished; only for the process that holds the lock."""
     for path in folder.iterdir():
-        if DRAFT.fullmatch(path.name) and not path.is_symlink():
+        if DRAFT.fullmatch(path.name):
             Checkpoint(path).delete()
     for path in [*step_folders(folder), folder / "best"]:
-        if is_folder(path):
+        if path.is_dir():
             parts.remove_strays(path)
 
 

@@ -1,36 +1,27 @@
-"""A checkpoint in parts: a folder with one file for each rank, and a manifest that makes them one.
+"""A checkpoint in parts: a folder with one file for each rank.
 
-    step_00000100/rank_0_of_2.ID.pt, rank_1_of_2.ID.pt, manifest.json
+    step_00000100/rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
 
-Every file holds the state of a run with that rank's rows of each sharded tensor. The manifest has
-the checksum of every file and is written last: until then there is no checkpoint. Not
-torch.distributed.checkpoint: its planning needs all ranks, of which one may be gone when a run is
-rescued; a load notices hardly any flipped bit; and its `.metadata` is a pickle, which can run code.
+Every file holds the state of a run with that rank's rows of each sharded tensor, and is written as
+a whole or not at all. ID names the save: once all ranks have written their parts of one, there is a
+checkpoint, and no rank needs to say so. Not torch.distributed.checkpoint: its planning needs all
+ranks, of which one may be gone when a run is rescued; a load notices hardly any flipped bit; and
+its `.metadata` is a pickle, which can run code.
 """
 
 import contextlib
-import json
 import os
 import re
 import time
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from steady.checkpoints.sealed import (
-    atomic_write,
-    checksum,
-    find_corruption,
-    link_or_copy,
-    sync_directory,
-)
+from steady.checkpoints.sealed import atomic_write, link_or_copy, sync_directory
 from steady.options import ConfigError
 
-MANIFEST = "manifest.json"
-PART = re.compile(r"rank_(\d+)_of_(\d+)\.[0-9a-f-]+\.pt")
-DRAFT = re.compile(rf"({PART.pattern}|{re.escape(MANIFEST)})\.tmp-\d+")
+PART = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f-]+)\.pt")
+DRAFT = re.compile(rf"{PART.pattern}\.tmp-\d+|manifest\.json")  # the latter of older versions
 SHARED = "a file system that all hosts share"
 
 
@@ -46,127 +37,51 @@ def require_shared(path: Path):
                       "one, and choose an --out_dir on it")
 
 
-def describe(path: Path) -> dict:
-    return dict(folder=path.parent.name, name=path.name, crc32=checksum(path))
+def whole_saves(names) -> list[list[str]]:
+    """Of these names of files, the parts of each save of which no rank's is missing."""
+    saves = {}
+    for name in filter(PART.fullmatch, names):
+        rank, ranks, save = PART.fullmatch(name).groups()
+        saves.setdefault((int(ranks), save), {})[int(rank)] = name
+    return [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
+            if parts.keys() == set(range(ranks))]
 
 
-def write_manifest(folder: Path, files: list[dict]):
-    text = json.dumps(dict(files=files))
-    with atomic_write(folder / MANIFEST) as draft, open(draft, "w") as file:
-        file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(folder.parent)  # which has the name of the folder
-
-
-def read_manifest(folder: Path) -> list[dict]:
-    """What `describe` said of the part of each rank. Raises ValueError if it is damaged."""
-    text, _, seal = (folder / MANIFEST).read_text("utf-8").partition("\n")
-    if seal != f"{zlib.crc32(text.encode()):08x}\n":
-        raise ValueError("the checksum of its manifest is wrong")
-    try:
-        files = json.loads(text)["files"]
-        names = [PART.fullmatch(file["name"]) for file in files]
-        ranks = [(int(name[1]), int(name[2])) for name in names]
-        sums = [file["crc32"] + 0 for file in files]
-    except (KeyError, TypeError) as e:
-        raise ValueError("its manifest is not one of this program") from e
-    if not sums or ranks != [(rank, len(ranks)) for rank in range(len(ranks))]:
-        raise ValueError("its manifest does not list one part for each rank")
-    return files
+def is_whole(folder: Path) -> bool:
+    return bool(whole_saves(path.name for path in folder.glob("rank_*")))
 
 
 def listed(folder: Path) -> list[Path]:
-    """The part of each rank. Raises ValueError if the manifest is damaged."""
-    return [folder / file["name"] for file in read_manifest(folder)]
-
-
-def find_damage(folder: Path) -> str | None:
-    """Read every byte of all parts; returns what is wrong, or None."""
-    def look(file: dict) -> str | None:
-        part = folder / file["name"]
-        if not part.is_file():
-            return f"{part.name} is missing"
-        wrong = find_corruption(part)
-        if not wrong and checksum(part) != file["crc32"]:
-            wrong = "is not the file that its manifest lists"
-        return f"{part.name}: {wrong}" if wrong else None
-
-    try:
-        files = read_manifest(folder)
-    except ValueError as e:
-        return str(e)
-    with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
-        return next(filter(None, pool.map(look, files)), None)
+    """The part of each rank, of the newest save that is whole; empty if there is none."""
+    saves = whole_saves(path.name for path in folder.glob("rank_*"))
+    return max(([folder / name for name in save] for save in saves),
+               key=lambda parts: parts[0].stat().st_mtime_ns, default=[])
 
 
 # --- its files -------------------------------------------------------------------------------
 
 
-def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and not a link to one, which may be another run's."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def make_folder(path: Path):
-    """Make it, unless it is there; in the place of a link, as a file is replaced."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):  # another rank was quicker
-            path.unlink()
-    path.mkdir(exist_ok=True)
-
-
-def finish(folder: Path):
-    """Write the manifest of a folder in which all ranks have written their parts, but for that.
-
-    So nothing is lost where rank 0 could not wait for the others.
-    """
-    found = {}  # of one save → {rank: part}
-    for path in folder.glob("rank_*"):
-        name = PART.fullmatch(path.name)
-        if name and not path.is_symlink():
-            save = int(name[2]), path.name.split(".")[1]
-            found.setdefault(save, {})[int(name[1])] = path
-    for (ranks, _), paths in found.items():
-        whole = paths.keys() == set(range(ranks))
-        if whole and not any(find_corruption(path) for path in paths.values()):
-            write_manifest(folder, [describe(paths[rank]) for rank in range(ranks)])
-            return
-
-
-def remove_strays(folder: Path):
-    """Delete parts and drafts that the manifest does not name; all of them where there is none."""
-    try:
-        kept = {file["name"] for file in read_manifest(folder)}
-    except FileNotFoundError:
-        kept = set()
-    except ValueError:
-        return  # damaged: for `latest_valid` to set aside
+def remove_strays(folder: Path, kept=None):
+    """Delete all parts and drafts but those named; by default, but the newest whole save."""
+    kept = [part.name for part in listed(folder)] if kept is None else kept
     for path in folder.iterdir():
-        stray = PART.fullmatch(path.name) and path.name not in kept
-        if (stray or DRAFT.fullmatch(path.name)) and not path.is_symlink():
+        if path.name not in kept and (PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)):
             path.unlink()
     if not kept:
         with contextlib.suppress(OSError):  # something else is in there
             folder.rmdir()
 
 
-def delete_folder(folder: Path):
-    """Delete a checkpoint, the manifest first: what a kill leaves of it is no checkpoint."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    remove_strays(folder)
-
-
 def link_folder(folder: Path, new: Path):
     """Make `new` a checkpoint with the same files, which replaces the one that is there."""
-    make_folder(new)
-    files = read_manifest(folder)  # once: it may be replaced meanwhile
-    for name in (file["name"] for file in files):
-        if not (new / name).exists():
-            with atomic_write(new / name) as draft:
-                link_or_copy(folder / name, draft)
-    write_manifest(new, files)
-    remove_strays(new)
+    new.mkdir(exist_ok=True)
+    parts = listed(folder)  # once: it may be replaced meanwhile
+    for part in parts:
+        if not (new / part.name).exists():
+            with atomic_write(new / part.name) as draft:
+                link_or_copy(part, draft)
+    sync_directory(new.parent)  # which has the name of the folder
+    remove_strays(new, [part.name for part in parts])
 
 
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,25 +21,23 @@ import torch
 
 from steady.checkpoints.backup import download, refuse_other_run, run_id
 from steady.checkpoints.checkpoint import (
+    BEST,
     NAME,
     Checkpoint,
-    best_checkpoint,
     checkpoint_at,
-    finish_parts,
     latest_valid,
     list_checkpoints,
     remove_drafts,
+    unused_name,
 )
-from steady.checkpoints.parts import MANIFEST, is_folder
 from steady.checkpoints.sealed import atomic_write
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.tokenizers import copy_tokenizer
 
-CHECKPOINT_FILES = re.compile(
-    r"(step_[0-9]{8,}|best)(\.pt)?(\.(corrupt|set-aside)(-[0-9]+)?)?")
-
+# What no run continues from by itself.
+LEFTOVERS = re.compile(r"best(\.pt)?|(step_\d{8,}|best)(\.pt)?\.(corrupt|set-aside)(-\d+)?")
 OF_A_RUN = ("config.yaml", "metrics.jsonl", "tensorboard", "tokenizer", KEPT, "stacks", "traces",
             "checkpoints")
 
@@ -53,15 +50,6 @@ def numbered_folders() -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def newest_run() -> Path | None:
-    """The newest numbered folder that holds a run; warns of newer ones that hold none."""
-    for path in reversed(numbered_folders()):
-        if holds_a_run(path):
-            return path
-        print(f"warning: {path} holds no run: passed over", file=sys.stderr, flush=True)
-    return None
-
-
 def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
@@ -71,20 +59,16 @@ def find_run(cfg) -> Path | None:
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume and "://" not in cfg.resume:
         path = Path(cfg.resume)
-        unfinished = path.is_dir() and not Checkpoint(path).exists()
-        if unfinished and NAME.fullmatch(path.name):
-            raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
-                              "--auto-resume completes it if all its shards are there")
-        if unfinished:
-            raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
-                              f"continue a run: --auto-resume --out_dir {path}")
+        if path.is_dir() and not Checkpoint(path).exists():
+            raise ConfigError(f"--resume {path}: is a folder, but no finished checkpoint. To "
+                              f"continue a run: --auto_resume --out_dir {path}")
         if not path.exists():
             raise ConfigError(f"--resume {path}: no such file")
         own = Checkpoint(path).run_dir
         out_dir = out_dir or own
         same_run = own is not None and out_dir.resolve() == own.resolve()
     elif cfg.auto_resume and not out_dir:
-        out_dir = newest_run()
+        out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
     if out_dir and out_dir.exists() and not out_dir.is_dir():
         raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
     place = out_dir or Path("runs")
@@ -96,75 +80,54 @@ def find_run(cfg) -> Path | None:
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
     if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
-                          "--auto-resume, start from one of its checkpoints with --resume, or "
+                          "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
-    files = "lock", "metrics.jsonl", "config.yaml"
-    for name in (*files, "checkpoints", "tokenizer", "stacks", "traces", KEPT) if out_dir else ():
-        path = out_dir / name
-        if path.is_symlink():  # the lock is beside it: another run may write where it leads
-            raise ConfigError(f"{path}: is a link; expected it in the run directory itself, or "
-                              "none. To use another disk, put --out_dir there")
-        if name in files and path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is not a file; move it away, or choose another --out_dir")
-    if cfg.overwrite and out_dir and out_dir.exists():
-        place_of_old(out_dir)
+    if out_dir:
+        refuse_links(out_dir)
     return out_dir
 
 
+def refuse_links(out_dir: Path):
+    """Raise ConfigError if a run in out_dir would write elsewhere, which its lock does not cover.
+
+    Checked once, so nothing below a claimed directory needs to ask what is a link.
+    """
+    files, checkpoints = ("lock", "metrics.jsonl", "config.yaml"), out_dir / "checkpoints"
+    paths = [out_dir / name for name in (*files, "tokenizer", "stacks", "traces", KEPT)]
+    paths += [path for path in checkpoints.glob("*") if NAME.fullmatch(path.name)]
+    for path in (checkpoints, *paths, *(checkpoints / name for name in BEST)):
+        if path.is_symlink() or path.name in files and path.is_dir():
+            raise ConfigError(f"{path}: is a link, or no file; expected it in the run directory "
+                              "itself, or none. To use another disk, put --out_dir there")
+
+
 def holds_a_run(out_dir: Path) -> bool:
-    names = "config.yaml", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/best"
+    names = "config.yaml", "metrics.jsonl", *(f"checkpoints/{name}" for name in BEST)
     has_one = list_checkpoints(out_dir / "checkpoints")
     return bool(has_one) or any((out_dir / name).exists() for name in names)
 
 
-def place_of_old(out_dir: Path) -> Path:
-    """OUT_DIR.old, to which --overwrite moves a run. Raises ConfigError if other things are there.
-
-    config.yaml comes there first and leaves last, so a kill in between leaves it recognizable.
-    """
-    place = out_dir.resolve()
-    old = place.with_name(f"{place.name}.old")
-    names = {path.name for path in old.iterdir()} if old.is_dir() else set()
-    config = old / "config.yaml"
-    ours = names <= {"lock"} or names <= {*OF_A_RUN, "lock"} and config.exists() and run_id(config)
-    if os.path.lexists(old) and not (is_folder(old) and ours):
-        raise ConfigError(f"--overwrite: {old} is not a run alone, so it is not replaced; move it "
-                          "away, or choose another --out_dir")
-    return old
-
-
 def move_to_old(out_dir: Path, tokenizer_folder: str | None):
-    """Move the run in out_dir to OUT_DIR.old, in place of an older one; other files stay.
+    """Move the run in out_dir to OUT_DIR.old, or OUT_DIR.old-2, …; other files stay.
 
-    Where a kill interrupted this, config.yaml is there already, and nothing is replaced: the rest
-    follows. tokenizer_folder: the data's, which stays where out_dir is the folder of the data.
+    tokenizer_folder: the data's, which stays where out_dir is the folder of the data.
     Raises ConfigError.
     """
-    old, tokenizer = place_of_old(out_dir), out_dir / "tokenizer"
-    with contextlib.suppress(OSError):  # made by `claim`, or it is not empty
-        (out_dir / "checkpoints").rmdir()
-    names = [name for name in OF_A_RUN if os.path.lexists(out_dir / name)]
-    if tokenizer_folder and Path(tokenizer_folder).resolve() == tokenizer.resolve():
-        names = [name for name in names if name != tokenizer.name]
+    if not holds_a_run(out_dir):
+        return
+    place = out_dir.resolve()
+    old = unused_name(place.with_name(f"{place.name}.old"))
     try:
-        if "config.yaml" in names and old.exists():
-            with contextlib.closing(acquire_lock(old, given=f"--overwrite: {old}")):
-                for path in (old / name for name in reversed(OF_A_RUN)):
-                    if is_folder(path):
-                        shutil.rmtree(path)
-                    else:
-                        path.unlink(missing_ok=True)  # of a link, not what it leads to
-        for name in names:
-            old.mkdir(exist_ok=True)
-            if os.path.lexists(old / name):
-                raise ConfigError(f"--overwrite: {old / name} is there already; move {old} away")
-            (out_dir / name).rename(old / name)
-        (out_dir / "checkpoints").mkdir(exist_ok=True)
+        old.mkdir()
+        for name in OF_A_RUN:
+            of_data = tokenizer_folder and Path(tokenizer_folder).resolve() == place / name
+            if os.path.lexists(out_dir / name) and not of_data:
+                (out_dir / name).rename(old / name)
+        (out_dir / "checkpoints").mkdir()
     except OSError as e:  # another file system, or a parent that is read-only
         raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
                           f"{e.strerror}") from None
-    if names:
-        print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
+    print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
 
 
 def continues(cfg, out_dir: Path | None) -> bool:
@@ -179,27 +142,15 @@ def after_restart(cfg):
     """
     if not launch() or not (restart_count() or cfg.overwrite):
         return cfg
-    runs = numbered_folders()
     named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
-    if named:
-        runs = [Path(named)]
-    ours = [run for run in runs if is_of_this_launch(run)]
-    if not ours:
-        return cfg
-    change = dict(auto_resume=True, overwrite=False, resume=None, out_dir=str(ours[-1]))
-    return dataclasses.replace(cfg, **change)
-
-
-def is_of_this_launch(run_dir: Path) -> bool:
-    """Whether a process of this launch wrote config.yaml there.
-
-    It is written once --overwrite has moved the old run away: until then it is another run's.
-    """
-    try:
-        text = (run_dir / "config.yaml").read_text("utf-8", "replace")
-    except OSError:
-        return False
-    return f"\n# launch: {launch()}\n" in text
+    for run in [Path(named)] if named else reversed(numbered_folders()):
+        text = ""  # --overwrite moves that of an older run away before there is one of this launch
+        with contextlib.suppress(OSError):
+            text = (run / "config.yaml").read_text("utf-8", "replace")
+        if f"\n# launch: {launch()}\n" in text:
+            return dataclasses.replace(cfg, auto_resume=True, overwrite=False, resume=None,
+                                       out_dir=str(run))
+    return cfg
 
 
 def launch() -> str:
@@ -257,7 +208,7 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
         checkpoint = Checkpoint(Path(cfg.resume))
         checkpoint.require_valid()
         return RunDir(out_dir, checkpoint)
-    if cfg.auto_resume and out_dir and out_dir.is_dir():
+    if cfg.auto_resume and out_dir:
         if not cfg.eval_only:
             out_dir, lock = claim(out_dir)
         checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
@@ -273,20 +224,16 @@ def check_backup(cfg, out_dir: Path | None):
     with saved_config(cfg, out_dir) as saved:
         ours = saved and (fetched or saved.parent.resolve() == out_dir.resolve())
         ours = ours and (cfg.resume or list_checkpoints(out_dir / "checkpoints"))
-        refuse_other_run(cfg.backup_to, out_dir, run_id(saved) if ours else None)
+        refuse_other_run(cfg.backup_to, out_dir, run_id(saved.parent) if ours else None)
 
 
 def refuse_leftovers(folder: Path):
     """Raise ConfigError where a run has no checkpoint to continue from, but once had one."""
-    best = best_checkpoint(folder)
-    if best:
-        raise ConfigError(f"{folder}: holds no checkpoint but {best.name}. Continue from it with "
-                          f"--resume {best}, or start afresh with --overwrite")
-    left = sorted(path.name for path in folder.glob("*")
-                  if CHECKPOINT_FILES.fullmatch(path.name) and not NAME.fullmatch(path.name))
+    left = sorted(path.name for path in folder.glob("*") if LEFTOVERS.fullmatch(path.name))
     if left:
-        raise ConfigError(f"{folder}: no checkpoint is left but {', '.join(left)}. Bring one back "
-                          "from a backup, or start afresh with --overwrite")
+        raise ConfigError(f"{folder}: no checkpoint is left but {', '.join(left)}. Continue from "
+                          "the best with --resume, bring another back from a backup, or start "
+                          "afresh with --overwrite")
 
 
 # --- one writer ------------------------------------------------------------------------------
@@ -304,25 +251,16 @@ def claim(out_dir: Path | None):
     try:
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = acquire_lock(out_dir)
-        finish_parts(out_dir / "checkpoints")
         return out_dir, lock
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
 
 
 def claim_unused(cfg, out_dir: Path | None):
-    """As `claim`. Raises ConfigError where another run has begun and ended since `find_run`.
-
-    To build a large model takes minutes, in which this directory was not locked.
-    """
-    own = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
+    """As `claim`. Raises ConfigError where another run has written there since `find_run`."""
     out_dir, lock = claim(out_dir)
-    same_run = own and own.resolve() == out_dir.resolve()
-    if cfg.overwrite or same_run or not holds_a_run(out_dir):
-        return out_dir, lock
-    lock.close()
-    raise ConfigError(f"--out_dir {out_dir}: another run has written there since this one started. "
-                      "Continue it with --auto-resume, or choose another directory")
+    find_run(dataclasses.replace(cfg, out_dir=str(out_dir)))
+    return out_dir, lock
 
 
 def acquire_lock(run_dir: Path, given: str = ""):
@@ -375,9 +313,8 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
         copy_tokenizer(Path(tokenizer), own)
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
-    config = out_dir / "config.yaml"
-    run = run_id(config) if run_dir.resumed_from and config.exists() else ""  # if it goes on
-    with atomic_write(config) as draft:
+    run = run_id(out_dir) if run_dir.resumed_from else ""  # if it goes on
+    with atomic_write(out_dir / "config.yaml") as draft:
         write_yaml(cfg, draft, {"run": run or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # it may end before its first save

@@ -1,6 +1,6 @@
 """One file, written so that it is valid or absent: a draft, its checksum, the disk, its name.
 
-The checksum of all of it stands in the comment that a zip file may end with, so that `torch.load`
+The checksum of all of it is appended to the zip file that torch.save writes, so that `torch.load`
 and `unzip` read the file like any other.
 """
 
@@ -15,37 +15,20 @@ import torch
 
 SEAL = struct.Struct("<16sI")  # SEAL_NAME, CRC-32 of everything before the seal
 SEAL_NAME = b"steady checksum:"
-ZIP_END = struct.Struct("<4s16sH")  # signature, fields not used here, length of the comment
 CHUNK_BYTES = 1 << 24
 
 
 class ChecksummedFile:
-    """A file for torch.save to write to, sequentially; keeps a checksum of its bytes."""
+    """A file for torch.save to write to; keeps a checksum of its bytes."""
 
     def __init__(self, file):
-        self.file, self.crc, self.last = file, 0, b""
+        self.file, self.crc = file, 0
 
     def write(self, data) -> int:
-        data = memoryview(data).cast("B")
-        if self.last:  # held back, since `seal` changes the last bytes of the file
-            self.write_through(self.last)
-        self.last = bytes(data[-ZIP_END.size :])
-        self.write_through(data[: -ZIP_END.size])
-        return len(data)
-
-    def write_through(self, data):
         self.crc = zlib.crc32(data, self.crc)
-        self.file.write(data)
+        return self.file.write(data)
 
     def flush(self):
-        self.file.flush()
-
-    def seal(self):
-        """Append the checksum as the comment of the zip file."""
-        signature, rest, length = ZIP_END.unpack(self.last)
-        assert signature == b"PK\5\6" and length == 0, "torch.save has changed its format"
-        self.write_through(ZIP_END.pack(signature, rest, SEAL.size))
-        self.file.write(SEAL.pack(SEAL_NAME, self.crc))
         self.file.flush()
 
 
@@ -55,21 +38,19 @@ def write_checkpoint(path: Path, state: dict):
         with open(draft, "wb") as file:
             sealed = ChecksummedFile(file)
             torch.save(state, sealed)
-            sealed.seal()
+            file.write(SEAL.pack(SEAL_NAME, sealed.crc))
+            file.flush()
             os.fsync(file.fileno())
             forget_cached(file.fileno())
-        wrong = find_corruption(draft, forget=True)
+        wrong = find_corruption(draft)
         if wrong:
             raise OSError(f"{draft}: {wrong}: what was read back is not what was written")
 
 
-def find_corruption(path: Path, forget: bool = False) -> str | None:
-    """Read every byte of a checkpoint file; returns what is wrong with it, or None.
-
-    forget: drop it from the page cache, in which it otherwise is for who loads it next.
-    """
+def find_corruption(path: Path) -> str | None:
+    """Read every byte of a checkpoint file; returns what is wrong with it, or None."""
     size = path.stat().st_size
-    if size < SEAL.size + ZIP_END.size:
+    if size < SEAL.size:
         return f"only {size} bytes"
     with open(path, "rb") as file:
         crc, left = 0, size - SEAL.size
@@ -79,22 +60,13 @@ def find_corruption(path: Path, forget: bool = False) -> str | None:
                 return "it became shorter while it was being read"
             crc, left = zlib.crc32(data, crc), left - len(data)
         seal = file.read()
-        if forget:
-            forget_cached(file.fileno())
     if seal[: len(SEAL_NAME)] == SEAL_NAME:
         return None if SEAL.unpack(seal) == (SEAL_NAME, crc) else "its checksum is wrong"
     return "its checksum is missing: cut short, or not written by this program"
 
 
-def checksum(path: Path) -> int:
-    """The checksum that a file ends with, which `find_corruption` compares with its bytes."""
-    with open(path, "rb") as file:
-        file.seek(-SEAL.size, os.SEEK_END)
-        return SEAL.unpack(file.read())[1]
-
-
 def forget_cached(descriptor: int):
-    """Drop a file from the page cache: verify the disk, and leave memory to the training data."""
+    """Drop a file from the page cache, so that verifying it reads the disk."""
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

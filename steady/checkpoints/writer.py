@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints.checkpoint import Checkpoint, rotate
-from steady.checkpoints.parts import SHARED, describe, make_folder, remove_strays, write_manifest
+from steady.checkpoints.parts import SHARED, remove_strays
 from steady.checkpoints.retry import disk_error, retry
-from steady.checkpoints.sealed import write_checkpoint
+from steady.checkpoints.sealed import sync_directory, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-IN_A_HURRY = 3.0  # the same, where some rank may be gone, or be stuck until this one is
 NOT_FINITE = "the weights are not finite"
 
 
@@ -39,7 +38,7 @@ class Writer:
         self.in_best = best  # (loss, step) of best.pt
         self.buffers, self.thread, self.step = {}, None, 0
         self.stream = self.copied = None  # on CUDA: where copies are made, when the newest is done
-        self.failed, self.reason = set(), ""  # steps in a row whose save failed; why the last did
+        self.failures, self.reason = 0, ""  # saves in a row that failed; why the last did
 
     def save(self, step: int, state: dict, is_best: bool = False, updated=None):
         """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
@@ -53,8 +52,8 @@ class Writer:
             print(f"step {step}: waiting until the checkpoint of step {self.step} is written",
                   flush=True)
         self.wait()
-        if len(self.failed) >= MAX_FAILURES:
-            raise NotSaved(f"{self.folder}: {len(self.failed)} checkpoints in a row could not be "
+        if self.failures >= MAX_FAILURES:
+            raise NotSaved(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                            f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
         if weights[0].is_cuda:
@@ -67,7 +66,7 @@ class Writer:
             norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
             copied = self.copy_to_host(dict(state, weights_norm=norm), "", {})
         self.copied = self.stream and self.stream.record_event()
-        if not state["model"].keys().isdisjoint(state["whole"]):  # buffers, as of a batch norm:
+        if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
         self.step = step
         self.thread = threading.Thread(target=self.write,
@@ -113,28 +112,23 @@ class Writer:
                 retry(lambda: write_checkpoint(checkpoint.path, state))
             else:
                 raise WeightsNotFinite(NOT_FINITE)
-            checkpoint.delete_other_form()
             if is_best:
                 checkpoint.link_as_best()
                 self.in_best = state["best_loss"], step
             rotate(self.folder, self.keep, self.keep_every)
-            self.failed.clear()
+            self.failures = 0
             if self.backup:
                 self.backup.offer(checkpoint)
         except WeightsNotFinite:
             print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
         except Exception as e:
-            reason = disk_error(e, self.folder)
-            if self.parts and self.parts.hurry and isinstance(e, Missing):
-                return  # `rescue` reports what there is
-            if self.parts and self.parts.rank:  # rank 0 counts
-                print(f"warning: step {step}: the part of rank {self.parts.rank} could not be "
-                      f"written: {reason}", flush=True)
-                return
-            self.failed.add(step)  # once, also where an evaluation and save_interval save it
-            self.reason = reason
-            print(f"warning: step {step}: the checkpoint could not be written "
-                  f"({len(self.failed)} of {MAX_FAILURES}): {reason}", flush=True)
+            self.reason, what = disk_error(e, self.folder), "the checkpoint could not be written"
+            if self.parts and self.parts.rank:  # rank 0 decides when there are too many
+                what = f"the part of rank {self.parts.rank} could not be written"
+            else:
+                self.failures += 1
+                what += f" ({self.failures} of {MAX_FAILURES})"
+            print(f"warning: step {step}: {what}: {self.reason}", flush=True)
 
     def best(self) -> tuple[float, int]:
         """(validation loss, step) of the weights in best.pt."""
@@ -154,7 +148,7 @@ class Writer:
         self.wait()
         if self.backup and copy:
             self.backup.close()
-        if self.failed:
+        if self.failures:
             raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
                            f"there: {self.reason}")
 
@@ -168,16 +162,16 @@ class WeightsNotFinite(Missing):
 
 
 class PartWriter:
-    """Writes this rank's parts; on rank 0, then the manifest.
+    """Writes this rank's parts; rank 0 then waits until those of the others are there.
 
-    notes: a store in which the ranks tell what they wrote, without waiting for one another.
+    notes: a store in which the ranks report what they wrote, without waiting for one another.
     attempt: a text that no earlier process of this run has used.
     """
 
     def __init__(self, rank: int, size: int, notes, attempt: str):
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
-        self.count = 0  # of checkpoints begun, the same on all ranks
-        self.hurry = False  # whether some rank may be gone
+        self.count = 0  # of saves begun, the same on all ranks
+        self.hurry = False  # whether some rank may be gone, or be stuck until this one is
         self.newest = None  # folder of the newest part written
 
     def write(self, folder: Path, state: dict, finite: bool = True):
@@ -185,49 +179,37 @@ class PartWriter:
 
         finite: whether the weights are; else nothing is written, and the others learn of it.
         """
-        began = time.monotonic()
-        key, self.count = f"{self.attempt}-{self.count}", self.count + 1
-        name = f"rank_{self.rank}_of_{self.size}.{key}.pt"
+        began, save = time.monotonic(), f"{self.attempt}-{self.count}"
+        self.count += 1
+        names, note = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)], {}
         try:
             if not finite:
                 raise WeightsNotFinite(NOT_FINITE)
             if not folder.parent.is_dir():
                 raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
-            make_folder(folder)
-            retry(lambda: write_checkpoint(folder / name, state))
-            found, self.newest = describe(folder / name), folder
+            folder.mkdir(exist_ok=True)
+            retry(lambda: write_checkpoint(folder / names[self.rank], state))
+            sync_directory(folder.parent)  # which has the name of the folder
+            self.newest = folder
         except Exception as e:
-            found = dict(error=str(e), finite=finite)
-            self.notes.set(f"{key} {self.rank}", json.dumps(found))
+            note = dict(error=str(e), finite=finite)
             raise
-        self.notes.set(f"{key} {self.rank}", json.dumps(found))
+        finally:
+            self.notes.set(f"{save} {self.rank}", json.dumps(note))
         if self.rank:
             return
-        took = time.monotonic() - began
-        try:
-            files = [self.wait_for(f"{key} {rank}", rank, took) for rank in range(self.size)]
-            for file in files:
-                if file["folder"] != folder.name:
-                    raise Missing(f"{file['name']} is in {file['folder']}, of another step")
-                if not (folder / file["name"]).is_file():
-                    raise Missing(f"{folder / file['name']} was written by another host and is "
-                                  f"not seen here; expected {SHARED}")
-        except Missing:
-            if not self.hurry:  # else what is there may still become whole: see `finish`
-                remove_strays(folder)
-            raise
-        write_manifest(folder, files)
-        remove_strays(folder)  # what was replaced
-
-    def wait_for(self, key: str, rank: int, took: float) -> dict:
-        """What a rank wrote. took: seconds that this one needed. Raises Missing."""
-        began = time.monotonic()
-        while not self.notes.check([key]):
-            if time.monotonic() - began > max(IN_A_HURRY if self.hurry else PATIENCE, 3 * took):
-                raise Missing(f"rank {rank} has not written its part")
-            time.sleep(0.02)
-        found = json.loads(self.notes.get(key))
-        if "error" in found:
-            kind = Missing if found["finite"] else WeightsNotFinite
-            raise kind(f"rank {rank}: {found['error']}")
-        return found
+        patience = max(PATIENCE, 4 * (time.monotonic() - began))
+        for rank, name in enumerate(names):
+            key = f"{save} {rank}"
+            while not self.notes.check([key]):
+                if self.hurry or time.monotonic() - began > patience:
+                    raise Missing(f"rank {rank} has not written its part")
+                time.sleep(0.02)
+            note = json.loads(self.notes.get(key))
+            if note:
+                kind = Missing if note["finite"] else WeightsNotFinite
+                raise kind(f"rank {rank}: {note['error']}")
+            if not (folder / name).is_file():
+                raise Missing(f"{folder / name} is not seen here: written by a rank that was at "
+                              f"another step, or not to {SHARED}")
+        remove_strays(folder, names)  # what was replaced

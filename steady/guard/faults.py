@@ -126,33 +126,39 @@ def rescue(run, error: BaseException | None = None):
     them, and the rank whose own `error` it is: rank 0 may wait on its GPU for a collective that
     never ends. Where each holds a part of the state, it is saved if all of them come to this.
     """
-    writer, step, watchdog = run.dir.writer, run.progress.step, run.ranks.watchdog
-    rescuing.acquire()
-    try:
-        signs = watchdog.last_signs()
-        if signs and not watchdog.verdict:
+    with rescuing:
+        signs = run.ranks.watchdog.last_signs()
+        if signs and not run.ranks.watchdog.verdict:
             print(f"rank {run.ranks.rank}: {signs}", file=sys.stderr, flush=True)
-        own = isinstance(error, Exception) and not lost_connection(error)
-        if not writer and own and run.ranks.shards.size == 1 and nobody_saves(run):
-            writer = run.dir.writer = writer_of(run, keep=sys.maxsize)  # rank 0 deletes old ones
-        if not writer:
-            return
-        if writer.parts:
-            writer.parts.hurry = True
-        if not run.guard.clean or step == 0 or watchdog.mixed or not run.guard.device_is_there():
-            return
-        save_checkpoint(run, alone=True)
-        writer.wait()
-        if writer.parts and not checkpoint_at(writer.folder, step):
-            if writer.parts.newest == Checkpoint.named(writer.folder, step, sharded=True).path:
-                print(f"saved this rank's part of step {step}; the next start completes it if "
-                      "every rank has", file=sys.stderr, flush=True)
-        elif (not writer.parts or run.ranks.rank == 0) and checkpoint_at(writer.folder, step):
-            print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
-    except Exception as e:
-        print(f"warning: step {step} could not be saved: {e}", file=sys.stderr, flush=True)
-    finally:
-        rescuing.release()
+        try:
+            save_last_step(run, error)
+        except Exception as e:
+            print(f"warning: step {run.progress.step} could not be saved: {e}", file=sys.stderr,
+                  flush=True)
+
+
+def save_last_step(run, error: BaseException | None):
+    writer, step = run.dir.writer, run.progress.step
+    own = isinstance(error, Exception) and not lost_connection(error)
+    if not writer and own and run.ranks.shards.size == 1 and nobody_saves(run):
+        writer = run.dir.writer = writer_of(run, keep=sys.maxsize)  # rank 0 deletes old ones
+    if not writer:
+        return
+    if writer.parts:
+        writer.parts.hurry = True
+    if not run.guard.clean or step == 0 or run.ranks.watchdog.mixed:
+        return
+    if not run.guard.device_is_there():
+        return
+    save_checkpoint(run, alone=True)
+    writer.wait()
+    if not checkpoint_at(writer.folder, step):
+        part = writer.parts and writer.parts.newest
+        if part == Checkpoint.named(writer.folder, step, sharded=True).path:
+            print(f"saved this rank's part of step {step}; it is whole once every rank has",
+                  file=sys.stderr, flush=True)
+    elif run.ranks.rank == 0 or not writer.parts:
+        print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
 
 
 def nobody_saves(run) -> bool:
@@ -230,8 +236,8 @@ def setting_up():
     except (MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not out_of_memory(e):
             raise
-        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate says "
-                          "what they need") from e
+        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate "
+                          "shows what they need") from e
 
 
 @contextlib.contextmanager

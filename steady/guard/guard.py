@@ -77,9 +77,9 @@ class Guard:
         if (many or ended) and not self.weights_are_finite():
             raise NotFinite(f"the weights are not finite at step {step}, and skipping steps cannot "
                             "help; try a lower --learning_rate, or --grad_clip 1")
-        if ended and not cfg.log_interval and count >= cfg.max_nonfinite and self.ranks.rank == 0:
+        if ended and count >= cfg.max_nonfinite and self.ranks.rank == 0:
             print(f"warning: the last {count} steps had a loss or gradient that was not finite, "
-                  "and were skipped", flush=True)  # which no log has said
+                  "and were skipped", flush=True)
         if many and cfg.on_nonfinite != "skip":
             raise NotFinite(f"{count} steps in a row, up to step {step}, had a loss or gradient "
                             "that was not finite")

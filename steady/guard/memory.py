@@ -99,17 +99,13 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
 
 
 def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
-    """The error message: requested and free memory, and which --micro_batch_size to try."""
-    free = ""
-    if ranks.device.type == "cuda":
-        free, total = (n / 1e9 for n in torch.cuda.mem_get_info(ranks.device))
-        free = f" ({free:.1f} of {total:.1f} GB are free)"
+    """The error message, of which CUDA's has free memory, and which --micro_batch_size to try."""
     per_rank, rest = divmod(batch_size, ranks.world_size)
     smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
     advice = "try --activation_checkpointing full, or a shorter --seq_len"
     if smaller:
         advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
-    return f"out of memory{free}: {str(error).splitlines()[0].rstrip('.')}; {advice}"
+    return f"out of memory: {str(error).splitlines()[0].rstrip('.')}; {advice}"
 
 
 def collect_garbage(step: int, first_step: int):

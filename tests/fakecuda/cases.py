@@ -348,7 +348,7 @@ def test_out_of_memory(go, corpus):
     big = ["--d_model", "512", "--n_head", "8", "--n_kv_head", "8", "--seq_len", "512",
            "--batch_size", "64", "--d_ff", "1024"]
     printed, _ = go(*big, "--micro_batch_size", "64", memory=10**9, expect=1)
-    assert "out of memory (" in printed and "try --micro_batch_size 32" in printed
+    assert "out of memory: " in printed and "try --micro_batch_size 32" in printed
     printed, _ = go(*big, "--micro_batch_size", "auto", memory=10**9, expect=0)
     assert 1 < int(re.search(r"micro-batches of (\d+),", printed)[1]) < 64
 
