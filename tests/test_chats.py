@@ -32,7 +32,7 @@ def documents(tokenizer, *records, kind="rows") -> list[tuple[list[int], list[in
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
     encoder.vocab_size = len(tokenizer)
     data = [json.dumps(record) for record in records] if kind == "lines" else list(records)
-    [(ids, ends, mask, _)] = encoder(Chunk("a", kind, data, 1))[0]["train"]
+    ids, ends, mask, _ = encoder(Chunk("a", kind, data, 1))[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
@@ -156,11 +156,13 @@ def test_a_system_prompt_that_a_template_writes_only_at_the_end():
     (dict(messages=CHATS["a tool"]), "leaves out tool calls"),
     (dict(conversations=[{"from": "robot", "value": "x"}]), "from 'robot': expected one of system"),
     (dict(messages=[dict(role="user", content=[dict(type="image", url="x")])]), "of type image"),
+    (dict(messages="hello"), "messages: expected a list of messages, found 'hello'"),
+    (dict(messages=["hello"]), "messages: expected a list of messages, found ['hello']"),
+    (dict(messages=[{"content": "a"}]), "no 'role'"),
     (dict(question="a", answer="b"), "has question, answer; expected text (see --text_field), or "
      "prompt and response, prompt and completion, messages"),
     (dict(instruction="a", output=3), "expected text, found int"),
     (dict(messages=[]), "messages: expected a list of messages, found []"),
-    (dict(messages="Hello"), "expected a list of messages, found 'Hello'"),
     (dict(conversations=None, system="x"), "`conversations` is null"),
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
     (dict(messages=[*TALK[:1], dict(TALK[1], weight=0.5)]), "weight 0.5: expected 0 or 1"),
@@ -169,6 +171,13 @@ def test_what_cannot_be_written_is_refused(record, words):
     with pytest.raises(ConfigError) as e:
         documents(tokenizer_of("llama3"), record)
     assert words in str(e.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    counting = "{{ messages | length }}" + THOUGHTLESS
+    tokenizer = make_tokenizer(counting, ["<U>", "<A>", "<T>"], None, "</s>")
+    with pytest.raises(ConfigError, match="a:1: the chat template writes earlier turns different"):
+        documents(tokenizer, dict(messages=TALK))
 
 
 def test_chats_without_a_reply_are_counted(tmp_path, capsys):
