@@ -160,7 +160,7 @@ def test_which_split_a_text_is_for(tmp_path, made):
     small = {f"s{i}.txt": f"text number {i}\n" * 5 for i in range(40)}
     for name, text in small.items():
         (folder / name).write_text(text)
-    large = "".join(f"line {i}\n  \n" for i in range(10_000))
+    large = "".join(f"line {i}\n" for i in range(20_000))
     (folder / "large.txt").write_text(large)
     (folder / "packed.md.gz").write_bytes(gzip.compress(large.encode()))
 
@@ -185,15 +185,15 @@ def test_which_split_a_text_is_for(tmp_path, made):
 
 
 def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
-    for name in ("a.txt", "b.md", "c.bin", "d.parquet.gz"):
+    for name in ("a.txt", "b.md", "c.bin", "d.tar.gz"):
         (tmp_path / name).write_text(f"this is {name}\n")
     for _ in range(2):
         made(tmp_path, tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0)
         found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
         assert found == ["this is a.txt\n", "this is b.md\n"]
         (tmp_path / "o/notes.txt").write_text("not an input")
-    told = made(tmp_path / "d.parquet.gz", "--out", tmp_path / "p", expect=2)
-    assert "d.parquet.gz: expected a name that ends in" in told
+    told = made(tmp_path / "d.tar.gz", "--out", tmp_path / "p", expect=2)
+    assert "d.tar.gz: expected a name that ends in" in told
 
 
 def test_a_tokenizer_written_in_python(tmp_path, made):

@@ -67,9 +67,7 @@ def suffixes(path: Path) -> list[str]:
 
 def kind_of(path: Path) -> str | None:
     """One of KINDS; None for a file that cannot be read."""
-    kind, *packed = suffixes(path)
-    found = KINDS.get(kind)
-    return None if packed and found in ("parquet", "arrow") else found
+    return KINDS.get(suffixes(path)[0])
 
 
 def optional(module: str, path: Path):
@@ -178,27 +176,17 @@ def read_text(path: Path, raw, file, options, large: bool) -> Iterator[Chunk]:
     beginning, text, share = file.peek(1024)[:1024], after_mark(file), options.val_fraction
     if text is file and beginning.count(0) > len(beginning) // 8:
         raise ConfigError(f"{path}: holds null bytes; expected UTF-8, or UTF-16 with a mark (BOM)")
-    start, cut, val = text.tell(), None, False
-    if text is raw and (large or path.stat().st_size >= CUT_BYTES):
-        if share:
-            cut = line_after(text, start, path.stat().st_size * (1 - share))
-    else:
+    start, cut, val, size = text.tell(), None, False, path.stat().st_size
+    if text is not raw or not large and size < CUT_BYTES:
         val = share_of(path.name.encode()) < share
+    elif share:
+        text.seek(int(size * (1 - share)))
+        text.readline()
+        cut = text.tell()
+        text.seek(start)
     yield from pieces(path, text, start, cut, "val" if val else "train")
     if cut is not None:
         yield from pieces(path, text, cut, None, "val")
-
-
-def line_after(file, start: int, place: float) -> int | None:
-    """The first byte from `place` on that begins a line and is not a space. Then seeks `start`."""
-    file.seek(int(place))
-    file.readline()
-    while (first := file.read(1)).isspace():
-        if first != b"\n":
-            file.readline()
-    at = file.tell() - 1
-    file.seek(start)
-    return at if first else None
 
 
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
