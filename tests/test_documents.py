@@ -14,7 +14,7 @@ from conftest import column, rows, tiny_config
 
 import data
 import train
-from data import Documents, Mixture, load_mixture
+from data import Mixture, load_mixture
 from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
@@ -263,7 +263,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
     assert "documents" in told and "longer than --seq_len are cut" in told
     row = next(row for row in rows(tmp_path / "one") if row.get("perf/padding_fraction"))
     assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
-    assert not column(tmp_path / "one", "val/bits_per_byte")  # of replies alone nobody knows the bytes
+    assert not column(tmp_path / "one", "val/bits_per_byte")  # of replies alone
     # from step 6 of two ranks on with one: the same steps again
     run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
         "--micro_batch_size", 8, bare=True)
@@ -473,14 +473,6 @@ def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     assert (tmp_path / "a/tokenizer").is_dir() and (tmp_path / "a/train.bin").exists()
 
 
-def test_datasets_of_one_name_are_told_apart(tmp_path):
-    for name in ("x", "y"):
-        constant(tmp_path / name, 7, 3000)
-    paths = [str(tmp_path / name / "train.bin") for name in ("x", "y")]
-    found = load_mixture(paths, "train", 10, 0)
-    assert [d.name for d in found.datasets] == paths
-
-
 def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder):
     run("--data", folder, "--max_steps", 4, "--save_interval", 4, "--out_dir", "r")
     changes = [], ["batch_size", 16], ["group_window", 3]
@@ -504,14 +496,6 @@ def test_documents_of_a_mixture(run, tmp_path):
     run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "packed", "--out_dir", "r")
     last = [row for row in rows(tmp_path / "r") if "perf/step_ms" in row][-1]
     assert last["train/loss/a"] < 5 and last["train/loss/b"] < 5
-
-
-def test_the_loader_hands_out_documents_from_other_processes(folder):
-    found, cfg = mixture(folder, mode="packed"), tiny_config(batch_size=8)
-    here, there = (list(data.loader(found, cfg, 0, 4, 4, 0, 1, CPU, n)) for n in (0, 2))
-    for x, y in itertools.zip_longest(here, there):
-        assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
-    assert isinstance(found.datasets[0], Documents)
 
 
 @pytest.mark.parametrize("prompts", [True, False])
