@@ -156,6 +156,12 @@ def test_a_system_prompt_that_a_template_writes_only_at_the_end():
     ]
 
 
+def test_what_answers_nobody_and_what_nobody_answers():
+    tokenizer = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
+    assert shown(tokenizer, dict(messages=TALK[1:]), dict(messages=TALK[:3])) == [
+        "<A>Hi.</s><U>And?<A>[Bye.</s>]", "<U>Hello<A>[Hi.</s>]<U>And?</s>"]
+
+
 @pytest.mark.parametrize("record, words", [
     (dict(messages=CHATS["a tool"]), "leaves out tool calls"),
     (dict(conversations=[{"from": "robot", "value": "x"}]), "from 'robot': expected one of system"),
