@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401, F811 -- fixtures of another file
 
-import contextlib
 import gzip
 import json
 import multiprocessing
@@ -11,7 +10,6 @@ import re
 import shutil
 import socket
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -158,24 +156,24 @@ def write_arrow(folder, names, texts):
 
 
 def test_folders_of_save_to_disk(tmp_path, made):
-    said, flags = texts(100), ["--out", tmp_path / "o"]
+    said = texts(100)
     names = [f"data-0000{i}-of-00003.arrow" for i in range(3)]
     write_arrow(tmp_path / "set", names, said)
     shutil.copy(tmp_path / "set" / names[0], tmp_path / "set/cache-0123.arrow")  # of Dataset.map
-    told = made(tmp_path / "set", *flags)
+    told = made(tmp_path / "set")
     assert strings(tmp_path / "o") == said and "ignored keys     id (100)\n" in told
     for split in ("train", "test"):
         write_arrow(tmp_path / "dict" / split, names, said)
         (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    told = made(tmp_path / "dict", *flags, expect=2)
+    told = made(tmp_path / "dict", expect=2)
     assert f"has the splits train, test; expected one of them, as {tmp_path}/dict/train" in told
-    made(tmp_path / "dict/train", *flags)
+    made(tmp_path / "dict/train")
     assert strings(tmp_path / "o") == said
     with open(tmp_path / "set" / names[1], "r+b") as file:
         file.truncate(1000)
-    assert f"{names[1]}: cannot be read: " in made(tmp_path / "set", *flags, expect=2)
+    assert f"{names[1]}: cannot be read: " in made(tmp_path / "set", expect=2)
     (tmp_path / "set" / names[1]).unlink()
-    assert f"{names[1]} is not there" in made(tmp_path / "set", *flags, expect=2)
+    assert f"{names[1]} is not there" in made(tmp_path / "set", expect=2)
 
 
 def test_json_is_read_object_by_object(tmp_path, made, monkeypatch):
@@ -209,24 +207,24 @@ def test_csv(tmp_path, made, monkeypatch):
     long = "x" * 200_000  # more than the standard library takes by default
     said = ['a "quoted", text', "two\r\nlines", "naïve 猫", long]
     quoted = ['"' + text.replace('"', '""') + '"' for text in said]
-    head, flags = "id,text,url\n", ["--out", tmp_path / "o"]
+    head = "id,text,url\n"
     lines = [f"{i},{text},\n" for i, text in enumerate(quoted)]
     source = tmp_path / "a.csv"
     source.write_text(head + "".join(lines), newline="")
-    told = made(source, *flags)
+    told = made(source)
     assert strings(tmp_path / "o") == said and "ignored keys     id (4), url (4)\n" in told
     source.write_text(head + "".join([*lines[:2], "9,cut\n", *lines[2:]]), newline="")
-    assert "a.csv:4: 2 fields; expected 3" in made(source, *flags, expect=2)
-    assert "left out         1 lines" in made(source, *flags, "--skip_bad")
+    assert "a.csv:4: 2 fields; expected 3" in made(source, expect=2)
+    assert "left out         1 lines" in made(source, "--skip_bad")
     assert strings(tmp_path / "o") == said
     source.write_text(head + f"\n{lines[0]}\n9\n")
-    assert "a.csv:5: 1 fields; expected 3" in made(source, *flags, expect=2)
+    assert "a.csv:5: 1 fields; expected 3" in made(source, expect=2)
     source.write_text(head + '1,"open\n')
-    assert "a.csv:2: not CSV: " in made(source, *flags, expect=2)
+    assert "a.csv:2: not CSV: " in made(source, expect=2)
     source.write_text("id;text\n1;a\n")
-    assert "a.csv: has id;text; expected text" in made(source, *flags, expect=2)
+    assert "a.csv: has id;text; expected text" in made(source, expect=2)
     source.write_text(f"1,{long}\n")  # without a line of names
-    assert len(made(source, *flags, expect=2)) < 1000
+    assert len(made(source, expect=2)) < 1000
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
@@ -257,16 +255,17 @@ def test_text_is_decoded_by_its_mark(tmp_path, made, monkeypatch, encoding):
 ])
 def test_other_encodings_are_named_with_their_place(tmp_path, made, name, content, words):
     (tmp_path / name).write_bytes(content)
-    flags = [tmp_path / name]
-    told = made(*flags, expect=2)
+    told = made(tmp_path / name, expect=2)
     assert words in told and told.count("\n") == 1
     (tmp_path / "b.txt").write_text("b")
-    told = made(tmp_path / "b.txt", *flags, "--skip_bad")
-    rest = ["na\ufffdve"] if name == "a.txt" else ["a"]
-    assert strings(tmp_path / "o") == ["b", *(b"\0" not in content) * rest]
-    if rest[0] in strings(tmp_path / "o")[1:]:
-        assert ("replaced         bytes that are not UTF-8" in told) == (name == "a.txt")
-        assert ("left out         1 lines" in told) == (name != "a.txt")
+    told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
+    if b"\0" in content:  # nothing of this file can be read
+        assert strings(tmp_path / "o") == ["b"]
+    elif name == "a.txt":
+        assert strings(tmp_path / "o") == ["b", "na\ufffdve"] and "left out" not in told
+        assert "replaced         bytes that are not UTF-8" in told
+    else:
+        assert strings(tmp_path / "o") == ["b", "a"] and "left out         1 lines" in told
 
 
 # --- one of many that is of no use ---
@@ -297,8 +296,7 @@ def test_a_foreign_file_among_many_is_found_before_the_work(tmp_path, made, monk
     for i, text in enumerate(said):
         write_jsonl(folder / f"{i}.jsonl", [{"text": text}])
     FOREIGN[name](folder / name)
-    flags = [folder, "--workers", 1]
-    flags += ["--train_tokenizer", 300] * train
+    flags = [folder, "--workers", 1, *["--train_tokenizer", 300] * train]
     with monkeypatch.context() as patch:
         patch.setattr(Encoder, "encode", lambda *args: pytest.fail("it has begun"))
         patch.setattr(prepare, "byte_level_bpe", lambda *args: pytest.fail("it has begun"))
@@ -330,14 +328,13 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
 
 
 def test_null_preferences_and_chats_are_called_so(tmp_path, made):
-    flags = ["--out", tmp_path / "o"]
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": None}])
-    assert "a.jsonl:2: `text` is null" in made(source, *flags, expect=2)
-    assert "2 lines that cannot be read: `text` is null (2)" in made(source, *flags, "--skip_bad")
+    assert "a.jsonl:2: `text` is null" in made(source, expect=2)
+    assert "2 lines that cannot be read: `text` is null (2)" in made(source, "--skip_bad")
     write_jsonl(source, [dict(prompt="a", chosen="b", rejected="c")])
-    assert "preference data (chosen and rejected, as for DPO)" in made(source, *flags, expect=2)
+    assert "preference data (chosen and rejected, as for DPO)" in made(source, expect=2)
     write_jsonl(source, [dict(messages=[dict(role="user", content="a")])])
-    told = made(source, *flags, expect=2)
+    told = made(source, expect=2)
     assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
 
 
@@ -345,9 +342,7 @@ def test_null_preferences_and_chats_are_called_so(tmp_path, made):
 
 
 @pytest.mark.parametrize("space", ["\n", " "])
-def test_a_long_document_is_counted_and_encoded_in_pieces(
-    tmp_path, made, tokenizer, monkeypatch, space
-):
+def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch, space):
     """With the ids, and with the vocabulary, of the whole."""
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(read_module, "LONGEST_LINE", 2000)
@@ -458,12 +453,9 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
         if run.progress.step == 4:
             os.truncate(file, 4096)
 
-    def hook():
-        after_updates(cut)
-
     flags = [*TINY, "--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers",
              workers, "--out_dir", "r", "--eval_interval", 0]
-    process = Process(tmp_path, flags, hook)
+    process = Process(tmp_path, flags, lambda: after_updates(cut))
     code, printed = process.code(), process.text()
     assert code == 2, printed
     said = printed.splitlines()[-2:]
@@ -475,42 +467,43 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
 # --- tokenizers of a few letters ---
 
 
-def letters(folder, normalizer=None, pre_tokenizer=None):
-    """A tokenizer whose tokens are letters; returns them by id."""
+def letters(folder, **parts):
+    """A tokenizer whose tokens are letters; returns them by id. parts: its normalizer and so on."""
     words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
     built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
-    if normalizer:
-        built.normalizer = normalizer
-    if pre_tokenizer:
-        built.pre_tokenizer = pre_tokenizer
+    for name, part in parts.items():
+        setattr(built, name, part)
     PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
                             ).save_pretrained(folder)
     return words
 
 
-@pytest.mark.parametrize("how", ["pre-tokenizer", "normalizer"])
-def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, how):
+@pytest.mark.parametrize("part", [
+    dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),
+                                          normalizers.Replace(" ", "▁")])),
+], ids=["pre-tokenizer", "normalizer"])
+def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, monkeypatch, part):
     """Where a tokenizer puts one before every text."""
-    if how == "normalizer":
-        how = dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),
-                                                    normalizers.Replace(" ", "▁")]))
-    else:
-        how = dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first"))
-    words = letters(tmp_path / "t", **how)
+    words = letters(tmp_path / "t", **part)
     source = write_jsonl(tmp_path / "s.jsonl", [dict(prompt="the cat:", response=" sat\ndown")])
-    made(source, "--out", tmp_path / "d", "--tokenizer", tmp_path / "t")
-    [(ids, mask)] = read(tmp_path / "d")
+    made(source, "--tokenizer", tmp_path / "t")
+    [(ids, mask)] = read(tmp_path / "o")
     assert "".join(words[i] for i in ids) == "▁the▁cat:▁sat\ndown</s>"
     assert mask == [0] * len("▁the▁cat:") + [1] * (len("▁sat\ndown") + 1)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 16)  # nor do pieces of a long one
+    write_jsonl(source, [dict(text="cat\n" * 30)])
+    made(source, "--tokenizer", tmp_path / "t")
+    assert "".join(words[i] for i in read(tmp_path / "o")[0][0]) == "▁" + "cat\n" * 30 + "</s>"
 
 
 def test_a_document_that_encodes_to_nothing(made, tmp_path):
     """It is an end-of-text by itself, which no sample holds."""
-    words = letters(tmp_path / "t", normalizers.Strip())
+    words = letters(tmp_path / "t", normalizer=normalizers.Strip())
     source = write_jsonl(tmp_path / "s.jsonl", [dict(text=" "), dict(text="a cat"),
                                                 dict(prompt=" ", response=" ")])
-    made(source, "--out", tmp_path / "d", "--tokenizer", tmp_path / "t")
-    found = [("".join(words[i] for i in ids), mask) for ids, mask in read(tmp_path / "d")]
+    made(source, "--tokenizer", tmp_path / "t")
+    found = [("".join(words[i] for i in ids), mask) for ids, mask in read(tmp_path / "o")]
     assert found[0] == found[2] == ("</s>", [1]) and found[1][0].endswith("cat</s>")
-    mixture = data.load_mixture([str(tmp_path / "d")], "train", 8, 0, mode="documents")
+    mixture = data.load_mixture([str(tmp_path / "o")], "train", 8, 0, mode="documents")
     assert mixture.n_samples == 1

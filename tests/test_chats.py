@@ -2,11 +2,9 @@
 
 # ruff: noqa: F401, F811 -- fixtures of another file
 
-import io
 import itertools
 import json
 import re
-import sys
 from itertools import groupby
 from pathlib import Path
 
