@@ -260,7 +260,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
+def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, monkeypatch, bad):
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
     lines = [b'{"text": "line %d"}' % i for i in range(100)]
     lines[70] = BAD[bad]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))

@@ -69,7 +69,7 @@ class Encoder:
                                       f"{chunk.first + e.start:,}, nor UTF-16 with a mark (BOM); "
                                       "--skip_bad puts � in its place") from None
                 text = chunk.data.decode(errors="replace")
-                counts["replaced", chunk.file] += 1
+                counts["replaced", chunk.file] += text.count("�") - chunk.data.count("�".encode())
             return [Document(chunk.split, [(text, True)], False)], counts
         for number, item in enumerate(chunk.data, chunk.first):
             if item is None or chunk.kind == "lines" and not item.strip():
@@ -91,7 +91,7 @@ class Encoder:
                 continue
             counts.update(("ignored", name) for name in record if name not in used)
             if how:
-                counts["chat", how] += 1
+                counts[how, ""] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
             for parts in filter(None, documents):
                 found.append(Document(split, parts, how is not None))

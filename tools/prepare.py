@@ -53,6 +53,15 @@ from tools.show import show
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 # what words are counted in at a time, which takes a hundred times its size; ends before a space
 COUNTED = re.compile(r".{1,16384}(?!\S)|.{1,16384}", re.DOTALL)
+SUMMARY = {  # by what the encoder counts
+    "left out": "left out         {n:,} lines that cannot be read: {names}",
+    "replaced": "replaced         {n:,} times bytes that are not UTF-8 by �: {names}",
+    "marks": "conversations    {n:,} with the replies that the chat template marks as generated",
+    "turns": "conversations    {n:,} as one document for each reply, since the chat template "
+             "writes earlier turns differently when more follow",
+    "no reply": "without a reply  {n:,} documents, of which the loss counts nothing",
+    "ignored": "ignored keys     {names}",
+}
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
        data.py show DIR N           print the first N samples; what the loss counts is marked
@@ -169,12 +178,12 @@ def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Ski
             counts.update(counted)
             bar.update(n_bytes)
     train, val = writers.values()
+    inputs = f"{files[0]}{' …' * (len(files) > 1)}"
     if not train.tokens:
-        raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on")
+        raise ConfigError(f"{inputs}: no document to train on")
     if counts["no reply", "train"] == train.documents:
-        raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on has a "
-                          "reply, so the loss would count nothing; expected replies of an "
-                          "assistant")
+        raise ConfigError(f"{inputs}: no document to train on has a reply, so the loss would count "
+                          "nothing; expected replies of an assistant")
     train.close()
     val.close()
     lines = [
@@ -191,32 +200,13 @@ def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Ski
     return "\n".join(lines)
 
 
-def summarize(counts: Counter) -> list[str]:
+def summarize(counts: Counter) -> Iterator[str]:
     """What was done with records that were not simply read."""
-    def of_kind(kind: str) -> Counter:
-        return Counter({name: n for (its_kind, name), n in counts.items() if its_kind == kind})
-
-    def with_numbers(named: Counter) -> str:
-        return listed([f"{name} ({n:,})" for name, n in named.most_common()])
-
-    left_out, chats, ignored = of_kind("left out"), of_kind("chat"), of_kind("ignored")
-    lines = []
-    if left_out:
-        lines.append(f"left out         {left_out.total():,} lines that cannot be read: "
-                     f"{with_numbers(left_out)}")
-    if replaced := of_kind("replaced"):
-        lines.append(f"replaced         bytes that are not UTF-8, by �: {listed([*replaced])}")
-    if chats["marks"]:
-        lines.append(f"conversations    {chats['marks']:,} with the replies that the chat template "
-                     "marks as generated")
-    if chats["turns"]:
-        lines.append(f"conversations    {chats['turns']:,} as one document for each reply, since "
-                     "the chat template writes earlier turns differently when more follow")
-    if no_reply := of_kind("no reply").total():
-        lines.append(f"without a reply  {no_reply:,} documents, of which the loss counts nothing")
-    if ignored:
-        lines.append(f"ignored keys     {with_numbers(ignored)}")
-    return lines
+    for kind, line in SUMMARY.items():
+        mine = Counter({name: n for (of_kind, name), n in counts.items() if of_kind == kind})
+        names = listed([f"{name} ({n:,})" for name, n in mine.most_common()])
+        if mine:
+            yield line.format(n=mine.total(), names=names)
 
 
 def publish(draft: Path, out: Path):
