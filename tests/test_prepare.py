@@ -323,6 +323,16 @@ def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenize
     assert len({*names}) == 1 and names[0].startswith("b@")
 
 
+def test_a_tokenizer_folder_of_somebody_else_is_left_alone(tmp_path, made, tokenizer):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    mine = tmp_path / "o/tokenizer/mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    assert "was not made by this program" in made(source, "--tokenizer", tokenizer, expect=2)
+    made(source)  # that of bytes has no use for it
+    assert mine.exists()
+
+
 def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     endless = AutoTokenizer.from_pretrained(tokenizer)
@@ -341,7 +351,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         ([tmp_path / "empty.txt"], "no document to train on"),
         ([source, "--val_fraction", 1], "--val_fraction 1.0"),
         ([source, "--train_tokenizer", 9], "expected more than 256"),
-        ([source, "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
+        ([source, "--train_tokenizer", 300, "--tokenizer", "t"], "exclude each other"),
         ([source, "--workers", 0], "--workers 0: expected at least 1"),
     ):
         told = made(*arguments, expect=2)

@@ -19,16 +19,16 @@ class Skipped:
         self.kinds, self.hidden, self.unreadable = Counter(), set(), {}
 
     def __str__(self) -> str:
-        said = []
+        parts = []
         if self.kinds:
             kinds = listed([f"{n:,} {kind}" for kind, n in self.kinds.most_common()])
-            said.append(f"{self.kinds.total():,} files: {kinds}")
+            parts.append(f"{self.kinds.total():,} files: {kinds}")
         if self.hidden:
-            said.append(f"hidden folders: {listed(sorted(self.hidden))}")
+            parts.append(f"hidden folders: {listed(sorted(self.hidden))}")
         if self.unreadable:
             reasons = listed([*self.unreadable.values()], "; ")
-            said.append(f"{len(self.unreadable):,} files that cannot be read: {reasons}")
-        return "; ".join(said)
+            parts.append(f"{len(self.unreadable):,} files that cannot be read: {reasons}")
+        return "; ".join(parts)
 
 
 def listed(names: list[str], comma: str = ", ") -> str:
@@ -86,7 +86,7 @@ def saved_by_datasets(folder: Path) -> list[str]:
     splits = listed_in(folder / "dataset_dict.json", "splits")
     if len(splits) > 1:
         raise ConfigError(f"{folder}: has the splits {', '.join(splits)}; expected one of them, "
-                          f"as {folder / splits[0]}")
+                          f"such as {folder / splits[0]}")
     names = [file["filename"] for file in listed_in(folder / "state.json", "_data_files")]
     for name in names:
         if not (folder / name).exists():

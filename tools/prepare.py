@@ -114,7 +114,7 @@ def prepare(inputs: list[str], options: Options) -> str:
         raise ConfigError("--out DIR: expected a folder to write to")
     check_bounds(options)
     if options.train_tokenizer and options.tokenizer != "bytes":
-        raise ConfigError("--tokenizer and --train_tokenizer exclude one another")
+        raise ConfigError("--tokenizer and --train_tokenizer exclude each other")
     began, out = time.time(), Path(options.out).expanduser()
     files, skipped = find_inputs(inputs, out)
     if options.train_tokenizer or options.tokenizer != "bytes":
@@ -128,8 +128,8 @@ def prepare(inputs: list[str], options: Options) -> str:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         lock.close()
-    if told := str(skipped):
-        summary += f"\nskipped          {told}"
+    if left := str(skipped):
+        summary += f"\nskipped          {left}"
     return f"{summary}\nseconds          {time.time() - began:.1f}\nin               {out}"
 
 
@@ -251,8 +251,8 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise ConfigError("a process that tokenizes was killed, perhaps for its memory: fewer "
-                              "--workers take less") from None
+            raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
+                              "--workers need less") from None
         except BaseException:
             pool.shutdown(cancel_futures=True)  # not wait=False, which the interpreter's end races
             raise

@@ -106,7 +106,7 @@ def as_text(file) -> io.TextIOWrapper:
 
 
 def after_mark(file):
-    """`file` from behind its mark on: as it is where it is UTF-8, else decoded."""
+    """`file` behind its mark; decoded, unless it is UTF-8."""
     if encoding_of(file) != "utf-8-sig":
         return as_text(file)
     if file.peek(3).startswith(codecs.BOM_UTF8):
@@ -248,7 +248,7 @@ def read_json(path: Path, file) -> Iterator[list]:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a .json file holds an array or an object a line, rather than settings."""
+    """Whether a .json file holds an array or one object per line, rather than settings."""
     try:
         with open(path, "rb") as raw, decompressed(path, raw) as file:
             text = as_text(file)
@@ -294,7 +294,7 @@ def read_parquet(path: Path, raw, text_field: str) -> Iterator[list]:
     batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
     for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
         done += len(batch)
-        raw.seek(path.stat().st_size * done // about.num_rows)  # nobody reads it: for the progress
+        raw.seek(path.stat().st_size * done // about.num_rows)  # as if read, for the bar
         yield [others | row for row in batch.to_pylist()]
 
 
