@@ -166,7 +166,7 @@ def test_folders_of_save_to_disk(tmp_path, made):
         write_arrow(tmp_path / "dict" / split, names, said)
         (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     told = made(tmp_path / "dict", expect=2)
-    assert f"has the splits train, test; expected one of them, such as {tmp_path}/dict/train" in told
+    assert f"splits train, test; expected one of them, such as {tmp_path}/dict/train" in told
     made(tmp_path / "dict/train")
     assert strings(tmp_path / "o") == said
     with open(tmp_path / "set" / names[1], "r+b") as file:
