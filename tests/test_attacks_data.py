@@ -1,6 +1,7 @@
 """Promises about data that hostile or unlucky use once broke: each test was seen to fail before."""
 
-import contextlib
+# ruff: noqa: F401, F811 -- fixtures of another file
+
 import gzip
 import json
 import multiprocessing
@@ -9,19 +10,17 @@ import re
 import shutil
 import socket
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transformers
 from conftest import TINY, Process, after_updates, rows, wait_for
-from test_prepare import files_of, made, read, texts, tokenizer, write_jsonl  # noqa: F401
+from test_prepare import command, files_of, made, read, texts, tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import data
 from steady.options import ConfigError
-from steady.tokens import files as tokens
 from steady.tokens.files import TokenFile, TokenWriter, write_tokens
 from steady.tokens.tokenizers import load_tokenizer
 from tools import prepare
@@ -37,47 +36,33 @@ def strings(folder, split="train"):
 # --- data that changes between two starts ---
 
 
-@pytest.mark.parametrize("what", ["no sidecar", "old sidecar", "mask"])
-def test_data_replaced_under_the_same_name_and_size_is_refused(run, tmp_path, what):
-    folder = tmp_path / "d"
+def test_data_replaced_under_the_same_name_and_size_is_refused(run, tmp_path):
+    folder, mask = tmp_path / "d", np.ones(16_001, np.uint8)
     folder.mkdir()
     write_tokens(folder / "train.bin", [b"abcdefgh" * 2000])
-    mask = np.ones(16_001, np.uint8)
-    if what == "mask":
-        mask.tofile(folder / "train.bin.mask")
-    if what == "no sidecar":
-        (folder / "train.bin.json").unlink()
-    flags = [*TINY, "--data", folder, "--vocab_size", 257, "--out_dir", "r", "--save_interval", 4]
+    mask.tofile(folder / "train.bin.mask")
+    flags = [*TINY, "--data", folder, "--vocab_size", 257, "--out_dir", "r", "--data_mode",
+             "stream", "--save_interval", 4]
     run(*flags, "--max_steps", 4, bare=True)
-    if what == "mask":
-        mask[5:10] = 0
-        mask.tofile(folder / "train.bin.mask")
-    else:
-        np.full(16_001, 7, np.uint16).tofile(folder / "train.bin")
     more = [*flags, "--auto-resume", "--max_steps", 8]
-    told = run(*more, bare=True, expect=2)
-    assert "data has changed: train.bin (16,001 tokens)" in told and "--allow_change data" in told
+    for name, content in (("train.bin.mask", np.append(mask[:-1], np.uint8(0))),
+                          ("train.bin", np.full(16_001, 7, np.uint16))):
+        before = (folder / name).read_bytes()
+        content.tofile(folder / name)
+        told = run(*more, bare=True, expect=2)
+        assert "data has changed: train.bin (16,001 tokens)" in told
+        assert "--allow_change data" in told
+        if name != "train.bin":
+            (folder / name).write_bytes(before)
     run(*more, "--allow_change", "data", bare=True)
     assert rows(tmp_path / "r")[-1]["step"] == 8
 
 
-@pytest.mark.parametrize("n", [3, 40])
-def test_each_of_many_files_is_read_in_few_places(tmp_path, monkeypatch, n):
+@pytest.mark.parametrize("n", [3, 40])  # of many files less is looked at
+def test_one_file_of_several_that_changed_is_noticed(tmp_path, n):
     for i in range(n):
         np.full(70_000, i, np.uint16).tofile(tmp_path / f"x_train_{i:02}.bin")
-    reads = []
-
-    def counting(*args, **options):
-        file = open(*args, **options)
-        plain = file.read
-        proxy = SimpleNamespace(fileno=file.fileno, seek=file.seek, read=lambda size: (
-            reads.append(size), plain(size))[1])
-        return contextlib.nullcontext(proxy)
-
-    monkeypatch.setattr(tokens, "open", counting, raising=False)
-    mixture = data.load_mixture([str(tmp_path)], "train", 8, 0)
-    assert len(reads) == n * (64 if n == 3 else 4)
-    before = mixture.fingerprint
+    before = data.load_mixture([str(tmp_path)], "train", 8, 0).fingerprint
     with open(tmp_path / "x_train_02.bin", "r+b") as file:
         file.write(b"\7" * 4096)
     after = data.load_mixture([str(tmp_path)], "train", 8, 0).fingerprint
@@ -85,67 +70,31 @@ def test_each_of_many_files_is_read_in_few_places(tmp_path, monkeypatch, n):
     assert before[:2] + before[3:] == after[:2] + after[3:]
 
 
-def test_documents_of_a_batch_ask_once_whether_their_file_is_complete(corpus, monkeypatch):
-    mixture = data.load_mixture([str(corpus)], "train", 2000, 0, mode="packed")
-    assert len(mixture.datasets[0].documents_of(0)) > 1
-    plain, asked = os.stat, []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", lambda *args: (asked.append(args), plain(*args))[1])
-        mixture.batch(0, 4)
-    assert len(asked) == 1
-
-
 # --- tokenizers ---
 
 
-def broken(change):
-    def content(text):
-        whole = json.loads(text)
-        change(whole)
-        return json.dumps(whole)
-    return content
-
-
-TOKENIZERS = {
-    "half of it": lambda text: text[: len(text) // 2],
-    "another object": lambda text: "{}",
-    "null": lambda text: "null",
-    "an unknown special token": broken(lambda t: t.update(post_processor=dict(
-        type="TemplateProcessing", single=[{"SpecialToken": dict(id="[X]", type_id=0)}], pair=[],
-        special_tokens={}))),
-}
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_malformed_tokenizer_is_told_in_one_line(tmp_path, made, tokenizer, kind):  # noqa: F811
-    shutil.copytree(tokenizer, tmp_path / "t")
-    file = tmp_path / "t/tokenizer.json"
-    file.write_text(TOKENIZERS[kind](file.read_text()))
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", expect=2)
-    assert told.count("\n") == 1 and f"tokenizer {tmp_path / 't'}: cannot be loaded" in told
-    assert "is its tokenizer.json complete?" in told
-
-
-def test_a_panic_of_the_tokenizer_library_is_told_in_one_line(tmp_path, made,  # noqa: F811
-                                                               tokenizer, monkeypatch):  # noqa: F811
+def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer, monkeypatch):
     class PanicException(BaseException):  # as Rust's are: no Exception
         pass
 
     def panic(name):
         raise PanicException("range end index 4 out of range for slice of length 2")
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    shutil.copytree(tokenizer, tmp_path / "t")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, expect=2)
+    flags = [source, "--tokenizer", tmp_path / "t"]
+    whole = (tmp_path / "t/tokenizer.json").read_text()
+    for content in (whole[: len(whole) // 2], "{}", "null"):
+        (tmp_path / "t/tokenizer.json").write_text(content)
+        told = made(*flags, expect=2)
+        assert told.count("\n") == 1 and f"tokenizer {tmp_path / 't'}: cannot be loaded" in told
+        assert "is its tokenizer.json complete?" in told
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    told = made(*flags, expect=2)
     assert "cannot be loaded: PanicException: range end index 4" in told and told.count("\n") == 1
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_switched_off(
-    tmp_path, made, tokenizer  # noqa: F811
-):
-    from tokenizers import Tokenizer
-
+def test_truncation_and_padding_of_a_tokenizer_are_switched_off(tmp_path, made, tokenizer):
     stored = tmp_path / "stored"
     shutil.copytree(tokenizer, stored)
     backend = Tokenizer.from_file(str(stored / "tokenizer.json"))
@@ -154,123 +103,17 @@ def test_truncation_and_padding_of_a_tokenizer_are_switched_off(
     backend.save(str(stored / "tokenizer.json"))
     found = ["the cat", *texts(3, longest=200)]
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found])
-    made(source, "--out", tmp_path / "o", "--tokenizer", stored, "--val_fraction", 0)
+    made(source, "--tokenizer", stored)
     loaded = load_tokenizer(str(tmp_path / "o/tokenizer"))
     assert [loaded.decode(ids[:-1]) for ids, _ in read(tmp_path / "o")] == found
     later = load_tokenizer(str(stored)).backend_tokenizer
     assert later.truncation is None and later.padding is None
 
 
-# --- conversations ---
-
-# As Qwen3's: what was thought is dropped from the turns before the last question.
-THINKING = """
-{%- if tools %}<|tools|>{% for t in tools %}{{ t['name'] }};{% endfor %}{{ '\\n' }}{% endif %}
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for m in messages %}{% set said = m['content'] %}
-{%- if m['role'] == 'assistant' and loop.index0 < ns.last %}
-{%- set said = said.split('</think>')[-1].lstrip('\\n') %}{% endif %}
-{{- '<|' + m['role'] + '|>' }}
-{%- if m['role'] == 'assistant' %}MARK{{ said + eos_token }}ENDMARK
-{%- else %}{{ said }}{% endif %}{{ '\\n' }}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-PLAIN = THINKING.replace("ENDMARK", "").replace("MARK", "")
-MARKED = THINKING.replace("ENDMARK", "{% endgeneration %}").replace("MARK", "{% generation %}")
-CHAT = [
-    dict(role="user", content="the cat"),
-    dict(role="assistant", content="<think>mat</think>sat on"),
-    dict(role="user", content="naïve 猫"),
-    dict(role="assistant", content="<think>run</think>ran 猫!"),
-]
-FIRST = "<|user|>the cat\n<|assistant|>"
-SECOND = "sat on<|endoftext|>\n<|user|>naïve 猫\n<|assistant|>"
-
-
-@pytest.fixture
-def chats(tmp_path, made, tokenizer):  # noqa: F811
-    """chats(template, records, *flags) → ([(text, what counts)] of each document, summary)."""
-    from transformers import AutoTokenizer
-
-    def chats(template, records, *flags):
-        writer = AutoTokenizer.from_pretrained(tokenizer)
-        writer.chat_template = template
-        writer.save_pretrained(tmp_path / "t")
-        source = write_jsonl(tmp_path / "chats.jsonl", records)
-        told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t",
-                    "--val_fraction", 0, *flags)
-        documents = []
-        for ids, mask in read(tmp_path / "o"):
-            counted = [i for i, counts in zip(ids, mask, strict=True) if counts]
-            documents.append((writer.decode(ids), writer.decode(counted)))
-        return documents, told
-
-    return chats
-
-
-def test_a_template_that_drops_earlier_thoughts_makes_a_document_of_each_reply(chats):
-    documents, told = chats(PLAIN, [{"messages": CHAT}, {"messages": CHAT[:2]}])
-    first = f"{FIRST}<think>mat</think>sat on<|endoftext|>", "<think>mat</think>sat on<|endoftext|>"
-    last = "<think>run</think>ran 猫!<|endoftext|>"
-    assert documents == [first, (FIRST + SECOND + last, last), first]
-    assert "conversations    1 as one document for each reply" in told
-
-
-def test_replies_that_the_template_marks_are_what_counts(chats):
-    documents, told = chats(MARKED, [{"messages": CHAT}, {"messages": [*CHAT, CHAT[0]]}])
-    last = "<think>run</think>ran 猫!<|endoftext|>"
-    assert documents[0] == (FIRST + SECOND + last, "sat on<|endoftext|>" + last)
-    shown = f"{FIRST}{SECOND}ran 猫!<|endoftext|>\n<|user|>the cat\n<|endoftext|>"
-    assert documents[1] == (shown, "sat on<|endoftext|>ran 猫!<|endoftext|>")
-    assert "conversations    2 with the replies that the chat template marks" in told
-
-
-def test_documents_of_one_conversation_are_in_one_split(tmp_path, chats):
-    records = [{"messages": [dict(m, content=f"{i} {m['content']}") for m in CHAT]}
-               for i in range(40)]
-    chats(PLAIN, records, "--val_fraction", 0.5)
-    numbers = [{tuple(ids[:12]) for ids, _ in read(tmp_path / "o", s)} for s in ("train", "val")]
-    assert numbers[0] and numbers[1] and not numbers[0] & numbers[1]
-
-
-def test_conversations_left_out_are_counted_with_the_reason(chats):
-    refusing = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + PLAIN
-    records = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": CHAT}, {"messages": [{}]}]
-    documents, told = chats(refusing, records, "--skip_bad")
-    assert len(documents) == 1
-    assert ("left out         3 lines that cannot be read: the chat template refuses it: too long "
-            "(2), no 'role' (1)") in told
-
-
-@pytest.mark.parametrize("tools", [[{"name": "clock"}], '[{"name": "clock"}]'])
-def test_tools_reach_the_template_and_ignored_keys_are_counted(chats, tools):
-    records = [{"messages": CHAT[:2], "tools": tools, "id": 1},
-               {"messages": CHAT[:2], "tools": None, "id": 2, "source": "web"}]
-    documents, told = chats(PLAIN, records)
-    assert documents[0][0] == "<|tools|>clock;\n" + documents[1][0]
-    assert "ignored keys     id (2), source (1)\n" in told
-    assert "no 'name'" not in told
-    with pytest.raises(AssertionError, match="chats.jsonl:1: tools: expected a list, found dict"):
-        chats(PLAIN, [{"messages": CHAT, "tools": {"name": "clock"}}])
-
-
-def test_columns_that_are_not_read_are_counted(tmp_path, made, chats, tokenizer):  # noqa: F811
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    chats(PLAIN, [{"messages": CHAT}])
-    table = {"messages": [CHAT[:2]] * 3, "tools": ['[{"name": "clock"}]'] * 3, "id": [1, 2, 3]}
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    told = made(tmp_path / "a.parquet", "--out", tmp_path / "p", "--tokenizer", tmp_path / "t",
-                "--val_fraction", 0)
-    assert "ignored keys     id (3)\n" in told
-    loaded = load_tokenizer(str(tmp_path / "p/tokenizer"))
-    assert loaded.decode(read(tmp_path / "p")[2][0]).startswith("<|tools|>clock;\n<|user|>")
-
-
 # --- folders of input ---
 
 
-def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):  # noqa: F811
+def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     folder = tmp_path / "in"
     for inside in (".venv/lib", ".git", "sub/.cache", "sub/deep"):
         (folder / inside).mkdir(parents=True)
@@ -282,22 +125,24 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):  # noqa: F81
     (folder / "B.JsonL").write_text('{"text": "lines"}')
     (folder / "C.MD.GZ").write_bytes(gzip.compress(b"packed"))
     for _ in range(2):
-        told = made(folder, "--out", folder / "o", "--val_fraction", 0)
+        told = made(folder, "--out", folder / "o")
         found = {bytes(ids[:-1]).decode() for ids, _ in read(folder / "o")}
         assert found == {"in sub/deep", "upper case", "lines", "packed"}
         assert ("skipped          6 files: 2 .json, " in told
                 and "hidden folders: .cache, .git, .venv\n" in told)
         for kind in ("1 .py", "1 without a suffix", "1 .tar.gz", "1 not regular"):
             assert kind in told
-    made(folder / ".venv", "--out", tmp_path / "p", "--val_fraction", 0)  # it was asked for
+    made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert bytes(read(tmp_path / "p")[0][0][:-1]) == b"in .venv/lib"
+    told = made(folder / "pipe.txt", expect=2)
+    assert f"{folder / 'pipe.txt'}: not a regular file" in told
     only = tmp_path / "only"
     only.mkdir()
     (only / "a.txt").write_text("a")
-    assert "skipped" not in made(only, "--out", tmp_path / "q", "--val_fraction", 0)
+    assert "skipped" not in made(only, "--out", tmp_path / "q")
 
 
-def write_arrow(folder, names, texts):  # noqa: F811
+def write_arrow(folder, names, texts):
     """As datasets.save_to_disk does."""
     pa = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
@@ -310,86 +155,80 @@ def write_arrow(folder, names, texts):  # noqa: F811
     (folder / "dataset_info.json").write_text('{\n "features": {}\n}')
 
 
-def test_folders_of_save_to_disk(tmp_path, made):  # noqa: F811
-    said, flags = texts(100), ["--out", tmp_path / "o", "--val_fraction", 0]
+def test_folders_of_save_to_disk(tmp_path, made):
+    said = texts(100)
     names = [f"data-0000{i}-of-00003.arrow" for i in range(3)]
     write_arrow(tmp_path / "set", names, said)
     shutil.copy(tmp_path / "set" / names[0], tmp_path / "set/cache-0123.arrow")  # of Dataset.map
-    told = made(tmp_path / "set", *flags)
+    told = made(tmp_path / "set")
     assert strings(tmp_path / "o") == said and "ignored keys     id (100)\n" in told
     for split in ("train", "test"):
         write_arrow(tmp_path / "dict" / split, names, said)
         (tmp_path / "dict/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    told = made(tmp_path / "dict", *flags, expect=2)
-    assert f"has the splits train, test; expected one of them, as {tmp_path}/dict/train" in told
-    made(tmp_path / "dict/train", *flags)
+    told = made(tmp_path / "dict", expect=2)
+    assert f"splits train, test; expected one of them, such as {tmp_path}/dict/train" in told
+    made(tmp_path / "dict/train")
     assert strings(tmp_path / "o") == said
     with open(tmp_path / "set" / names[1], "r+b") as file:
         file.truncate(1000)
-    assert f"{names[1]}: cannot be read: " in made(tmp_path / "set", *flags, expect=2)
+    assert f"{names[1]}: cannot be read: " in made(tmp_path / "set", expect=2)
     (tmp_path / "set" / names[1]).unlink()
-    assert f"{names[1]} is not there" in made(tmp_path / "set", *flags, expect=2)
+    assert f"{names[1]} is not there" in made(tmp_path / "set", expect=2)
 
 
-@pytest.mark.parametrize("form", ["array", "indented", "one after another", "packed"])
-def test_json_is_read_object_by_object(tmp_path, made, monkeypatch, form):  # noqa: F811
+def test_json_is_read_object_by_object(tmp_path, made, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
     said = [text + ' "quoted", [1] {2}' for text in texts(40)]
     records = [{"text": text, "n": [1, {"a": 2.5}]} for text in said]
-    content = json.dumps(records, indent=1 if form == "indented" else None)
-    if form == "one after another":
-        content = "\n".join(map(json.dumps, records))
-    name, raw = "a.json", content.encode()
-    if form == "packed":
-        name, raw = "a.json.gz", gzip.compress(raw)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(raw)
     (tmp_path / "in/settings.json").write_text('{\n "text": "no document"\n}')
-    told = made(tmp_path / "in", "--out", tmp_path / "o", "--val_fraction", 0)
-    assert strings(tmp_path / "o") == said and "1 files: 1 .json" in told
+    for content in (json.dumps(records), json.dumps(records, indent=1),
+                    "\n".join(map(json.dumps, records))):
+        (tmp_path / "in/a.json.gz").write_bytes(gzip.compress(content.encode()))
+        told = made(tmp_path / "in")
+        assert strings(tmp_path / "o") == said and "1 files: 1 .json" in told
 
 
 @pytest.mark.parametrize("content, words", [
     ('[{"text": "a"}, {"text": "b"', "not JSON from object 2 on"),
-    ('[{"text": "a"} {"text": "b"}]', "not JSON from object 1 on"),
-    ('[{"text": "a"}', "not JSON from object 1 on"),
+    ('[{"text": "a"}', "not JSON from object 2 on"),
     ('[{"text": "a"},', "not JSON from object 2 on"),
     ("[" * 100_000, "not JSON from object 1 on"),
     ('[{"text": "a"}, 5]', "a.json:2: expected an object with keys"),
     ('{"data": [{"text": "a"}]}', "a.json:1: has data; expected text"),
 ])
-def test_json_that_is_not_read_is_named(tmp_path, made, content, words):  # noqa: F811
+def test_json_that_is_not_read_is_named(tmp_path, made, content, words):
     (tmp_path / "a.json").write_text(content)
-    told = made(tmp_path / "a.json", "--out", tmp_path / "o", expect=2)
+    told = made(tmp_path / "a.json", expect=2)
     assert words in told and str(tmp_path / "a.json") in told and told.count("\n") == 1
 
 
-def test_csv(tmp_path, made, monkeypatch):  # noqa: F811
+def test_csv(tmp_path, made, monkeypatch):
     long = "x" * 200_000  # more than the standard library takes by default
     said = ['a "quoted", text', "two\r\nlines", "naïve 猫", long]
     quoted = ['"' + text.replace('"', '""') + '"' for text in said]
-    head, flags = "id,text,url\n", ["--out", tmp_path / "o", "--val_fraction", 0]
+    head = "id,text,url\n"
     lines = [f"{i},{text},\n" for i, text in enumerate(quoted)]
     source = tmp_path / "a.csv"
     source.write_text(head + "".join(lines), newline="")
-    told = made(source, *flags)
+    told = made(source)
     assert strings(tmp_path / "o") == said and "ignored keys     id (4), url (4)\n" in told
     source.write_text(head + "".join([*lines[:2], "9,cut\n", *lines[2:]]), newline="")
-    assert "a.csv:4: 2 fields; expected 3" in made(source, *flags, expect=2)
-    assert "left out         1 lines" in made(source, *flags, "--skip_bad")
+    assert "a.csv:4: 2 fields; expected 3" in made(source, expect=2)
+    assert "left out         1 lines" in made(source, "--skip_bad")
     assert strings(tmp_path / "o") == said
     source.write_text(head + f"\n{lines[0]}\n9\n")
-    assert "a.csv:5: 1 fields; expected 3" in made(source, *flags, expect=2)
+    assert "a.csv:5: 1 fields; expected 3" in made(source, expect=2)
     source.write_text(head + '1,"open\n')
-    assert "a.csv:2: not CSV: " in made(source, *flags, expect=2)
+    assert "a.csv:2: not CSV: " in made(source, expect=2)
     source.write_text("id;text\n1;a\n")
-    assert "a.csv: has id;text; expected text" in made(source, *flags, expect=2)
+    assert "a.csv: has id;text; expected text" in made(source, expect=2)
     source.write_text(f"1,{long}\n")  # without a line of names
-    assert len(made(source, *flags, expect=2)) < 1000
+    assert len(made(source, expect=2)) < 1000
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
-def test_text_is_decoded_by_its_mark(tmp_path, made, monkeypatch, encoding):  # noqa: F811
+def test_text_is_decoded_by_its_mark(tmp_path, made, monkeypatch, encoding):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
     said = [f"naïve 猫 𝄞 {text}" for text in texts(20)]
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in said)
@@ -401,42 +240,32 @@ def test_text_is_decoded_by_its_mark(tmp_path, made, monkeypatch, encoding):  # 
     for name, content in contents.items():
         raw = ("\ufeff" * (encoding == "utf-16-be") + content).encode(encoding)
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-        made(tmp_path / name, "--out", tmp_path / "o", "--val_fraction", 0)
+        made(tmp_path / name)
         assert strings(tmp_path / "o") == ([contents["a.txt"]] if name == "a.txt" else said), name
 
 
-def test_a_large_text_with_a_mark_is_cut_in_two(tmp_path, made):  # noqa: F811
-    text = "".join(f"line {i}\n" for i in range(20_000))
-    (tmp_path / "a.txt").write_text(text, "utf-8-sig")
-    made(tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0.2)
-    (train, ), (val, ) = strings(tmp_path / "o"), strings(tmp_path / "o", "val")
-    assert train + val == text and val
-
-
 @pytest.mark.parametrize("name, content, words", [
-    ("a.txt", "naïve", "a.txt: not UTF-8 at byte 2"),
-    ("a.jsonl", '{"text": "a"}\n{"text": "naïve"}\n', "a.jsonl:2: not UTF-8"),
-    ("a.json", '[{"text": "a"}, {"text": "naïve"}]', "a.json:2: not UTF-8"),
-    ("a.csv", "text\na\nnaïve\n", "a.csv:3: not UTF-8"),
-    ("a.txt", "a\0b\0c\0", "a.txt: holds null bytes"),  # UTF-16 without a mark
+    ("a.txt", b"na\xefve", "a.txt: not UTF-8 at byte 2"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "a.jsonl:2: not UTF-8"),
+    ("a.json", b'[{"text": "a"}, {"text": "na\xefve"}]', "a.json:2: not UTF-8"),
+    ("a.csv", b"text\na\nna\xefve\n", "a.csv:3: not UTF-8"),
+    ("a.txt", b"a\0b\0c\0", "a.txt: holds null bytes"),  # UTF-16 without a mark
+    ("a.txt", "text".encode("utf-16")[:-1], "a.txt: cannot be read: "),
+    ("a.jsonl", '{"text": "a"}'.encode("utf-16")[:-1], "a.jsonl: cannot be read: "),
 ])
-def test_other_encodings_are_named_with_their_place(tmp_path, made, name, content,  # noqa: F811
-                                                    words):
-    (tmp_path / name).write_text(content, "latin-1")
-    flags = [tmp_path / name, "--out", tmp_path / "o", "--val_fraction", 0]
-    told = made(*flags, expect=2)
+def test_other_encodings_are_named_with_their_place(tmp_path, made, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    told = made(tmp_path / name, expect=2)
     assert words in told and told.count("\n") == 1
     (tmp_path / "b.txt").write_text("b")
-    made(tmp_path / "b.txt", *flags, "--skip_bad")
-    rest = ["na\ufffdve"] if name == "a.txt" else ["a"]
-    assert strings(tmp_path / "o") == ["b", *("\0" not in content) * rest]
-
-
-def test_half_of_utf16_is_named(tmp_path, made):  # noqa: F811
-    for name, content in (("a.txt", "text"), ("a.jsonl", '{"text": "a"}')):
-        (tmp_path / name).write_bytes(content.encode("utf-16")[:-1])
-        told = made(tmp_path / name, "--out", tmp_path / "o", expect=2)
-        assert f"{tmp_path / name}: cannot be read: " in told and told.count("\n") == 1
+    told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
+    if b"\0" in content:  # nothing of this file can be read
+        assert strings(tmp_path / "o") == ["b"]
+    elif name == "a.txt":
+        assert strings(tmp_path / "o") == ["b", "na\ufffdve"] and "left out" not in told
+        assert "replaced         1 times bytes that are not UTF-8" in told
+    else:
+        assert strings(tmp_path / "o") == ["b", "a"] and "left out         1 lines" in told
 
 
 # --- one of many that is of no use ---
@@ -459,18 +288,15 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("train", [False, True])
-def test_a_foreign_file_among_many_is_found_before_the_work(
-    tmp_path, made, monkeypatch, name, train  # noqa: F811
-):
+@pytest.mark.parametrize("name, train", [*((name, False) for name in FOREIGN), ("z.csv", True)])
+def test_a_foreign_file_among_many_is_found_before_the_work(tmp_path, made, monkeypatch, name,
+                                                            train):
     said, folder = [f"document {i}" for i in range(5)], tmp_path / "in"
     folder.mkdir()
     for i, text in enumerate(said):
         write_jsonl(folder / f"{i}.jsonl", [{"text": text}])
     FOREIGN[name](folder / name)
-    flags = [folder, "--out", tmp_path / "o", "--val_fraction", 0, "--workers", 1]
-    flags += ["--train_tokenizer", 300] * train
+    flags = [folder, "--workers", 1, *["--train_tokenizer", 300] * train]
     with monkeypatch.context() as patch:
         patch.setattr(Encoder, "encode", lambda *args: pytest.fail("it has begun"))
         patch.setattr(prepare, "byte_level_bpe", lambda *args: pytest.fail("it has begun"))
@@ -481,35 +307,34 @@ def test_a_foreign_file_among_many_is_found_before_the_work(
     assert len(read(tmp_path / "o")) == 5 and (train or strings(tmp_path / "o") == said)
 
 
-def test_a_document_whose_file_ends_early_ends_there(tmp_path, made, monkeypatch):  # noqa: F811
+def test_a_document_whose_file_ends_early_ends_there(tmp_path, made, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 200)
     lines = "".join(f"line {i}\n" for i in range(20_000))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(lines.encode())[:-9000])
     (tmp_path / "b.txt").write_text("whole")
-    told = made(tmp_path / "a.txt.gz", tmp_path / "b.txt", "--out", tmp_path / "o", "--skip_bad",
-                "--val_fraction", 0)
+    told = made(tmp_path / "a.txt.gz", tmp_path / "b.txt", "--skip_bad")
     cut, whole = strings(tmp_path / "o")
     assert whole == "whole" and lines.startswith(cut) and len(cut) > 1000
-    assert "a.txt.gz: cannot be unpacked: " in told
+    assert "a.txt.gz: cannot be read: " in told
 
 
-def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):  # noqa: F811
+def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
     foreign_parquet(tmp_path / "a.parquet")
     (tmp_path / "b.txt").write_text("whole")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    told = made(tmp_path, "--out", tmp_path / "o", "--skip_bad", expect=2)
-    assert "needs pyarrow: pip install pyarrow" in told
+    for flags in ([], ["--skip_bad"]):
+        told = made(tmp_path, *flags, expect=2)
+        assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
 
 
-def test_null_preferences_and_chats_are_called_so(tmp_path, made):  # noqa: F811
-    flags = ["--out", tmp_path / "o", "--val_fraction", 0]
+def test_null_preferences_and_chats_are_called_so(tmp_path, made):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": None}])
-    assert "a.jsonl:2: `text` is null" in made(source, *flags, expect=2)
-    assert "2 lines that cannot be read: `text` is null (2)" in made(source, *flags, "--skip_bad")
+    assert "a.jsonl:2: `text` is null" in made(source, expect=2)
+    assert "2 lines that cannot be read: `text` is null (2)" in made(source, "--skip_bad")
     write_jsonl(source, [dict(prompt="a", chosen="b", rejected="c")])
-    assert "preference data (chosen and rejected, as for DPO)" in made(source, *flags, expect=2)
-    write_jsonl(source, [dict(messages=CHAT)])
-    told = made(source, *flags, expect=2)
+    assert "preference data (chosen and rejected, as for DPO)" in made(source, expect=2)
+    write_jsonl(source, [dict(messages=[dict(role="user", content="a")])])
+    told = made(source, expect=2)
     assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
 
 
@@ -517,22 +342,20 @@ def test_null_preferences_and_chats_are_called_so(tmp_path, made):  # noqa: F811
 
 
 @pytest.mark.parametrize("space", ["\n", " "])
-def test_a_long_document_is_counted_and_encoded_in_pieces(
-    tmp_path, made, tokenizer, monkeypatch, space  # noqa: F811
-):
+def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch, space):
     """With the ids, and with the vocabulary, of the whole."""
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(read_module, "LONGEST_LINE", 2000)
     long, short = space.join(" ".join(texts(300)).split()), texts(3)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
-    flags = [source, "--out", tmp_path / "o", "--val_fraction", 0, "--workers", 1]
-    plain, sizes = Encoder.encode, []
+    flags = [source, "--workers", 1]
+    plain, sizes = Encoder.tokenize, []
 
-    def encode(encoder, documents, *args):
-        sizes.append(sum(len(text) for parts, _ in documents for text, _ in parts))
-        return plain(encoder, documents, *args)
+    def tokenize(encoder, texts, *args):
+        sizes.extend(map(len, texts))
+        return plain(encoder, texts, *args)
 
-    monkeypatch.setattr(Encoder, "encode", encode)
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
     made(*flags, "--tokenizer", tokenizer)
     alone = load_tokenizer(str(tokenizer))
     assert len(long) > 20_000 and max(sizes) < 4000
@@ -553,10 +376,10 @@ def test_a_long_document_is_counted_and_encoded_in_pieces(
 
 
 @pytest.mark.parametrize("end", ["goes on", "is killed"])
-def test_two_preparations_into_one_folder(tmp_path, made, end):  # noqa: F811
+def test_two_preparations_into_one_folder(tmp_path, made, end):
     source, out = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}] * 50), tmp_path / "o"
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "second"}] * 9)
-    flags = ["--out", out, "--val_fraction", 0, "--workers", 1]
+    flags = ["--out", out, "--workers", 1]
     pid = os.fork()
     if not pid:
         publish = prepare.publish
@@ -576,7 +399,7 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):  # noqa: F811
     assert f"--out {out}: process {pid} on {socket.gethostname()} is writing there" in told
     if end == "is killed":
         os.kill(pid, 9)
-        assert os.waitpid(pid, 0)[1] == 9 and (out / ".preparing/train.bin").exists()
+        assert os.waitpid(pid, 0)[1] == 9 and (out / ".preparing/new/train.bin").exists()
         made(other, *flags)
         assert strings(out) == ["second"] * 9
     else:
@@ -586,72 +409,30 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):  # noqa: F811
     assert not (out / ".preparing").exists()
 
 
-def test_a_link_in_the_place_of_the_drafts_is_refused(tmp_path, made):  # noqa: F811
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("mine")
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o/.preparing").symlink_to(tmp_path / "mine")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}])
-    assert "is a link" in made(source, "--out", tmp_path / "o", expect=2)
-    assert [*files_of(tmp_path / "mine")] == ["thesis.txt"]
-
-
-def test_no_process_outlives_an_error(tmp_path, made):  # noqa: F811
+def test_no_process_outlives_an_error(tmp_path, made, monkeypatch):
     """Else its end races that of the interpreter, which then prints "Bad file descriptor"."""
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"words": "b"}])
-    made(source, "--out", tmp_path / "o", "--workers", 2, expect=2)
+    made(source, "--workers", 2, expect=2)
     assert not multiprocessing.active_children()
-
-
-def test_a_killed_worker_is_told_in_one_line(tmp_path, made, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(500)])
 
     def add(*args):
         for process in multiprocessing.active_children():
             process.kill()
 
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
     monkeypatch.setattr(TokenWriter, "add", add)
-    told = made(source, "--out", tmp_path / "o", "--workers", 2, expect=2)
-    assert "a process that tokenizes was killed" in told and told.count("\n") == 1
+    write_jsonl(source, [{"text": text} for text in texts(500)])
+    told = made(source, "--workers", 2, expect=2)
+    assert "a tokenizing process was killed" in told and told.count("\n") == 1
 
 
 # --- files that are not what they seem ---
 
 
-@pytest.mark.parametrize("suffix", ["", ".json", ".docs", ".mask"])
-def test_a_pipe_beside_the_data_is_refused(run, tmp_path, suffix):
+@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}'])
+def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "train.bin"
     write_tokens(path, [b"abcdefgh" * 2000])
-    pipe = tmp_path / f"train.bin{suffix}"
-    pipe.unlink(missing_ok=True)
-    os.mkfifo(pipe)
-    told = run("--data", path, expect=2)
-    assert f"{pipe}: not a regular file" in told and "Traceback" not in told
-
-
-def test_a_pipe_as_input_is_refused(tmp_path, made):  # noqa: F811
-    os.mkfifo(tmp_path / "a.txt")
-    told = made(tmp_path / "a.txt", "--out", tmp_path / "o", expect=2)
-    assert f"{tmp_path / 'a.txt'}: not a regular file" in told
-
-
-SIDECARS = {
-    "a list": "[1]", "text": '"uint16"', "not JSON": "{", "not UTF-8": b"\xff\xfe{",
-    "tokens as text": '{"tokens": "16001"}', "tokens unknown": '{"tokens": null}',
-    "vocabulary as text": '{"vocab_size": "257"}', "vocabulary below 0": '{"vocab_size": -1}',
-    "bytes as a list": '{"bytes": []}', "tokenizer as a number": '{"tokenizer": 3}',
-    "end of text as text": '{"end_of_text": "a"}', "a dtype that is none": '{"dtype": ["u"]}',
-    "checksum as a number": '{"checksum": 1}', "a truth": '{"tokens": true}',
-}
-
-
-@pytest.mark.parametrize("kind", SIDECARS)
-def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, kind):
-    path = tmp_path / "train.bin"
-    write_tokens(path, [b"abcdefgh" * 2000])
-    content = SIDECARS[kind]
-    content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "train.bin.json").write_bytes(content)
     with pytest.raises(ConfigError) as refused:
         TokenFile(path, 32)
@@ -662,8 +443,7 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, kind):
 # --- files that change while they are read ---
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("mode", ["stream", "documents"])
+@pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
 def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers):
     for path in corpus.glob("train.bin*"):
         shutil.copy(path, tmp_path)
@@ -673,12 +453,9 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
         if run.progress.step == 4:
             os.truncate(file, 4096)
 
-    def hook():
-        after_updates(cut)
-
     flags = [*TINY, "--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers",
              workers, "--out_dir", "r", "--eval_interval", 0]
-    process = Process(tmp_path, flags, hook)
+    process = Process(tmp_path, flags, lambda: after_updates(cut))
     code, printed = process.code(), process.text()
     assert code == 2, printed
     said = printed.splitlines()[-2:]
@@ -687,22 +464,46 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
     assert "Traceback" not in printed
 
 
-# --- a tokenizer that puts a space before every text ---
+# --- tokenizers of a few letters ---
 
 
-@pytest.mark.parametrize("how", ["pre-tokenizer", "normalizer"])
-def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, how):  # noqa: F811
+def letters(folder, **parts):
+    """A tokenizer whose tokens are letters; returns them by id. parts: its normalizer and so on."""
     words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
     built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
-    if how == "normalizer":
-        built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"),
-                                                 normalizers.Replace(" ", "▁")])
-    else:
-        built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    for name, part in parts.items():
+        setattr(built, name, part)
     PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
-                            ).save_pretrained(tmp_path / "t")
+                            ).save_pretrained(folder)
+    return words
+
+
+@pytest.mark.parametrize("part", [
+    dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),
+                                          normalizers.Replace(" ", "▁")])),
+], ids=["pre-tokenizer", "normalizer"])
+def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, monkeypatch, part):
+    """Where a tokenizer puts one before every text."""
+    words = letters(tmp_path / "t", **part)
     source = write_jsonl(tmp_path / "s.jsonl", [dict(prompt="the cat:", response=" sat\ndown")])
-    made(source, "--out", tmp_path / "d", "--tokenizer", tmp_path / "t", "--val_fraction", 0)
-    [(ids, mask)] = read(tmp_path / "d")
+    made(source, "--tokenizer", tmp_path / "t")
+    [(ids, mask)] = read(tmp_path / "o")
     assert "".join(words[i] for i in ids) == "▁the▁cat:▁sat\ndown</s>"
     assert mask == [0] * len("▁the▁cat:") + [1] * (len("▁sat\ndown") + 1)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 16)  # nor do pieces of a long one
+    write_jsonl(source, [dict(text="cat\n" * 30)])
+    made(source, "--tokenizer", tmp_path / "t")
+    assert "".join(words[i] for i in read(tmp_path / "o")[0][0]) == "▁" + "cat\n" * 30 + "</s>"
+
+
+def test_a_document_that_encodes_to_nothing(made, tmp_path):
+    """It is an end-of-text by itself, which no sample holds."""
+    words = letters(tmp_path / "t", normalizer=normalizers.Strip())
+    source = write_jsonl(tmp_path / "s.jsonl", [dict(text=" "), dict(text="a cat"),
+                                                dict(prompt=" ", response=" ")])
+    made(source, "--tokenizer", tmp_path / "t")
+    found = [("".join(words[i] for i in ids), mask) for ids, mask in read(tmp_path / "o")]
+    assert found[0] == found[2] == ("</s>", [1]) and found[1][0].endswith("cat</s>")
+    mixture = data.load_mixture([str(tmp_path / "o")], "train", 8, 0, mode="documents")
+    assert mixture.n_samples == 1

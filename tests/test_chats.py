@@ -1,14 +1,16 @@
 """Conversations: every common form of record gives the same tokens, and only replies count."""
 
-import io
+# ruff: noqa: F401, F811 -- fixtures of another file
+
 import itertools
 import json
-import sys
+import re
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 from families import CALL, CHATS, FAMILIES, IN_TRL, LLAMA3, chat, make_tokenizer, tokenizer_of
+from test_prepare import command, made, read, write_jsonl
 
 from steady.options import ConfigError
 from tools import prepare
@@ -32,7 +34,7 @@ def documents(tokenizer, *records, kind="rows") -> list[tuple[list[int], list[in
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
     encoder.vocab_size = len(tokenizer)
     data = [json.dumps(record) for record in records] if kind == "lines" else list(records)
-    [(ids, ends, mask, _)] = encoder(Chunk("a", kind, data, 1))[0]["train"]
+    ids, ends, mask, _ = encoder(Chunk("a", kind, data, 1))[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
@@ -152,15 +154,24 @@ def test_a_system_prompt_that_a_template_writes_only_at_the_end():
     ]
 
 
+def test_what_answers_nobody_and_what_nobody_answers():
+    tokenizer = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
+    assert shown(tokenizer, dict(messages=TALK[1:]), dict(messages=TALK[:3])) == [
+        "<A>Hi.</s><U>And?<A>[Bye.</s>]", "<U>Hello<A>[Hi.</s>]<U>And?</s>"]
+
+
 @pytest.mark.parametrize("record, words", [
     (dict(messages=CHATS["a tool"]), "leaves out tool calls"),
     (dict(conversations=[{"from": "robot", "value": "x"}]), "from 'robot': expected one of system"),
     (dict(messages=[dict(role="user", content=[dict(type="image", url="x")])]), "of type image"),
+    (dict(messages="hello"), "messages: expected a list of messages, found 'hello'"),
+    (dict(messages=["hello"]), "messages: expected a list of messages, found ['hello']"),
+    (dict(messages=[{"content": "a"}]), "no 'role'"),
     (dict(question="a", answer="b"), "has question, answer; expected text (see --text_field), or "
      "prompt and response, prompt and completion, messages"),
     (dict(instruction="a", output=3), "expected text, found int"),
+    (dict(messages=TALK, tools={"name": "clock"}), "tools: expected a list, found dict"),
     (dict(messages=[]), "messages: expected a list of messages, found []"),
-    (dict(messages="Hello"), "expected a list of messages, found 'Hello'"),
     (dict(conversations=None, system="x"), "`conversations` is null"),
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
     (dict(messages=[*TALK[:1], dict(TALK[1], weight=0.5)]), "weight 0.5: expected 0 or 1"),
@@ -171,21 +182,50 @@ def test_what_cannot_be_written_is_refused(record, words):
     assert words in str(e.value)
 
 
-def test_chats_without_a_reply_are_counted(tmp_path, capsys):
-    tokenizer_of("qwen2").save_pretrained(tmp_path / "tokenizer")
-    asked, answered = dict(messages=chat("user: Hello")), dict(messages=TALK)
-    for name, records in (("some", [asked, answered, answered, asked]), ("none", [asked] * 3)):
-        lines = [json.dumps(record) + "\n" for record in records]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out"),
-             "--val_fraction", "0", "--workers", "1"]
-    assert prepare.main([str(tmp_path / "some.jsonl"), *flags]) == 0
-    told = capsys.readouterr().out
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    counting = "{{ messages | length }}" + THOUGHTLESS
+    tokenizer = make_tokenizer(counting, ["<U>", "<A>", "<T>"], None, "</s>")
+    with pytest.raises(ConfigError, match="a:1: the chat template writes earlier turns different"):
+        documents(tokenizer, dict(messages=TALK))
+
+
+@pytest.fixture
+def made_of(tmp_path, made):
+    """made_of(family, records, *flags, expect=0) → what `python data.py` printed of these chats."""
+    def made_of(family, records, *flags, expect=0):
+        tokenizer_of(family).save_pretrained(tmp_path / "t")
+        source = write_jsonl(tmp_path / "a.jsonl", records)
+        return made(source, "--tokenizer", tmp_path / "t", "--workers", 1, *flags, expect=expect)
+
+    return made_of
+
+
+def test_the_summary_counts_chats_by_what_was_done_with_them(tmp_path, made_of):
+    asked, answered = dict(messages=chat("user: Hello")), dict(messages=TALK[:2])
+    told = made_of("qwen3", [asked, answered, dict(messages=CHATS["two thoughts"], id=2), asked])
+    assert "documents        5 + 0" in told and "ignored keys     id (1)\n" in told
+    assert "conversations    1 as one document for each reply" in told
     assert "\nwithout a reply  2 documents, of which the loss counts nothing\n" in told
-    assert "documents        4 + 0" in told
-    assert prepare.main([str(tmp_path / "none.jsonl"), *flags]) == 2
-    assert "no document to train on has a reply" in capsys.readouterr().err
-    assert (tmp_path / "out/train.bin").exists()  # of before
+    told = made_of("smollm3", [answered, answered])
+    assert "conversations    2 with the replies that the chat template marks" in told
+    told = made_of("gemma3", [answered, dict(messages=TALK[1:]), dict(messages=[{}])], "--skip_bad")
+    assert "left out         2 lines that cannot be read: " in told and "no 'role' (1)" in told
+    assert "the chat template refuses it: Conversation roles must alternate" in told
+    assert "documents        1 + 0" in told
+    before = (tmp_path / "o/train.bin").read_bytes()
+    told = made_of("qwen2", [asked] * 3, expect=2)
+    assert "no document to train on has a reply" in told
+    assert (tmp_path / "o/train.bin").read_bytes() == before
+
+
+def test_documents_of_one_conversation_are_in_one_split(tmp_path, made_of):
+    records = [dict(messages=[dict(m, content=f"{i} {m['content']}") for m in TALK[:2]] * 2)
+               for i in range(100, 140)]
+    made_of("mistral", [dict(system=SYSTEM, **record) for record in records], "--val_fraction", 0.5)
+    tokenizer = tokenizer_of("mistral")
+    numbers = [{re.search(r"\d+", tokenizer.decode(ids)).group() for ids, _ in documents}
+               for documents in (read(tmp_path / "o", split) for split in ("train", "val"))]
+    assert len(numbers[0]) + len(numbers[1]) == 40 and all(numbers)
 
 
 @pytest.mark.parametrize("role", ["developer", "function", "model"])
@@ -200,31 +240,16 @@ def test_a_role_that_a_template_passes_over_is_refused(role):
                                                *TALK[2:]]))
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_what_counts_is_shown(tmp_path, monkeypatch, run):
-    tokenizer_of("qwen2").save_pretrained(tmp_path / "t")
-    lines = [json.dumps(dict(messages=CHATS[name])) for name in ("one turn", "two turns")]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines * 5))
-
-    def command(*arguments, out=io.StringIO):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", out())
-            assert prepare.main([*map(str, arguments)]) == 0
-            return sys.stdout.getvalue()
-
-    command(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tmp_path / "t",
-            "--val_fraction", 0, "--workers", 1)
+def test_what_counts_is_shown(tmp_path, monkeypatch, run, command, made_of):
+    made_of("qwen2", [dict(messages=CHATS[name]) for name in ("one turn", "two turns")] * 5)
     shown = command("show", tmp_path / "o", 2)
     reply = "<|im_start|>assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user"
     assert shown.count("--- document ") == 2 and reply in shown
-    colored = command("show", tmp_path / "o", 2, out=Terminal)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    colored = command("show", tmp_path / "o", 2)
     assert colored == shown.replace("⟦", "\033[32m").replace("⟧", "\033[0m") != shown
     monkeypatch.setenv("NO_COLOR", "1")
-    assert command("show", tmp_path / "o", 99, out=Terminal).count("--- document ") == 10
+    assert command("show", tmp_path / "o", 99).count("--- document ") == 10
     run("--data", tmp_path / "o", "--out_dir", "r", "--max_steps", 2, "--seq_len", 256)
     assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in (
         command("show", "r", 1) + command("show", "r", 2))

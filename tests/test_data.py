@@ -20,12 +20,18 @@ from steady.tokens.files import (
     find_files,
     find_sources,
     split_weight,
-    write_tokens,
 )
 from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
+
+
+def shard(tokens, magic=20240520, dtype="<u2") -> bytes:
+    """llm.c's format, from its description: 256 int32 of header, then the tokens."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(tokens)
+    return header.tobytes() + np.asarray(tokens, dtype).tobytes()
 
 
 def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
@@ -70,20 +76,23 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
 
 @pytest.mark.parametrize("sizes, steps, batch_size", [
     ([32], 32, 32), ([50], 32, 8), ([7], 2, 4), ([10], 32, 8), ([100], 4, 32), ([3], 32, 8),
-    ([40, 10, 5], 32, 16), ([60], 4, 8), ([1, 1], 2, 2)])
+    ([40, 10, 5], 32, 16), ([60], 4, 8), ([1, 1], 2, 2), ([300, 40], 32, 8)])
 @pytest.mark.parametrize("n_lengths", [1, 5, 1000])
 def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, n_lengths):
-    """Of a set smaller than the window: each sample once an epoch, and none twice in a step."""
-    order = order_room.Order(sizes, [Fraction(n) for n in sizes], seed=1)
-    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 100))
+    """Of a set smaller than the window: each sample once per epoch, and none twice in a step."""
+    # with weights of their own, the epochs of the datasets end at different places
+    weights = [2, 1] if sizes == [300, 40] else sizes
+    order = order_room.Order(sizes, [Fraction(n) for n in weights], seed=1)
+    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 300))
     order.group_by_length(steps, batch_size, lambda source, sample: lengths[source, sample])
-    n_steps, n = 12, sum(sizes)
+    n = sum(sizes)
+    n_steps = max(12, 4 * n // batch_size)
     source, sample = order(0, n_steps * batch_size)
     for k, size in enumerate(sizes):
         mine = sample[source == k]
         for begin in range(0, len(mine) - size + 1, size):
             assert len(set(mine[begin : begin + size])) == size
-    drawn = (100 * source + sample).reshape(n_steps, batch_size)
+    drawn = (1000 * source + sample).reshape(n_steps, batch_size)
     if n >= batch_size and n <= steps * batch_size:
         assert all(len(set(step)) == batch_size for step in drawn.tolist())
     elif n < batch_size:  # as evenly as can be
@@ -91,28 +100,6 @@ def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, n_lengths):
         assert max(c.max() for c in counts) <= -(-batch_size // n) + 1
     for start in range(0, len(sample) - 5, 5):  # asked for in pieces, in any order
         assert np.array_equal(order(start, start + 5)[1], sample[start : start + 5])
-
-
-def test_grouping_keeps_the_epochs_of_each_dataset_of_a_mixture_apart():
-    """With weights of their own they end at different places."""
-    order = order_room.Order([300, 40], [Fraction(2), Fraction(1)], seed=1)
-    order.group_by_length(32, 8, lambda source, sample: sample % 9)
-    source, sample = order(0, 8 * 400)
-    for k, size in enumerate((300, 40)):
-        mine = sample[source == k]
-        for begin in range(0, len(mine) - size + 1, size):
-            assert len(set(mine[begin : begin + size])) == size
-
-
-def test_order_visits_every_block_once_an_epoch(tmp_path):
-    mixture = load_mixture([str(token_folder(tmp_path, n=10_001))], "train", 10, seed=1)
-    assert mixture.n_samples == 1000
-    epochs = [mixture.order(e * 1000, (e + 1) * 1000)[1] for e in range(3)]
-    for epoch in epochs:
-        assert np.array_equal(np.sort(epoch), np.arange(1000))
-    assert not np.array_equal(epochs[0], epochs[1])
-    other = load_mixture([str(tmp_path / "d")], "train", 10, seed=2)
-    assert not np.array_equal(other.order(0, 1000)[1], epochs[0])
 
 
 @pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["0.125", "5"], ["3"]])
@@ -135,16 +122,11 @@ def test_mixture_proportions_of_the_samples_themselves(tmp_path):
     assert np.bincount(source).tolist() == [3500, 1500]
     for k in (0, 1):  # each dataset goes through its own epochs
         assert np.array_equal(np.sort(block[source == k][:99]), np.arange(99))
-    unweighted = load_mixture([str(a), str(b)], "train", 10, seed=1)
-    assert np.bincount(unweighted.order(0, 198)[0]).tolist() == [99, 99]
+    source, block = load_mixture([str(a), str(b)], "train", 10, seed=1).order(0, 198)
+    assert np.bincount(source).tolist() == [99, 99]
+    assert not np.array_equal(block[source == 0], block[source == 1])  # orders of their own
     with pytest.raises(ConfigError, match="every source a weight"):
         load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
-
-
-def test_datasets_of_one_size_have_orders_of_their_own(tmp_path):
-    paths = [str(token_folder(tmp_path, name)) for name in ("a", "b")]
-    source, block = load_mixture(paths, "train", 10, seed=1).order(0, 198)
-    assert not np.array_equal(block[source == 0], block[source == 1])
 
 
 def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
@@ -206,12 +188,9 @@ def test_generated_samples_are_those_of_any_world_size(world_size, micro_batch):
     seen = [batch.tokens[batch.targets[:, -1] != -100, 0] for rank in ranks for batch in rank]
     assert torch.cat(seen).sort().values.tolist() == sorted(samples.order(0, 32)[1].tolist())
     assert samples.size(0, 16, 4).targets == 80 and samples.decode([1, 2]) == "1 2"
-
-
-def test_targets_that_size_does_not_count_stop_the_first_step():
-    samples, cfg = Halves("halves", 50, 10, 50, seed=1), tiny_config(batch_size=16, seq_len=10)
+    samples.n_targets = 10  # by which the loss would be divided
     with pytest.raises(AssertionError):
-        next(data.loader(samples, cfg, 0, 2, 16, 0, 1, CPU, 0))
+        list(data.loader(samples, cfg, 0, 2, micro_batch, 0, world_size, CPU, 0))
 
 
 def test_worker_processes_change_nothing(tmp_path):
@@ -238,9 +217,13 @@ def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
         return sum(hashed)
 
     assert work(10**12) < 1.1 * work(0)
-    epoch = mixture.n_samples
-    first = -(-(10**12) // epoch) * epoch  # the first position of an epoch
-    assert np.array_equal(np.sort(mixture.order(first, first + epoch)[1]), np.arange(epoch))
+    n = mixture.n_samples
+    first = -(-(10**12) // n) * n  # the first position of an epoch
+    epochs = [mixture.order(start, start + n)[1] for start in (0, n, 2 * n, first)]
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(n))
+    other = load_mixture([str(tmp_path / "d")], "train", 10, seed=2).order(0, n)[1]
+    assert len({tuple(epoch) for epoch in [*epochs, other]}) == 5
 
 
 def test_a_dataset_smaller_than_a_batch_goes_round(tmp_path):
@@ -248,33 +231,29 @@ def test_a_dataset_smaller_than_a_batch_goes_round(tmp_path):
     batch = mixture.batch(0, 12).tokens
     assert batch.shape == (12, 11)
     assert sorted(batch[:4, 0].tolist()) == sorted(batch[4:8, 0].tolist()) == [0, 10, 20, 30]
+    single = token_folder(tmp_path, "single", n=12)
+    assert load_mixture([str(single)], "train", 10, 0, 100).datasets[0].weight == 1
 
 
-def write_shard(path, tokens, magic=20240520, dtype="<u2"):
-    """llm.c's format, from its description: 256 int32 of header, then the tokens."""
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, 1, len(tokens)
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
-
-
-@pytest.mark.parametrize(
-    "magic, dtype, high", [(20240520, "<u2", 50000), (20240801, "<u4", 128000)]
-)
+@pytest.mark.parametrize("magic, dtype, high", [(20240520, "<u2", 50000),
+                                                (20240801, "<u4", 128000)])
 def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
     """Several shards are one stream of blocks, none of which crosses from one to the next."""
     tokens = np.random.default_rng(0).integers(0, high, 100)
-    write_shard(tmp_path / "fineweb_train_000001.bin", tokens[:57], magic, dtype)
-    write_shard(tmp_path / "fineweb_train_000002.bin", tokens[57:], magic, dtype)
-    write_shard(tmp_path / "fineweb_val_000000.bin", tokens[:11], magic, dtype)
+    for name, part in (("train_000001", tokens[:57]), ("train_000002", tokens[57:]),
+                       ("val_000000", tokens[:11])):
+        (tmp_path / f"fineweb_{name}.bin").write_bytes(shard(part, magic, dtype))
     mixture = load_mixture([str(tmp_path)], "train", 10, seed=1, vocab_size=high)
     expected = {tuple(tokens[i : i + 11]) for i in (0, 10, 20, 30, 40, 57, 67, 77, 87)}
-    assert (
-        mixture.n_samples == 9
-        and {tuple(r) for r in mixture.batch(0, 9).tokens.tolist()} == expected
-    )
-    assert load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1).tokens[0].tolist() == list(
-        tokens[:11]
-    )
+    assert mixture.n_samples == 9
+    assert {tuple(row) for row in mixture.batch(0, 9).tokens.tolist()} == expected
+    val = load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1).tokens
+    assert val[0].tolist() == list(tokens[:11])
+    (dataset,) = mixture.datasets
+    for block in range(9):  # each is found in the file that holds it
+        path, at = dataset.find(block, column=3)
+        first = dataset.read(np.array([block, 0]), 10, 0)[0][0]
+        assert TokenFile(path, 10).tokens[at] == first[3]
 
 
 def test_nanogpt_folders(tmp_path):
@@ -294,43 +273,53 @@ def test_our_files_carry_their_description(corpus):
     assert mixture.bytes_per_token == [meta["bytes"] / meta["tokens"]]
     text = decode("bytes", mixture.datasets[0].files[0].tokens[:20].tolist())
     assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
-
-
-def test_ids_as_text():
     assert decode("bytes", [*"né".encode(), 256, 0xC3]) == "né\ufffd"
     assert decode(None, [7, 300]) == "7 300"
 
 
-@pytest.mark.parametrize("content, words", [
-    (b"", ["0 bytes"]),
-    (b"abc", ["3 bytes", "complete"]),
-    (b"ab" * 5, ["5 tokens", "--seq_len 10"]),
+@pytest.mark.parametrize("name, content, words", [
+    ("train.bin", b"", "0 bytes"),
+    ("train.bin", b"abc", "3 bytes; .* is the file complete"),
+    ("train.bin", b"ab" * 5, "5 tokens; expected more than --seq_len 10"),
+    ("x_train_1.bin", shard(range(100))[: 1024 + 60], "1,084 bytes; expected 100 tokens"),
+    ("notes.txt", b"", "no train.bin"),
 ])
-def test_bad_files_are_refused(tmp_path, content, words):
-    (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ConfigError) as error:
+def test_bad_files_are_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as error:
         load_mixture([str(tmp_path)], "train", 10, seed=1)
-    assert all(word in str(error.value) for word in ["train.bin", *words]), error.value
+    assert name in str(error.value) or name == "notes.txt"
 
 
-def test_validation_data_of_its_own(tmp_path):
-    folder = token_folder(tmp_path)
-    file = str(folder / "val.bin")
-    assert load_mixture([file], "val", 10, 0, option="--val_data").n_samples == 99
-    assert load_mixture([str(folder / "train.bin")], "val", 10, 0) is None
+def test_which_files_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = token_folder(tmp_path, "fineweb-1.5b")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="--val_data .*: no val.bin"):
-        load_mixture([str(tmp_path / "empty")], "val", 10, 0, option="--val_data")
-    assert load_mixture([str(folder)], "val", 10, 0).n_samples == 99
+
+    def found(*paths, split="train", option="--data"):
+        sources = find_sources([*map(str, paths)], split, option)
+        return [(name, *files) for name, files, _ in sources]
+
+    assert found(folder) == [("fineweb-1.5b", folder / "train.bin")]
+    assert found(folder, split="val") == [("fineweb-1.5b", folder / "val.bin")]
+    assert found("~/fineweb-1.5b/train.bin", split="val") == []  # ~ may come from a YAML file
+    assert found("~/fineweb-1.5b/train.bin") == [("train", folder / "train.bin")]
+    file, other = folder / "val.bin", token_folder(tmp_path) / "val.bin"
+    assert found(file, split="val", option="--val_data") == [("val", file)]
+    assert found(file, other) == [(str(file), file), (str(other), other)]  # told apart
+    for path, words in ((tmp_path / "empty", "--val_data .*: no val.bin"),
+                        (tmp_path / "none", "--val_data .*: no such file")):
+        with pytest.raises(ConfigError, match=words):
+            found(path, split="val", option="--val_data")
 
 
 def test_weights_belong_to_paths(tmp_path):
     assert split_weight("a/b:0.7") == ("a/b", Fraction(7, 10))
-    for path in ("a/b", "C:/data", "a:b/c", "a:1/0"):
+    for path in ("a/b", "C:/data", "a:b/c"):
         assert split_weight(path) == (path, None)
     for spec in ("a:0", "a:-1"):
-        with pytest.raises(ConfigError, match=f"--data {spec}: expected a weight above 0"):
-            split_weight(spec)
+        with pytest.raises(ConfigError, match=f"--val_data {spec}: expected a weight above 0"):
+            find_sources([spec], "val", "--val_data")
 
 
 def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
@@ -349,17 +338,6 @@ def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
         found(small, large, vocab_size=250)
 
 
-def test_a_cut_shard_and_a_missing_path_are_refused(tmp_path):
-    write_shard(tmp_path / "x_train_1.bin", range(100))
-    os.truncate(tmp_path / "x_train_1.bin", 1024 + 60)
-    with pytest.raises(ConfigError, match="x_train_1.bin: 1,084 bytes; expected 100 tokens"):
-        load_mixture([str(tmp_path)], "train", 10, seed=1)
-    (tmp_path / "empty").mkdir()
-    for path, words in [(tmp_path / "none", "no such file"), (tmp_path / "empty", "no train.bin")]:
-        with pytest.raises(ConfigError, match=words):
-            load_mixture([str(path)], "train", 10, seed=1)
-
-
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     folder = token_folder(tmp_path, n=101)
     tokens = np.fromfile(folder / "train.bin", np.uint16)
@@ -368,24 +346,6 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     mixture = load_mixture([str(folder)], "train", 10, seed=1, vocab_size=100)
     with pytest.raises(ConfigError, match="d/train.bin: token id 100 at token 43;"):
         mixture.batch(0, 10)
-
-
-def test_a_sample_is_found_in_the_file_that_holds_it(tmp_path):
-    """Blocks of several files are numbered through all of them."""
-    tokens = np.arange(100)
-    for i, part in enumerate((tokens[:57], tokens[57:])):
-        write_shard(tmp_path / f"x_train_{i:06}.bin", part)
-    mixture = load_mixture([str(tmp_path)], "train", 10, seed=1, vocab_size=100)
-    (dataset,) = mixture.datasets
-    for block in range(dataset.n_samples):
-        path, at = dataset.find(block, column=3)
-        first = dataset.read(np.array([block, 0]), 10, 0)[0][0]
-        assert TokenFile(path, 10).tokens[at] == first[3]
-
-
-def test_a_dataset_of_one_sample_weighs_one(tmp_path):
-    folder = token_folder(tmp_path, n=12)
-    assert load_mixture([str(folder)], "train", 10, 0, 100).datasets[0].weight == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -428,20 +388,3 @@ def test_a_dataset_can_be_sent_to_another_process(tmp_path):
     assert len(pickle.dumps(TokenFile(tmp_path / "d/train.bin", 10))) < 1000
     mixture = Mixture([pickle.loads(packed)], seed=1)
     assert torch.equal(mixture.batch(0, 9).tokens, Mixture([dataset], seed=1).batch(0, 9).tokens)
-
-
-def test_a_training_file_in_the_home_folder_is_no_validation_data(tmp_path, monkeypatch):
-    """~ may reach the program as it is, from a YAML file, say."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_tokens(tmp_path / "train.bin", [b"abc" * 100])
-    assert find_sources(["~/train.bin"], "val", "--data") == []
-    ((name, _, _),) = find_sources(["~/train.bin"], "train", "--data")
-    assert name == "train"
-
-
-def test_a_folder_keeps_its_whole_name(tmp_path):
-    folder = tmp_path / "fineweb-1.5b"
-    folder.mkdir()
-    write_tokens(folder / "train.bin", [b"abc" * 100])
-    ((name, _, _),) = find_sources([str(folder)], "train", "--data")
-    assert name == "fineweb-1.5b"

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from conftest import column, rows, tiny_config
 
 import data
 import train
-from data import Documents, Mixture, load_mixture
+from data import Mixture, load_mixture
 from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
@@ -75,12 +77,6 @@ def epoch(found, micro_batch=10):
     return list(data.eval_batches(found, 10**9, micro_batch, 0, 1, CPU))
 
 
-def totals(net, batches):
-    """(sum of the losses, number of targets)."""
-    losses = sum(net(*batch[:3]).sum().item() for batch in batches)
-    return losses, sum((batch.targets != IGNORE).sum().item() for batch in batches)
-
-
 def alone(net, documents):
     """Loss and count of each document by itself, by what the format says and no more."""
     for ids, mask in documents:
@@ -91,57 +87,21 @@ def alone(net, documents):
             yield (losses * mask).sum().item(), mask.sum().item()
 
 
-def kinds(folder):
+def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
     fixed, dynamic, grouped = (mixture(folder) for _ in range(3))
     fixed.ROUND = SEQ_LEN
-    grouped.group_by_length(8, 20)
-    grouped_val = mixture(folder)
-    grouped_val.group_by_length(1, grouped_val.n_samples)
-    packed = mixture(folder, mode="packed")
-    return dict(fixed=fixed, dynamic=dynamic, grouped=grouped_val, packed=packed)
-
-
-def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
-    net = model()
+    grouped.group_by_length(1, grouped.n_samples)
+    packed, gradients = mixture(folder, mode="packed"), {}
     with torch.no_grad():
-        losses, counts = zip(*alone(net, conversations(300)), strict=True)
-        for name, found in kinds(folder).items():
-            loss, count = totals(net, epoch(found))
-            assert count == sum(counts), name
-            assert loss == pytest.approx(sum(losses), rel=1e-5), name
-
-
-def test_their_gradients_are_the_same_too(folder):
-    gradients = {}
-    for name, found in kinds(folder).items():
-        net = model()
-        for batch in epoch(found):
-            net(*batch[:3]).sum().backward()
+        expected, counts = zip(*alone(model(), conversations(300)), strict=True)
+    for name, found in dict(fixed=fixed, dynamic=dynamic, grouped=grouped, packed=packed).items():
+        net, batches = model(), epoch(found)
+        losses = [net(*batch[:3]).sum() for batch in batches]
+        assert sum(losses).item() == pytest.approx(sum(expected), rel=1e-5), name
+        assert sum(int((b.targets != IGNORE).sum()) for b in batches) == sum(counts), name
+        sum(losses).backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
-    for name in ("dynamic", "grouped", "packed"):
         torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
-
-
-def test_attention_does_not_cross_documents(folder):
-    net, found = model(), mixture(folder, mode="packed")
-    batch = epoch(found, 1)[0]
-    first = batch.documents[0] == 0
-    assert 0 < first.sum() < SEQ_LEN and batch.tokens.shape == (1, SEQ_LEN)
-    changed = torch.where(first, (batch.tokens + 1) % 256, batch.tokens)
-    with torch.no_grad():
-        before, after = (net.hidden(t, documents=batch.documents) for t in (batch.tokens, changed))
-        assert torch.equal(before[0, ~first], after[0, ~first])
-        assert not torch.equal(before[0, first], after[0, first])
-        assert not torch.allclose(net.hidden(changed)[0, ~first], after[0, ~first])
-
-
-def test_packed_rows_are_all_of_one_length(folder):
-    found = mixture(folder, mode="packed")
-    found.group_by_length(4, 16)  # which has nothing to do
-    assert np.array_equal(found.order(0, 100), mixture(folder, mode="packed").order(0, 100))
-    filled = found.datasets[0].lengths[found.order(0, found.n_samples)[1]]
-    assert filled.min() < SEQ_LEN - found.ROUND
-    assert all(batch.tokens.shape == (1, SEQ_LEN) for batch in epoch(found, 1))
 
 
 def best_fit(lengths, seq_len):
@@ -165,53 +125,25 @@ def test_packing_takes_each_document_once_and_fills_rows(seed):
     assert starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) > 0).all()
     assert np.add.reduceat(lengths[order], starts[:-1]).max() <= seq_len
     assert len(starts) - 1 <= 1.02 * len(best_fit(lengths, seq_len)) + 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_packing_is_best_fit_where_all_lengths_differ(seed):
-    lengths = np.random.default_rng(seed).choice(np.arange(1, 101), 60, replace=False)
+    lengths = rng.choice(np.arange(1, 101), 60, replace=False)  # where all differ it is best fit
     order, starts = pack(lengths, 100)
     filled = np.add.reduceat(lengths[order], starts[:-1])
     assert sorted(100 - filled) == sorted(best_fit(lengths, 100))
 
 
-def long_tail(n=20_000):
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 1.0, n), 4, 1024).astype(int)
-    return [([1] * int(length) + [256], [1] * (int(length) + 1)) for length in lengths]
-
-
 def test_grouping_wastes_under_5_percent_where_fixed_padding_wastes_over_60(tmp_path):
-    folder = write_documents(tmp_path / "long", long_tail())
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.6, 1.0, 20_000), 4, 1024).astype(int)
+    folder = write_documents(tmp_path / "long", [([1] * (n + 1), [1] * (n + 1)) for n in lengths])
     waste = {}
     for name in ("fixed", "dynamic", "grouped", "packed"):
         mode = "packed" if name == "packed" else "documents"
         found = load_mixture([folder], "train", 1024, 1, mode=mode)
-        if name == "fixed":
-            found.ROUND = 1024
-        if name == "grouped":
-            found.group_by_length(32, 64)
+        found.ROUND = 1024 if name == "fixed" else 8
+        found.group_by_length(32 * (name == "grouped"), 64)
         size = found.size(0, 64 * 32 * 9, 16)
         waste[name] = 1 - size.real_tokens / size.tokens
     assert waste["fixed"] > 0.6 and waste["grouped"] < 0.05 and waste["packed"] < 0.02
     assert waste["grouped"] < waste["dynamic"] < waste["fixed"]
-
-
-@pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
-def test_sizes_are_those_of_the_batches(folder, how):
-    found = mixture(folder, mode=how if how in ("packed", "stream") else "auto")
-    if how == "grouped":
-        found.group_by_length(4, 24)
-    for step in range(6):
-        size = found.size(24 * step, 24, 4)
-        batches = [found.batch(24 * step + i, 24 * step + i + 4).to(CPU)
-                   for i in range(0, 24, 4)]
-        assert size.tokens == sum(b.tokens.numel() for b in batches)
-        assert size.targets == sum((b.targets != IGNORE).sum().item() for b in batches)
-        assert size.real_tokens >= size.targets
-        if how == "packed":
-            d = found.datasets[0]
-            held = [d.documents_of(s) for s in found.order(24 * step, 24 * step + 24)[1]]
-            assert size.real_tokens == d.document_lengths[np.concatenate(held)].sum()
 
 
 def test_what_is_said_of_documents_is_what_they_are(folder):
@@ -253,13 +185,12 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
     assert np.array_equal(late.order(100, 300), grouped.order(0, 400)[:, 100:300])
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("world_size, micro_batch", [(1, 4), (2, 8), (3, 6), (3, 5), (5, 3), (7, 1),
-                                                     (15, 1), (3, 4)])
-def test_the_size_of_a_step_is_that_of_its_batches(folder, packing, world_size, micro_batch):
+@pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
+@pytest.mark.parametrize("world_size, micro_batch", [(1, 4), (2, 8), (3, 5), (7, 1), (15, 1)])
+def test_the_size_of_a_step_is_that_of_its_batches(folder, how, world_size, micro_batch):
     """Surplus rows are padding; each target counts once."""
-    found = mixture(folder, mode="packed" if packing else "auto")
-    found.group_by_length(2, 16)
+    found = mixture(folder, mode=how if how in ("packed", "stream") else "auto")
+    found.group_by_length(2 * (how != "dynamic"), 16)
     cfg = tiny_config(batch_size=16, seq_len=SEQ_LEN)
     ranks = [list(data.loader(found, cfg, 48, 3, micro_batch, rank, world_size, CPU, 0))
              for rank in range(world_size)]
@@ -270,14 +201,17 @@ def test_the_size_of_a_step_is_that_of_its_batches(folder, packing, world_size, 
         assert size.tokens == sum(batch.tokens.numel() for batch in batches)
         assert size.targets == sum(int((batch.targets != IGNORE).sum()) for batch in batches)
         assert size[1:] == found.size(48 + 16 * step, 16, 16)[1:]
+        if how == "packed":
+            d = found.datasets[0]
+            held = [d.documents_of(s) for s in found.order(48 + 16 * step, 64 + 16 * step)[1]]
+            assert size.real_tokens == d.document_lengths[np.concatenate(held)].sum()
 
 
 FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "--log_interval", 1,
          "--optimizer", "adamw", "--eval_interval", 6]
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, monkeypatch, packing):
+def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, monkeypatch):
     plain = Mixture.batch
 
     def batch(self, start, stop):
@@ -290,7 +224,7 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
         return found
 
     monkeypatch.setattr(Mixture, "batch", batch)
-    flags, seen = [*FLAGS, "--data", folder, *(["--data_mode", "packed"] if packing else [])], {}
+    flags, seen = [*FLAGS, "--data", folder], {}
     for name, ranks, micro in (("one", 1, 16), ("two", 2, 4)):
         told = run(*flags, "--out_dir", name, "--micro_batch_size", micro, ranks=ranks)
         seen[name] = set((tmp_path / "seen.txt").read_text().splitlines())
@@ -300,6 +234,9 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
         one, two = (column(tmp_path / name, metric) for name in ("one", "two"))
         assert one == pytest.approx(two, rel=1e-4)
     assert "documents" in told and "longer than --seq_len are cut" in told
+    row = next(row for row in rows(tmp_path / "one") if row.get("perf/padding_fraction"))
+    assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
+    assert not column(tmp_path / "one", "val/bits_per_byte")  # of replies alone
     # from step 6 of two ranks on with one: the same steps again
     run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
         "--micro_batch_size", 8, bare=True)
@@ -310,19 +247,6 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
         assert column(tmp_path / "two", metric) == pytest.approx(
             column(tmp_path / "one", metric), rel=1e-4
         )
-
-
-def test_the_loss_is_a_mean_over_targets_whatever_the_micro_batch(run, tmp_path, folder):
-    for micro in (16, 4):
-        run(*FLAGS, "--data", folder, "--out_dir", f"m{micro}", "--micro_batch_size", micro,
-            "--group_window", 0)
-    losses = [column(tmp_path / f"m{micro}", "train/loss") for micro in (16, 4)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    wasted = [column(tmp_path / f"m{micro}", "perf/padding_fraction") for micro in (16, 4)]
-    assert sum(wasted[0].values()) > sum(wasted[1].values()) > 0
-    row = [row for row in rows(tmp_path / "m16") if "perf/step_ms" in row][-1]
-    assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
-    assert "val/bits_per_byte" not in row  # of replies alone nobody knows the bytes
 
 
 def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
@@ -358,42 +282,41 @@ def test_an_evaluation_without_a_target_is_refused_at_the_start(run, tmp_path):
 
 def test_documents_resume_bit_for_bit(run, tmp_path, folder):
     flags = [*FLAGS, "--data", folder, "--data_mode", "packed", "--dropout", 0.1]
-    run(*flags, "--out_dir", "whole")
-    run(*flags, "--out_dir", "r", "--max_steps", 12)
-    for newer in (tmp_path / "r/checkpoints").glob("*12.pt"):
-        newer.unlink()
+    run(*flags, "--out_dir", "r")
+    last = tmp_path / "r/checkpoints/step_00000012.pt"
+    whole = torch.load(last, weights_only=True)["model"]
+    last.unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
-    ends = [torch.load(tmp_path / name / "checkpoints/step_00000012.pt", weights_only=True)
-            for name in ("whole", "r")]
-    assert all(torch.equal(a, b) for a, b in
-               zip(ends[0]["model"].values(), ends[1]["model"].values(), strict=True))
+    resumed = torch.load(last, weights_only=True)["model"]
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
     told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--data_mode", "auto",
                bare=True, expect=2)
     assert "data_mode packed -> documents" in told
 
 
-def test_what_does_not_belong_together_is_refused(run, tmp_path, folder):
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    (np.arange(1000) % 100).astype(np.uint16).tofile(plain / "train.bin")
-    told = run("--data", plain, "--data_mode", "documents", expect=2)
-    assert "nothing says where its documents begin (train.bin.docs)" in told
-    np.array([0, 10, 900], np.uint64).tofile(plain / "train.bin.docs")
-    told = run("--data", plain, "--data_mode", "documents", expect=2)
-    assert "does not belong to train.bin: its documents end at 900 of 1,000 tokens" in told
-    np.array([0, 900, 10, 1000], np.uint64).tofile(plain / "train.bin.docs")
-    assert "does not belong" in run("--data", plain, "--data_mode", "documents", expect=2)
-    np.array([0, 10, 1000], np.uint64).tofile(plain / "train.bin.docs")
-    np.ones(900, np.uint8).tofile(plain / "train.bin.mask")
-    assert "the mask at 900" in run("--data", plain, "--data_mode", "documents", expect=2)
-    (plain / "train.bin.mask").unlink()
-    told = run("--val_data", plain / "train.bin", expect=2)
-    assert "--val_data: made with an unknown tokenizer, --data with bytes" in told
-    (plain / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
-    assert "dtype float16; expected uint16 or uint32" in run("--data", plain, expect=2)
-    single = write_documents(tmp_path / "single", [([5], [1])] * 9)
-    told = run("--data", single, "--data_mode", "documents", expect=2)
-    assert "no document of two tokens or more" in told
+def test_what_does_not_belong_together_is_refused(tmp_path, folder):
+    plain = tmp_path / "train.bin"
+    (np.arange(1000) % 100).astype(np.uint16).tofile(plain)
+
+    def refused(words, path=plain, **options):
+        cfg = tiny_config(data=[str(path)], **dict(data_mode="documents") | options)
+        with pytest.raises(ConfigError, match=words):
+            data.load_data(cfg)
+
+    refused("nothing says where its documents begin .train.bin.docs.")
+    for places in ([0, 10, 900], [0, 900, 10, 1000]):
+        np.array(places, np.uint64).tofile(f"{plain}.docs")
+        refused(f"not belong to train.bin: its documents end at {places[-1]:,} of 1,000 tokens")
+    np.array([0, 10, 1000], np.uint64).tofile(f"{plain}.docs")
+    np.ones(900, np.uint8).tofile(f"{plain}.mask")
+    refused("the mask at 900")
+    (tmp_path / "train.bin.mask").unlink()
+    refused("--val_data: made with an unknown tokenizer, --data with bytes", folder,
+            val_data=[str(plain)])
+    (tmp_path / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
+    refused("dtype float16; expected uint16 or uint32")
+    refused("no document of two tokens or more",
+            write_documents(tmp_path / "single", [([5], [1])] * 9))
 
 
 def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
@@ -422,7 +345,7 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
         return found
 
     sidecar = tmp_path / "d/train.bin.json"
-    for flags in ([], ["--data_mode", "packed"], ["--seed", 5]):
+    for flags in ([], ["--seed", 5]):
         if "--seed" in flags:  # and as numbers, where no tokenizer is known
             sidecar.write_text(sidecar.read_text().replace(': "bytes"', ": null"))
         with monkeypatch.context() as patch:
@@ -441,6 +364,23 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
     assert prepare.main(["show", "r", "0"]) == 2
 
 
+def test_replies_of_packed_documents_are_marked(run, tmp_path, capsys):
+    def document(i):
+        prompt, reply = f"<{'?' * (i % 5)}{i}>".encode(), f"[{'!' * (i % 7)}{i}]".encode()
+        return [*prompt, *reply, 256], [0] * len(prompt) + [1] * (len(reply) + 1)
+
+    folder = write_documents(tmp_path / "d", [document(i) for i in range(40)])
+    run("--data", folder, "--data_mode", "packed", "--out_dir", "r", "--max_steps", 2)
+    capsys.readouterr()
+    assert prepare.main(["show", "r", "2"]) == 0
+    shown = capsys.readouterr().out.split("--- sample ")[1:]
+    assert len(shown) == 8 and max(text.count("⟦") for text in shown) > 1
+    for text in shown:
+        found = re.findall(r"<\?*(\d+)>⟦\[!*(\d+)\]⟧", text)
+        assert found and all(a == b for a, b in found)
+        assert text.count("<") == text.count("⟦") == len(found)
+
+
 # --- mixtures --------------------------------------------------------------------------------
 
 
@@ -455,12 +395,11 @@ def constant(folder, token, n, documents=False):
     return str(folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
+def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
     a, b = constant(tmp_path / "a", 7, 3000), constant(tmp_path / "b", 9, 30_000)
     flags = ["--data", f"{a}:0.75", f"{b}:0.25", "--vocab_size", 257, "--log_interval", 4,
              "--max_steps", 16, "--eval_interval", 8]
-    told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=ranks)
+    told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=2)
     assert "a 75.0% (1.03 epochs), b 25.0% (0.03 epochs)" in told
     both, of_a, of_b = (column(tmp_path / "r", f"train/loss{n}") for n in ("", "/a", "/b"))
     for step, loss in both.items():  # both have sequences of one length: their shares are exact
@@ -473,44 +412,40 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path, ranks):
 
 
 def test_a_small_dataset_is_not_left_out():
-    from fractions import Fraction
-
     pattern = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
     assert np.bincount(pattern).tolist() == [10_000, 1, 1]
 
 
 def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     for name in ("a", "b"):
-        ids = [([1, 2, 3, 4, 5, 6, 7, 8], [1] * 8)] * 20
         for split in ("train", "val"):
-            write_documents(tmp_path / name, ids, split)
+            write_documents(tmp_path / name, [([1, 2, 3, 4, 5, 6, 7, 8], [1] * 8)] * 20, split)
         for sidecar in (tmp_path / name).glob("*.json"):
             sidecar.write_text(sidecar.read_text().replace('"bytes"', '"bpe@1"', 1))
-    paths = [str(tmp_path / name) for name in ("a", "b")]
-    flags = ["--data", *paths, "--out_dir", "r", "--eval_interval", 0]
-    assert "5 6 7" in run(*flags, "--max_steps", 50)  # ids, no words
+    paths, own = [str(tmp_path / name) for name in ("a", "b")], tmp_path / "r/tokenizer"
+    flags = ["--data", *paths, "--out_dir", "r", "--eval_interval", 0, "--max_steps"]
+    assert "5 6 7" in run(*flags, 50)  # ids, no words
     byte_tokenizer().save_pretrained(tmp_path / "a/tokenizer")
-    found = load_mixture(paths, "train", 8, 0)
-    assert found.tokenizer_folder == str(tmp_path / "a/tokenizer")
+    assert load_mixture(paths, "train", 8, 0).tokenizer_folder == str(tmp_path / "a/tokenizer")
     # a run has its own copy, which outlives that of the data but not --overwrite
-    run(*flags, "--max_steps", 2, "--overwrite")
-    assert (tmp_path / "r/tokenizer").is_dir()
+    run(*flags, 2, "--overwrite")
     (tmp_path / "a/tokenizer").rename(tmp_path / "elsewhere")
-    run(*flags, "--max_steps", 3, "--auto_resume")
-    assert (tmp_path / "r/tokenizer").is_dir()
-    run(*flags, "--max_steps", 2, "--overwrite")
-    assert not (tmp_path / "r/tokenizer").exists()
+    run(*flags, 3, "--auto_resume")
+    assert own.is_dir()
+    run(*flags, 2, "--overwrite")
+    assert not own.exists()
     (tmp_path / "elsewhere").rename(tmp_path / "a/tokenizer")
-    run(*flags, "--max_steps", 2, "--out_dir", "a", "--overwrite")  # beside its data
+    run(*flags, 2, "--out_dir", "a", "--overwrite")  # beside its data
     assert (tmp_path / "a/tokenizer").is_dir() and (tmp_path / "a/train.bin").exists()
 
 
-def test_datasets_of_one_name_are_told_apart(tmp_path):
-    for name in ("x", "y"):
-        constant(tmp_path / name, 7, 3000)
-    paths = [str(tmp_path / name / "train.bin") for name in ("x", "y")]
-    found = load_mixture(paths, "train", 10, 0)
-    assert [d.name for d in found.datasets] == paths
+def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder):
+    run("--data", folder, "--max_steps", 4, "--save_interval", 4, "--out_dir", "r")
+    changes = [], ["batch_size", 16], ["group_window", 3]
+    for steps, change in enumerate(changes, 5):
+        flags = [f"--{change[0]}", change[1], "--allow_change", change[0]] if change else []
+        told = run("--auto-resume", "--out_dir", "r", "--max_steps", steps, *flags, bare=True)
+        assert told.count("come twice or not at all") == bool(change)
 
 
 def test_epochs_count_what_was_handed_out(tmp_path):
@@ -524,19 +459,9 @@ def test_epochs_count_what_was_handed_out(tmp_path):
 
 def test_documents_of_a_mixture(run, tmp_path):
     a, b = (constant(tmp_path / n, t, 200, documents=True) for n, t in (("a", 7), ("b", 9)))
-    for flags in ([], ["--data_mode", "packed"]):
-        run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "documents", "--out_dir", "r",
-            "--overwrite", *flags)
-        last = [row for row in rows(tmp_path / "r") if "perf/step_ms" in row][-1]
-        assert last["train/loss/a"] < 5 and last["train/loss/b"] < 5
-
-
-def test_the_loader_hands_out_documents_from_other_processes(folder):
-    found, cfg = mixture(folder, mode="packed"), tiny_config(batch_size=8)
-    here, there = (list(data.loader(found, cfg, 0, 4, 4, 0, 1, CPU, n)) for n in (0, 2))
-    for x, y in itertools.zip_longest(here, there):
-        assert all(torch.equal(a, b) for a, b in zip(x[:3], y[:3], strict=True))
-    assert isinstance(found.datasets[0], Documents)
+    run("--data", f"{a}:0.5", f"{b}:0.5", "--data_mode", "packed", "--out_dir", "r")
+    last = [row for row in rows(tmp_path / "r") if "perf/step_ms" in row][-1]
+    assert last["train/loss/a"] < 5 and last["train/loss/b"] < 5
 
 
 @pytest.mark.parametrize("prompts", [True, False])
@@ -560,7 +485,7 @@ def inside_documents(query, key, value, boundaries, longest):
     document, [H, T, D] and [H, T, T]; all heads of a group have copies of their keys and values."""
     at = boundaries.tolist()
     assert boundaries.dtype == torch.int32 and at == sorted(at)
-    assert at[0] == 0 and at[-1] == len(query)
+    assert at[0] == 0 and at[-1] == len(query) and len(at) % 64 == 0
     for begin, end in itertools.pairwise(at):
         assert end - begin <= longest
         if end > begin:
@@ -656,14 +581,7 @@ def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varle
     assert len(lengths) > 1 and len(graphs) == 1, (lengths, len(graphs))
 
 
-def test_boundaries_are_those_of_the_documents(folder):
-    for masked, begins in packed_both_ways(folder, 3):
-        numbers, at = masked.documents, begins.documents
-        assert at.dtype == torch.int32 and len(at) % 64 == 0 and len(at) < numbers.numel()
-        starts = [begin for begin, end in itertools.pairwise(at.tolist()) if begin < end]
-        expected = [row * SEQ_LEN + column for row, of in enumerate(numbers.tolist())
-                    for column in range(SEQ_LEN) if column == 0 or of[column] != of[column - 1]]
-        assert starts == expected and at[-1] == numbers.numel()
+def test_boundaries_have_few_shapes():
     assert boundaries(torch.arange(64).view(2, 32)).tolist() == [*range(64), *[64] * 64]
 
 

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
 from conftest import ROOT, environment
+from tokenizers import processors
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 import data
 from steady.options import ConfigError
@@ -27,11 +29,6 @@ from tools.encode import Encoder
 from tools.read import Chunk
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def texts(n, seed=0, longest=60):
@@ -45,29 +42,30 @@ def write_jsonl(path, records):
 
 
 @pytest.fixture
-def made(tmp_path, capsys):
-    """made(*arguments, expect=0) → what `python data.py` printed."""
+def command(capsys):
+    """command(*arguments, expect=0) → what `python data.py` printed."""
 
-    def made(*arguments, expect=0):
+    def command(*arguments, expect=0):
         code = prepare.main([*map(str, arguments)])
         out, err = capsys.readouterr()
         assert code == expect, err
         return out + err
 
-    return made
+    return command
+
+
+@pytest.fixture
+def made(tmp_path, command):
+    """The same for `python data.py INPUT…`, into tmp_path / "o", with nothing for validation."""
+    return partial(command, "--out", tmp_path / "o", "--val_fraction", 0)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """Folder of a small BPE tokenizer with a chat template, trained by the program itself."""
+    """Folder of a small BPE tokenizer, trained by the program itself."""
     folder = tmp_path_factory.mktemp("tokenizer")
     source = write_jsonl(folder / "t.jsonl", [{"text": text} for text in texts(300)])
     assert prepare.main([str(source), f"--out={folder}", "--train_tokenizer=400"]) == 0
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    loaded.chat_template = TEMPLATE
-    loaded.save_pretrained(folder / "tokenizer")
     return folder / "tokenizer"
 
 
@@ -88,18 +86,13 @@ def files_of(folder):
             if p.is_file()}
 
 
-def test_documents_are_what_the_tokenizer_alone_makes_of_them(
-    tmp_path, made, tokenizer, monkeypatch
-):
-    from transformers import AutoTokenizer
-
+def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, tokenizer,
+                                                              monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 4000)
     alone, found = AutoTokenizer.from_pretrained(tokenizer), texts(200)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [*found, ""]])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", tokenizer, "--val-fraction", 0.2)
-    documents = {
-        split: [ids for ids, _ in read(tmp_path / "o", split)] for split in ("train", "val")
-    }
+    told = made(source, "--tokenizer", tokenizer, "--val-fraction", 0.2)
+    documents = {s: [ids for ids, _ in read(tmp_path / "o", s)] for s in ("train", "val")}
     expected = [alone(text)["input_ids"] + [alone.eos_token_id] for text in found]
     assert sorted(documents["train"] + documents["val"]) == sorted(expected)
     assert 20 < len(documents["val"]) < 60 and f"+ {len(documents['val'])} (training" in told
@@ -115,8 +108,7 @@ def test_documents_are_what_the_tokenizer_alone_makes_of_them(
     assert mixture.vocab_size == len(alone) and mixture.end_of_text == alone.eos_token_id
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer, monkeypatch, kind):
+def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 2000)  # so that there are many
     folder = tmp_path / "in"
     folder.mkdir()
@@ -126,12 +118,11 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     (folder / "short.md").write_text("# short\n")
     with gzip.open(folder / "c.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": t}) + "\n" for t in texts(50, 3))
-    flags = ["--val_fraction", 0.1, *(["--tokenizer", tokenizer] if kind == "bpe" else [])]
-    outputs = []
-    for workers in (1, 2, 5):
+    flags, outputs = ["--val_fraction", 0.1, "--tokenizer", tokenizer], []
+    for workers in (1, 5):
         made(folder, "--out", tmp_path / f"o{workers}", "--workers", workers, *flags)
         outputs.append(files_of(tmp_path / f"o{workers}"))
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
     assert {"train.bin.mask", "val.bin", "train.bin.docs"} <= set(outputs[0])
     masks = [mask for split in ("train", "val") for _, mask in read(tmp_path / "o1", split)]
     assert sum(all(mask) for mask in masks) >= 150 and sum(mask[0] == 0 for mask in masks) == 50
@@ -139,131 +130,81 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
 
 def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
     """Read in pieces it gives the tokens of the whole, one document, its end for validation."""
-    from transformers import AutoTokenizer
-
     alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
-    flags = ["--tokenizer", tokenizer, "--val_fraction", 0.25]
-    made(tmp_path / "a.txt", "--out", tmp_path / "o", *flags)
+    made(tmp_path / "a.txt", "--tokenizer", tokenizer, "--val_fraction", 0.25)
     ((train, _),), ((val, _),) = read(tmp_path / "o"), read(tmp_path / "o", "val")
     first, rest = alone.decode(train[:-1]), alone.decode(val[:-1])
     assert first + rest == text and 0.2 < len(rest) / len(text) < 0.3
     assert train == alone(first)["input_ids"] + [alone.eos_token_id]
     monkeypatch.setattr(read_module, "LONGEST_LINE", 3000)  # and where there are no lines
     (tmp_path / "b.txt").write_text("猫" * 5000)
-    made(tmp_path / "b.txt", "--out", tmp_path / "p", "--tokenizer", tokenizer)
-    ((train, _),) = read(tmp_path / "p")
+    made(tmp_path / "b.txt", "--tokenizer", tokenizer)
+    ((train, _),) = read(tmp_path / "o")
     assert alone.decode(train[:-1]) == "猫" * 5000
 
 
 def test_which_split_a_text_is_for(tmp_path, made):
     """A small one as a whole, by its name; a large one in two, unless it is packed."""
-    folder = tmp_path / "in"
-    folder.mkdir()
+    (tmp_path / "in").mkdir()
     small = {f"s{i}.txt": f"text number {i}\n" * 5 for i in range(40)}
     for name, text in small.items():
-        (folder / name).write_text(text)
-    large = "".join(f"line {i}\n  \n" for i in range(10_000))
-    (folder / "large.txt").write_text(large)
-    (folder / "packed.md.gz").write_bytes(gzip.compress(large.encode()))
+        (tmp_path / "in" / name).write_text(text)
+    large = "".join(f"line {i}\n" for i in range(20_000))
+    (tmp_path / "in/large.txt").write_text(large, "utf-8-sig")
+    (tmp_path / "in/packed.md.gz").write_bytes(gzip.compress(large.encode()))
 
     def split(*flags):
-        made(*flags, "--out", tmp_path / "o")
-        splits = [s for s in ("train", "val") if (tmp_path / f"o/{s}.bin").exists()]
-        return {s: [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", s)]
-                for s in splits}
+        made(*flags)
+        return [[bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", s)]
+                for s in ("train", "val") if (tmp_path / f"o/{s}.bin").exists()]
 
-    found = split(folder, "--val_fraction", 0.4)
-    both = found["train"] + found["val"]
+    found = split(tmp_path / "in", "--val_fraction", 0.4)
+    both = sum(found, [])
     assert set(small.values()) <= set(both) and len(both) == len(small) + 3 and large in both
-    assert all(any(text in small.values() for text in texts) for texts in found.values())
-    before, after = (next(text for text in found[s] if text.startswith("line") and text != large)
-                     for s in ("train", "val"))
+    assert all(any(text in small.values() for text in texts) for texts in found)
+    before, after = (next(text for text in texts if text.startswith("line") and text != large)
+                     for texts in found)
     assert before + after == large and 0.55 < len(before) / len(large) < 0.65
-    assert split(folder / "large.txt", "--val_fraction", 0) == {"train": [large]}
-    told = made(folder / "s1.txt", folder / "packed.md.gz", "--out", tmp_path / "p",
-                "--val_fraction", 0.0001)
+    assert split(tmp_path / "in/large.txt") == [[large]]
+    told = made(tmp_path / "in/s1.txt", tmp_path / "in/packed.md.gz", "--val_fraction", 0.0001)
     assert "for validation: try a larger --val_fraction" in told
-    assert "try a larger" not in made(folder, "--out", tmp_path / "p", "--val_fraction", 0)
+    assert "try a larger" not in made(tmp_path / "in")
 
 
 def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
-    for name in ("a.txt", "b.md", "c.bin", "d.parquet.gz"):
+    for name in ("a.txt", "b.md", "c.bin"):
         (tmp_path / name).write_text(f"this is {name}\n")
     for _ in range(2):
-        made(tmp_path, tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0)
+        made(tmp_path, tmp_path / "a.txt")
         found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
         assert found == ["this is a.txt\n", "this is b.md\n"]
         (tmp_path / "o/notes.txt").write_text("not an input")
-    told = made(tmp_path / "d.parquet.gz", "--out", tmp_path / "p", expect=2)
-    assert "d.parquet.gz: expected a name that ends in" in told
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, made, tokenizer):
-    from transformers import AutoTokenizer
-
-    other = AutoTokenizer.from_pretrained(tokenizer)
-    counting = "{{ messages | length }}" + TEMPLATE
-    other.chat_template = counting.replace("m['content']", "m['content'] | upper")
-    other.save_pretrained(tmp_path / "t")
-    chat = [dict(role=role, content="a") for role in ("user", "assistant", "user", "assistant")]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat}])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", expect=2)
-    assert "a.jsonl:1: the chat template writes earlier turns differently" in told
 
 
 def test_a_tokenizer_written_in_python(tmp_path, made):
     """One of transformers' slow ones."""
-    from transformers import ByT5Tokenizer
-
     ByT5Tokenizer().save_pretrained(tmp_path / "t")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"text": "sat"}])
-    made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "t", "--val_fraction", 0)
+    made(source, "--tokenizer", tmp_path / "t")
     ids = [ids for ids, _ in read(tmp_path / "o")]
     assert ids == [[b + 3 for b in text] + [1] for text in (b"the cat", b"sat")]
 
 
 def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
-    from transformers import AutoTokenizer
-
     alone = AutoTokenizer.from_pretrained(tokenizer)
-    end = alone.eos_token_id
-    said = [("user", "the cat"), ("assistant", "sat on"), ("user", "a mat"), ("assistant", "ran")]
-    chat = [dict(role=role, content=content) for role, content in said]
-    write_jsonl(tmp_path / "a.jsonl", [
-        {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}, {"messages": chat},
-        {"messages": chat[:3]}, {"messages": chat[1:]},
-    ])
-    made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", tokenizer,
-         "--val_fraction", 0)
-    text, pair, talk, open_end, greeting = read(tmp_path / "o")
-    assert text == (alone("all of it")["input_ids"] + [end], [1] * len(text[0]))
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}])
+    made(source, "--tokenizer", tokenizer)
+    text, pair = read(tmp_path / "o")
+    assert text == (alone("all of it")["input_ids"] + [alone.eos_token_id], [1] * len(text[0]))
     prompt, reply = alone("the cat")["input_ids"], alone(" sat")["input_ids"]
-    assert pair == (prompt + reply + [end], [0] * len(prompt) + [1] * (len(reply) + 1))
-
-    def counted(document):
-        ids, mask = (np.array(x) for x in document)
-        return alone.decode(ids[mask == 1])
-
-    assert alone.decode(talk[0]) == (
-        "<|user|>the cat\n<|assistant|>sat on<|endoftext|>\n"
-        "<|user|>a mat\n<|assistant|>ran<|endoftext|>"
-    )
-    assert counted(talk) == "sat on<|endoftext|>\nran<|endoftext|>"
-    assert counted(greeting) == "ran<|endoftext|>"
-    for bad in ("hello", ["hello"], [{"content": "a"}]):
-        write_jsonl(tmp_path / "b.jsonl", [{"messages": bad}, {"text": "a"}])
-        flags = [tmp_path / "b.jsonl", "--out", tmp_path / "p", "--tokenizer", tokenizer]
-        assert "b.jsonl:1: " in made(*flags, expect=2)
-        assert "left out         1 lines" in made(*flags, "--skip_bad", "--val_fraction", 0)
-    assert counted(open_end) == "sat on<|endoftext|>\n" and open_end[0][-1] == end
+    assert pair == (prompt + reply + [alone.eos_token_id],
+                    [0] * len(prompt) + [1] * (len(reply) + 1))
 
 
 def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
-    from tokenizers import processors
-    from transformers import AutoTokenizer
-
     other = AutoTokenizer.from_pretrained(tokenizer)
     other.add_special_tokens({"bos_token": "<s>"})
     start, end = other.bos_token_id, other.eos_token_id
@@ -273,17 +214,16 @@ def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenize
     other.save_pretrained(tmp_path / "llama")
     both = [{"text": "the cat"}, {"prompt": "a", "response": "b"}]
     source = write_jsonl(tmp_path / "a.jsonl", both)
-    made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "llama", "--val_fraction", 0)
+    made(source, "--tokenizer", tmp_path / "llama")
     plain = AutoTokenizer.from_pretrained(tokenizer)
     text, pair = read(tmp_path / "o")
     assert text[0] == [start, *plain("the cat")["input_ids"], end]
     assert pair == ([start, *plain("a")["input_ids"], *plain("b")["input_ids"], end],
                     [0, 0, 1, 1])
     (tmp_path / "long.txt").write_text("\n".join(texts(300)))
-    made(tmp_path / "long.txt", "--out", tmp_path / "p", "--tokenizer", tmp_path / "llama",
-         "--val_fraction", 0.3)
+    made(tmp_path / "long.txt", "--tokenizer", tmp_path / "llama", "--val_fraction", 0.3)
     for split in ("train", "val"):
-        ((ids, _),) = read(tmp_path / "p", split)
+        ((ids, _),) = read(tmp_path / "o", split)
         assert ids[0] == start and start not in ids[1:] and ids[-1] == end and end not in ids[:-1]
 
 
@@ -296,26 +236,17 @@ def test_parquet_and_packed_files(tmp_path, made):
     lines = "".join(json.dumps({"body": text}) + "\n" for text in found)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    for name in ("a.parquet", "b.jsonl.gz", "c.jsonl.zst"):
-        made(tmp_path / name, "--out", tmp_path / name[0], "--text_field", "body")
+    for name in ("b.jsonl.gz", "c.jsonl.zst", "a.parquet"):
+        told = made(tmp_path / name, "--out", tmp_path / name[0], "--text_field", "body")
     a, b, c = (files_of(tmp_path / name) for name in "abc")
     assert a == b == c and len(read(tmp_path / "a")) > 480
+    assert "ignored keys     id (500)\n" in told
     pairs = dict(prompt=["a", "b"], response=["c", "d"])
     pq.write_table(pa.table(pairs), tmp_path / "pairs.parquet")
-    made(tmp_path / "pairs.parquet", "--out", tmp_path / "p", "--val_fraction", 0)
-    assert read(tmp_path / "p")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
-    told = made(tmp_path / "a.parquet", "--out", tmp_path / "x", expect=2)
+    made(tmp_path / "pairs.parquet")
+    assert read(tmp_path / "o")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
+    told = made(tmp_path / "a.parquet", expect=2)
     assert "has id, body; expected text (see --text_field)" in told
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-100])
-    assert "cannot be unpacked" in made(tmp_path / "torn.jsonl.gz", "--out", tmp_path / "x",
-                                        "--text_field", "body", expect=2)
-
-
-def test_pyarrow_missing_is_said(tmp_path, made, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    told = made(tmp_path / "a.parquet", "--out", tmp_path / "o", expect=2)
-    assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
 
 
 BAD = {
@@ -324,48 +255,21 @@ BAD = {
     "not an object": b'["text"]',
     "nothing that is known": b'{"words": "a"}',
     "no text": b'{"text": 3}',
-    "no messages": b'{"messages": ["a"]}',
     "half a character": b'{"text": "\\ud800"}',
-    "messages without a template": b'{"messages": [{"role": "user", "content": "a"}]}',
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, bad):
-    lines = [b'{"text": "line %d"}' % i for i in range(1000)]
-    lines[700] = BAD[bad]
+def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, monkeypatch, bad):
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    lines = [b'{"text": "line %d"}' % i for i in range(100)]
+    lines[70] = BAD[bad]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", expect=2)
+    told = made(tmp_path / "a.jsonl", expect=2)
+    assert f"{tmp_path / 'a.jsonl'}:71: " in told and "--skip_bad" in told
     assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
-    if "messages" in bad:  # all lines will be so: it cannot be left out
-        assert "chat template" in told
-        assert "chat template" in made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad",
-                                       expect=2)
-        return
-    assert f"{tmp_path / 'a.jsonl'}:701: " in told and "--skip_bad" in told
-    told = made(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--skip_bad")
-    assert "left out         1 lines" in told
-    assert len(read(tmp_path / "o")) + len(read(tmp_path / "o", "val")) == 999
-
-
-def test_text_that_is_not_utf8(tmp_path, made, tokenizer):
-    (tmp_path / "a.txt").write_bytes(b"the cat\n\xffsat\n")
-    flags = [tmp_path / "a.txt", "--out", tmp_path / "o", "--val_fraction", 0]
-    for more in (["--tokenizer", tokenizer], []):
-        assert f"{tmp_path / 'a.txt'}: not UTF-8 at byte 8" in made(*flags, *more, expect=2)
-        assert "left out         1 lines" in made(*flags, *more, "--skip_bad")
-    assert read(tmp_path / "o")[0][0] == [*"the cat\n\ufffdsat\n".encode(), 256]
-
-
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path, made, tokenizer):
-    from transformers import AutoTokenizer
-
-    endless = AutoTokenizer.from_pretrained(tokenizer)
-    endless.eos_token = None
-    endless.save_pretrained(tmp_path / "endless")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", tmp_path / "endless", expect=2)
-    assert "has no end-of-text" in told
+    told = made(tmp_path / "a.jsonl", "--skip_bad")
+    assert "left out         1 lines" in told and len(read(tmp_path / "o")) == 99
 
 
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
@@ -387,9 +291,9 @@ def test_an_id_never_wraps(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["show", "-h"]])
-def test_help(made, capsys, arguments):
+def test_help(command, capsys, arguments):
     with pytest.raises(SystemExit, match="0"):
-        made(*arguments)
+        command(*arguments)
     assert "data.py show RUN_DIR STEP" in capsys.readouterr().out
 
 
@@ -402,7 +306,7 @@ def test_a_tokenizer_that_is_nowhere_is_looked_for_once(tmp_path, made, monkeypa
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    told = made(source, "--out", tmp_path / "o", "--tokenizer", "a/b", expect=2)
+    told = made(source, "--tokenizer", "a/b", expect=2)
     assert told == "data.py: error: no folder or hub model called a/b (the hub is offline)\n"
 
 
@@ -414,40 +318,56 @@ def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenize
     for name, offline in ((tmp_path / "b", False), ("a/b", False), (tmp_path / "b", True)):
         monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode",
                             lambda offline=offline: offline)
-        made(source, "--out", tmp_path / "o", "--tokenizer", name)
+        made(source, "--tokenizer", name)
         names.append(json.loads((tmp_path / "o/train.bin.json").read_text())["tokenizer"])
     assert len({*names}) == 1 and names[0].startswith("b@")
 
 
-def test_mistakes_are_told_in_one_line(tmp_path, made):
+def test_a_tokenizer_folder_of_somebody_else_is_left_alone(tmp_path, made, tokenizer):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    mine = tmp_path / "o/tokenizer/mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    assert "was not made by this program" in made(source, "--tokenizer", tokenizer, expect=2)
+    made(source)  # that of bytes has no use for it
+    assert mine.exists()
+
+
+def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    endless = AutoTokenizer.from_pretrained(tokenizer)
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path / "endless")
+    (tmp_path / "empty.txt").touch()
     for arguments, words in (
-        ([source], "--out DIR: expected"),
         ([], "required: INPUT"),
-        ([source, "--out", "o", "--tokeniser", "b"], "did you mean --tokenizer?"),
-        ([tmp_path / "nothing", "--out", "o"], "no such file"),
-        ([tmp_path / "*.txt", "--out", "o"], "no such file"),
-        ([ROOT / "README.md", ROOT / "train.py", "--out", "o"], "train.py: expected a name"),
+        ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
+        ([tmp_path / "*.md"], "no such file"),
+        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a name"),
         ([source, "--out", source], "cannot be made"),
-        ([source, "--out", tmp_path / "o", "--tokenizer", tmp_path], "cannot be loaded"),
-        ([source, "--out", tmp_path / "o", "--val_fraction", 1], "--val_fraction 1.0"),
-        ([source, "--out", tmp_path / "o", "--train_tokenizer", 9], "expected more than 256"),
-        ([source, "--out", "o", "--train_tokenizer", 300, "--tokenizer", "t"], "exclude one"),
-        ([source, "--out", "o", "--workers", 0], "--workers 0: expected at least 1"),
-        (["show", tmp_path], "expected: data.py show DIR N"),
-        (["show", tmp_path, 1], "no train.bin"),
-        ([source, "--out", tmp_path / "o", "--tokenizer", "./none"], "no folder or hub model"),
+        ([source, "--tokenizer", tmp_path], "cannot be loaded"),
+        ([source, "--tokenizer", tmp_path / "endless"], "no end-of-text"),
+        ([source, "--tokenizer", "./none"], "no folder or hub model"),
+        ([tmp_path / "empty.txt"], "no document to train on"),
+        ([source, "--val_fraction", 1], "--val_fraction 1.0"),
+        ([source, "--train_tokenizer", 9], "expected more than 256"),
+        ([source, "--train_tokenizer", 300, "--tokenizer", "t"], "exclude each other"),
+        ([source, "--workers", 0], "--workers 0: expected at least 1"),
     ):
         told = made(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told
-    (tmp_path / "empty.txt").touch()
-    told = made(tmp_path / "empty.txt", "--out", tmp_path / "o", expect=2)
-    assert "no document to train on" in told
+    for arguments, words in (
+        ([source], "--out DIR: expected"),
+        (["show", tmp_path], "expected: data.py show DIR N"),
+        (["show", tmp_path, 1], "no train.bin"),
+    ):
+        told = command(*arguments, expect=2)
+        assert words in told and told.count("\n") == 1, told
 
 
 def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts(50)])
-    made(source, "--out", tmp_path / "o")
+    made(source)
     before = files_of(tmp_path / "o")
     large = tmp_path / "large.jsonl"
     with open(large, "w") as file:
@@ -461,7 +381,7 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
             command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        draft = tmp_path / "o/.preparing/train.bin"
+        draft = tmp_path / "o/.preparing/new/train.bin"
         while process.poll() is None and not (draft.exists() and draft.stat().st_size > 10**6):
             time.sleep(0.01)
         # Ctrl-C reaches the workers as well; a kill does not, but they have nothing left to do
@@ -478,7 +398,7 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
         assert all(name in before or name.startswith(".preparing") for name in now)
         assert "Traceback" not in told
     assert len(find_files(str(tmp_path / "o"), "train")) == 1
-    made(source, "--out", tmp_path / "o")  # and that of the killed one is gone
+    made(source)  # and that of the killed one is gone
     assert files_of(tmp_path / "o") == before
 
 
@@ -495,7 +415,7 @@ def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeyp
                 raise KeyboardInterrupt
             return plain(self, target)
 
-        made(source, "--out", tmp_path / "o", "--val_fraction", 0.2)
+        made(source, "--val_fraction", 0.2)
         monkeypatch.setattr(prepare.Path, "rename", rename)
         prepare.main([str(other), "--out", str(tmp_path / "o"), "--val_fraction", "0.2"])
         monkeypatch.undo()
@@ -553,17 +473,12 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
     (tmp_path / "a.txt").write_text("\n".join(texts(800)))
-    told = made(tmp_path / "a.txt", "--out", tmp_path / "o", "--train_tokenizer", 300,
-                "--val_fraction", 0.1)
+    told = made(tmp_path / "a.txt", "--train_tokenizer", 300, "--val_fraction", 0.1)
     assert "vocabulary 300 (bpe-300@" in told
-    from transformers import AutoTokenizer
-
     loaded = AutoTokenizer.from_pretrained(tmp_path / "o/tokenizer")
     assert loaded.decode(loaded("naïve 猫")["input_ids"]) == "naïve 猫" and len(loaded) == 300
     told = run("--data", tmp_path / "o", "--out_dir", "r")
     assert "vocabulary 300" in told and "bits_per_byte" in told
-    sample = told.split("sample  of what it writes:")[1]
-    assert any(word in sample for word in ("the", "cat", "mat", "a"))
     made(tmp_path / "a.txt", "--out", tmp_path / "p", "--train_tokenizer", 280)
     told = run("--data", tmp_path / "o", tmp_path / "p", "--out_dir", "s", expect=2)
     assert "sources with different tokenizers" in told
@@ -572,22 +487,15 @@ def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
 def test_a_tokenizer_is_trained_on_a_part_spread_evenly(tmp_path, made, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(prepare, "TRAINING_BYTES", 30_000)
-    real, seen = prepare.byte_level_bpe, []
+    plain, numbers = Encoder.documents, []
 
-    def byte_level_bpe(model):
-        tokenizer = real(model)
-        plain = tokenizer.backend_tokenizer
+    def documents(encoder, chunk):
+        if encoder.tokenizer is None:  # that of the training
+            numbers.extend(map(int, chunk.data.split()))
+        return plain(encoder, chunk)
 
-        def train_from_iterator(texts, trainer):
-            seen.extend(text for batch in texts for text in batch)
-            plain.train_from_iterator(seen, trainer)
-
-        spy = SimpleNamespace(train_from_iterator=train_from_iterator)
-        return SimpleNamespace(backend_tokenizer=spy, save_pretrained=tokenizer.save_pretrained)
-
-    monkeypatch.setattr(prepare, "byte_level_bpe", byte_level_bpe)
+    monkeypatch.setattr(Encoder, "documents", documents)
     (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(10_000, 30_000)))
-    made(tmp_path / "a.txt", "--out", tmp_path / "o", "--train_tokenizer", 300)
-    assert 25_000 < sum(map(len, seen)) < 35_000
-    numbers = [int(text.split()[0]) for text in seen]
+    made(tmp_path / "a.txt", "--train_tokenizer", 300, "--workers", 2)
+    assert 25_000 < 6 * len(numbers) < 35_000
     assert numbers[0] == 10_000 and max(np.diff(numbers)) < 1500 and numbers[-1] > 28_000

@@ -33,7 +33,10 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     try:
         documents, how = write_documents(tokenizer, messages, given, tools)
     except TypeError:  # DeepSeek's template takes the arguments of a call as JSON
-        documents, how = write_documents(tokenizer, dump_arguments(messages), given, tools)
+        dump = partial(json.dumps, ensure_ascii=False)
+        messages = [m | dict(tool_calls=with_arguments(m["tool_calls"], dump))
+                    if m.get("tool_calls") else m for m in messages]
+        documents, how = write_documents(tokenizer, messages, given, tools)
     return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], how
 
 
@@ -44,7 +47,7 @@ def write_documents(tokenizer, messages: list[dict], given: int, tools: list | N
     replies = [i for i in counted if i > 0]  # a greeting answers nobody
     whole = apply(tokenizer, messages, tools)
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if any(call.get("function", call)["name"] not in whole for call in calls):
+    if any(call["function"]["name"] not in whole for call in calls):
         raise ValueError("the chat template leaves out tool calls")
     for message in messages:
         said = message["content"].strip()
@@ -129,13 +132,13 @@ def read_message(message: dict) -> dict:
         message |= dict(role=ROLES[role], content=content)
         if role == "function_call":
             calls = json.loads(content)
-            calls = calls if isinstance(calls, list) else [calls]
-            calls = [dict(type="function", function=call) for call in calls]
-            message |= dict(content="", tool_calls=calls)
+            message |= dict(content="", tool_calls=calls if isinstance(calls, list) else [calls])
     if message.get("tool_calls"):
         message.setdefault("content", "")
+        calls = [call if "function" in call else dict(type="function", function=call)
+                 for call in message["tool_calls"]]
         message["tool_calls"] = with_arguments(
-            message["tool_calls"], lambda x: json.loads(x) if isinstance(x, str) else x)
+            calls, lambda x: json.loads(x) if isinstance(x, str) else x)
     role, content, weight = message["role"], message["content"], message.get("weight", 1)
     if weight not in (0, 1):
         raise ValueError(f"{role}: weight {weight!r}: expected 0 or 1")
@@ -151,18 +154,9 @@ def read_message(message: dict) -> dict:
 
 def with_arguments(calls: list[dict], change) -> list[dict]:
     """Tool calls with the arguments of their functions changed."""
-    def changed(call: dict) -> dict:
-        if "function" in call:
-            return call | dict(function=changed(call["function"]))
-        return call | dict(arguments=change(call["arguments"])) if "arguments" in call else call
-
-    return [changed(call) for call in calls]
-
-
-def dump_arguments(messages: list[dict]) -> list[dict]:
-    calls = [m.get("tool_calls") for m in messages]
-    return [m | dict(tool_calls=with_arguments(c, partial(json.dumps, ensure_ascii=False)))
-            if c else m for m, c in zip(messages, calls, strict=True)]
+    functions = [call["function"] for call in calls]
+    functions = [f | dict(arguments=change(f.get("arguments", {}))) for f in functions]
+    return [call | dict(function=f) for call, f in zip(calls, functions, strict=True)]
 
 
 def without_none(x):

@@ -3,11 +3,11 @@
 import io
 import itertools
 import json
-import operator
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,12 @@ from steady.tokens.tokenizers import load_tokenizer
 from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
+
+
+class Document(NamedTuple):
+    split: str
+    parts: list[Part]
+    is_chat: bool  # whether a chat template wrote it
 
 
 class Encoder:
@@ -40,22 +46,21 @@ class Encoder:
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, list], Counter, float]:
-        """(split → calls of TokenWriter.add, counts, chunk.read). Raises ConfigError."""
+    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter, int]:
+        """(split → arguments of TokenWriter.add, counts, chunk.n_bytes). Raises ConfigError."""
         documents, counts = self.documents(chunk)
-        encoded = {}
-        for split in {split for split, *_ in documents}:
-            mine = [document for of, *document in documents if of == split]
-            encoded[split] = [self.encode(*part) for part in cut(mine, chunk)]
-        return encoded, counts, chunk.read
+        splits = {document.split for document in documents}
+        encoded = {split: self.encode([d for d in documents if d.split == split], chunk)
+                   for split in splits}
+        return encoded, counts, chunk.n_bytes
 
-    def documents(self, chunk: Chunk) -> tuple[list[tuple[str, list[Part], bool]], Counter]:
-        """(split, parts, whether a chat template wrote it) of each; counts for `summarize`.
+    def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
+        """The documents of a chunk; counts for `summarize`.
 
-        Raises ConfigError with the number of such a line, unless --skip_bad.
+        Raises ConfigError with the number of a line that cannot be read, unless --skip_bad.
         """
+        found, counts = [], Counter()
         if chunk.kind == "text":
-            counts = Counter()
             try:
                 text = chunk.data.decode()
             except UnicodeDecodeError as e:
@@ -64,12 +69,10 @@ class Encoder:
                                       f"{chunk.first + e.start:,}, nor UTF-16 with a mark (BOM); "
                                       "--skip_bad puts � in its place") from None
                 text = chunk.data.decode(errors="replace")
-                counts["left out", "not UTF-8"] += 1
-            return [(chunk.split, [(text, True)], False)], counts
-        found = []
-        counts = Counter({("ignored", name): len(chunk.data) for name in chunk.ignored})
+                counts["replaced", chunk.file] += text.count("�") - chunk.data.count("�".encode())
+            return [Document(chunk.split, [(text, True)], False)], counts
         for number, item in enumerate(chunk.data, chunk.first):
-            if chunk.kind == "lines" and not item.strip():
+            if item is None or chunk.kind == "lines" and not item.strip():
                 continue
             try:
                 record = json.loads(item) if chunk.kind == "lines" else item
@@ -88,11 +91,10 @@ class Encoder:
                 continue
             counts.update(("ignored", name) for name in record if name not in used)
             if how:
-                counts["chat", how] += 1
+                counts[how, ""] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
-            documents = [parts for parts in documents if parts]
-            found += [(split, parts, how is not None) for parts in documents]
-            for parts in documents:
+            for parts in filter(None, documents):
+                found.append(Document(split, parts, how is not None))
                 counts["no reply", split] += not any(counted for _, counted in parts)
         return found, counts
 
@@ -105,9 +107,8 @@ class Encoder:
             raise ValueError("expected an object with keys")
         keys, used = find_keys(record, self.options.text_field)
         how, texts = None, [record[key] for key in keys]
-        for key in keys:
-            if record[key] is None:
-                raise ValueError(f"`{key}` is null")
+        if None in texts:
+            raise ValueError(f"`{keys[texts.index(None)]}` is null")
         if keys == (self.options.text_field,):
             documents = [[(*texts, True)]]
         elif keys[0] == "prompt" and not any(isinstance(text, list) for text in texts):
@@ -119,69 +120,59 @@ class Encoder:
                 raise ValueError(f"expected text, found {type(text).__name__}")
         return [[part for part in parts if part[0]] for parts in documents], how, used
 
-    def encode(self, documents: list[tuple[list[Part], bool]], begins: bool, ends: bool) -> tuple:
-        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last.
-
-        A prompt and its response are tokenized apart, a chat in one piece, as templates do.
-        """
-        texts = [[text for text, _ in parts] for parts, _ in documents]
-        raw = [text.encode() for text in itertools.chain(*texts)]
-        fast = self.tokenizer and self.tokenizer.is_fast
-        joined = [fast and (self.adds_space or is_chat) for _, is_chat in documents]
-        if self.tokenizer is None:
-            apart = iter([np.frombuffer(text, np.uint8) for text in raw])
-        else:
-            apart = itertools.compress(texts, map(operator.not_, joined))
-            apart = iter(encode_batch(self.tokenizer, [*itertools.chain(*apart)]))
-        together = [*itertools.compress(texts, joined)]
-        together = self.encode_joined(together, "" if begins else "\n") if together else iter(())
-        pieces, last = [], []  # (ids, counted); where in it each document ends
-        for (parts, _), is_joined in zip(documents, joined, strict=True):
-            encoded = together if is_joined else apart
-            mine = [(next(encoded), counted) for _, counted in parts]
-            if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
-                mine.insert(0, (self.prefix, mine[0][1]))
-            if ends and list(mine[-1][0][-1:]) != [self.end]:
-                mine.append(([self.end], mine[-1][1]))
-            pieces += mine
-            last.append(len(pieces) - 1)
+    def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
+        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
+        pieces, last, n_bytes = [], [], 0  # (ids, counted); where in it each document ends
+        for document in documents:
+            for parts, begins, ends in pieces_of(document, chunk):
+                texts = [text for text, _ in parts]
+                encoded = self.tokenize(texts, document.is_chat, begins)
+                mine = [(ids, counted) for ids, (_, counted) in zip(encoded, parts, strict=True)]
+                if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
+                    mine.insert(0, (self.prefix, mine[0][1]))
+                if ends and list(mine[-1][0][-1:]) != [self.end]:
+                    mine.append(([self.end], mine[-1][1]))
+                pieces += mine
+                n_bytes += sum(len(text.encode()) for text in texts)
+                if ends:
+                    last.append(len(pieces) - 1)
         sizes, counts = [len(ids) for ids, _ in pieces], [counted for _, counted in pieces]
         ids = np.concatenate([ids for ids, _ in pieces], dtype=np.uint32, casting="unsafe")
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        return ids, np.cumsum(sizes)[last if ends else []], mask, sum(map(len, raw))
+        return ids, np.cumsum(sizes)[last], mask, n_bytes
 
-    def encode_joined(self, texts: list[list[str]], before: str) -> Iterator[np.ndarray]:
-        """The ids of each part of the documents, each tokenized in one piece.
+    def tokenize(self, texts: list[str], is_chat: bool, begins: bool) -> list:
+        """The ids of each text: of a prompt and its response apart, of a chat in one piece.
 
-        So without the space that SentencePiece would put before a part alone. A token belongs to
-        the part that it begins in. before: what comes before a document that is continued.
+        Also in one piece where a text by itself would get a space. A token belongs to the text
+        that it begins in. begins: False for a document that is continued, after a line end.
         """
+        if self.tokenizer is None:
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        if not self.tokenizer.is_fast:
+            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         backend = self.tokenizer.backend_tokenizer
-        texts = [[before, *parts] for parts in texts]
-        joined = ["".join(text) for text in texts]
-        found = backend.encode_batch(joined, add_special_tokens=False)
-        for text, encoding in zip(texts, found, strict=True):
-            ends = np.cumsum([len(part) for part in text])
-            starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
-            part, ids = ends.searchsorted(starts, "right"), np.array(encoding.ids)
-            yield from (ids[part == k] for k in range(1, len(text)))
+        if not (is_chat or self.adds_space):
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in found]  # lists are large
+        texts = ["" if begins else "\n", *texts]
+        encoding = backend.encode("".join(texts), add_special_tokens=False)
+        ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
+        starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
+        part = ends.searchsorted(starts, "right")
+        return [ids[part == k] for k in range(1, len(texts))]
 
 
-def cut(documents: list[tuple[list[Part], bool]], chunk: Chunk) -> Iterator[tuple]:
-    """Arguments of Encoder.encode: long texts in pieces, as those of text files, or encoding them
-    would take a hundred times their size.
+def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
+    """(parts, begins, ends): a long text in pieces, as those of text files, or encoding it would
+    take a hundred times its size.
     """
-    def long(document) -> bool:
-        [(text, _), *more], is_chat = document
-        return not (more or is_chat or chunk.kind == "text") and len(text) > read.CHUNK_BYTES
-
-    for is_long, group in itertools.groupby(documents, long):
-        if not is_long:
-            yield [*group], chunk.begins, chunk.ends
-            continue
-        for [(text, counted)], _ in group:
-            for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, ""):
-                yield [([(piece.data.decode(), counted)], False)], piece.begins, piece.ends
+    [(text, counted), *more] = document.parts
+    if more or document.is_chat or chunk.kind == "text" or len(text) <= read.CHUNK_BYTES:
+        yield document.parts, chunk.begins, chunk.ends
+        return
+    for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, document.split):
+        yield [(piece.data.decode(), counted)], piece.begins, piece.ends
 
 
 def reason(error: Exception) -> str:
@@ -193,10 +184,3 @@ def reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"no {error}"
     return " ".join(str(error).split())[:100]
-
-
-def encode_batch(tokenizer, texts: list[str]) -> list[list[int]]:
-    if not tokenizer.is_fast:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
-    fast = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [encoding.ids for encoding in fast]

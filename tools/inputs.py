@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from steady.options import ConfigError
-from steady.tokens.files import require_regular
 from tools.read import COMPRESSED, KINDS, holds_records, kind_of, suffixes
 
 LISTED = 8  # of a kind, in a summary
@@ -20,19 +19,19 @@ class Skipped:
         self.kinds, self.hidden, self.unreadable = Counter(), set(), {}
 
     def __str__(self) -> str:
-        said = []
+        parts = []
         if self.kinds:
-            listed = shorten([f"{n:,} {kind}" for kind, n in self.kinds.most_common()])
-            said.append(f"{self.kinds.total():,} files: {listed}")
+            kinds = listed([f"{n:,} {kind}" for kind, n in self.kinds.most_common()])
+            parts.append(f"{self.kinds.total():,} files: {kinds}")
         if self.hidden:
-            said.append(f"hidden folders: {shorten(sorted(self.hidden))}")
+            parts.append(f"hidden folders: {listed(sorted(self.hidden))}")
         if self.unreadable:
-            reasons = shorten([*self.unreadable.values()], "; ")
-            said.append(f"{len(self.unreadable):,} files that cannot be read: {reasons}")
-        return "; ".join(said)
+            reasons = listed([*self.unreadable.values()], "; ")
+            parts.append(f"{len(self.unreadable):,} files that cannot be read: {reasons}")
+        return "; ".join(parts)
 
 
-def shorten(names: list[str], comma: str = ", ") -> str:
+def listed(names: list[str], comma: str = ", ") -> str:
     return comma.join(names[:LISTED] + ["…"] * (len(names) > LISTED))
 
 
@@ -52,7 +51,8 @@ def find_inputs(inputs: list[str], out: Path) -> tuple[list[Path], Skipped]:
         for file in files:
             if not kind_of(file):
                 raise ConfigError(f"{file}: expected a name that ends in {' '.join(KINDS)}")
-            require_regular(file)
+            if not file.is_file():  # a pipe would be read twice
+                raise ConfigError(f"{file}: not a regular file")
         found += files
     return list(dict.fromkeys(found)), skipped
 
@@ -83,20 +83,20 @@ def saved_by_datasets(folder: Path) -> list[str]:
     Others beside them are caches. Raises ConfigError for several splits, of which some will be
     for tests, and where a file is missing.
     """
-    try:
-        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
-        splits = [*map(str, splits)]
-    except (OSError, ValueError, LookupError, TypeError):
-        splits = []
+    splits = listed_in(folder / "dataset_dict.json", "splits")
     if len(splits) > 1:
         raise ConfigError(f"{folder}: has the splits {', '.join(splits)}; expected one of them, "
-                          f"as {folder / splits[0]}")
-    try:
-        files = json.loads((folder / "state.json").read_bytes())["_data_files"]
-        names = [str(file["filename"]) for file in files]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
+                          f"such as {folder / splits[0]}")
+    names = [file["filename"] for file in listed_in(folder / "state.json", "_data_files")]
     for name in names:
         if not (folder / name).exists():
             raise ConfigError(f"{folder}: {name} is not there; its state.json lists it")
     return names
+
+
+def listed_in(path: Path, key: str) -> list:
+    """The list under `key` in a file of JSON; empty where there is none."""
+    try:
+        return [*json.loads(path.read_bytes())[key]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []

@@ -43,17 +43,25 @@ from steady.tokens.tokenizers import (
     copy_tokenizer,
     delete_tokenizer,
     load_tokenizer,
-    tokenizer_files,
+    require_ours,
 )
 from tools.encode import Encoder
-from tools.inputs import Skipped, find_inputs, shorten
+from tools.inputs import Skipped, find_inputs, listed
 from tools.read import Chunk, read_chunks, read_file
 from tools.show import show
 
-MAX_COUNTS = 1000  # names of ignored keys and reasons that are counted
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
 # what words are counted in at a time, which takes a hundred times its size; ends before a space
 COUNTED = re.compile(r".{1,16384}(?!\S)|.{1,16384}", re.DOTALL)
+SUMMARY = {  # by what the encoder counts
+    "left out": "left out         {n:,} lines that cannot be read: {names}",
+    "replaced": "replaced         {n:,} times bytes that are not UTF-8 by �: {names}",
+    "marks": "conversations    {n:,} with the replies that the chat template marks as generated",
+    "turns": "conversations    {n:,} as one document for each reply, since the chat template "
+             "writes earlier turns differently when more follow",
+    "no reply": "without a reply  {n:,} documents, of which the loss counts nothing",
+    "ignored": "ignored keys     {names}",
+}
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
        data.py show DIR N           print the first N samples; what the loss counts is marked
@@ -75,7 +83,7 @@ class Options:
         at_least=0, below=1)
     text_field: str = option("text", "key or column of a document's text")
     workers: int | None = option(
-        None, "processes that tokenize (default: one a core)", at_least=1, at_most=1000)
+        None, "processes that tokenize (default: one per core)", at_least=1, at_most=1000)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
 
 
@@ -106,44 +114,39 @@ def prepare(inputs: list[str], options: Options) -> str:
         raise ConfigError("--out DIR: expected a folder to write to")
     check_bounds(options)
     if options.train_tokenizer and options.tokenizer != "bytes":
-        raise ConfigError("--tokenizer and --train_tokenizer exclude one another")
+        raise ConfigError("--tokenizer and --train_tokenizer exclude each other")
     began, out = time.time(), Path(options.out).expanduser()
     files, skipped = find_inputs(inputs, out)
     if options.train_tokenizer or options.tokenizer != "bytes":
-        tokenizer_files(out / "tokenizer")  # refuses one that is not ours
-    draft, lock = claim(out)
+        require_ours(out / "tokenizer")
+    work, lock = claim(out)
     try:
-        summary = write_dataset(files, options, draft, skipped)
-        publish(draft, out)
+        summary = write_dataset(files, options, work / "new", skipped)
+        publish(work / "new", out)
     except OSError as e:
         raise ConfigError(f"{e.filename or out}: {e.strerror or e}") from e
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
         lock.close()
-    if told := str(skipped):
-        summary += f"\nskipped          {told}"
+    if left := str(skipped):
+        summary += f"\nskipped          {left}"
     return f"{summary}\nseconds          {time.time() - began:.1f}\nin               {out}"
 
 
 def claim(out: Path):
-    """(folder for drafts, its lock, which ends with this process). Raises ConfigError."""
-    draft = out / ".preparing"
+    """(folder for drafts, with an empty `new` in it; its lock, which ends with this process).
+
+    Raises ConfigError.
+    """
+    work = out / ".preparing"
     try:
-        draft.mkdir(parents=True, exist_ok=True)
-        if draft.is_symlink():
-            raise ConfigError(f"{draft}: is a link; delete it")
-        lock = acquire_lock(draft, f"--out {out}")
-        if not (draft / "lock").exists() or not os.path.samestat(
-                os.fstat(lock.fileno()), os.stat(draft / "lock")):
-            raise ConfigError(f"--out {out}: another process has just written there; try again")
-        for path in draft.iterdir():  # of a process that was killed
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
+        work.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(work, f"--out {out}")
+        shutil.rmtree(work / "new", ignore_errors=True)  # of a process that was killed
+        (work / "new").mkdir()
     except OSError as e:
         raise ConfigError(f"--out {out}: cannot be made: {e.strerror}") from None
-    return draft, lock
+    return work, lock
 
 
 def check(files: list[Path], encoder: Encoder):
@@ -169,21 +172,18 @@ def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Ski
     counts = Counter()  # of records: what was done with them
     chunks = read_chunks(files, options, skipped.unreadable)
     with progress(files, "tokens") as bar, closing(encode_all(chunks, encoder)) as results:
-        for encoded, counted, read in results:
-            for split, pieces in encoded.items():
-                for piece in pieces:
-                    writers[split].add(*piece)
-            for what, n in counted.items():
-                if what in counts or len(counts) < MAX_COUNTS:
-                    counts[what] += n
-            bar.update(read)
+        for encoded, counted, n_bytes in results:
+            for split, arrays in encoded.items():
+                writers[split].add(*arrays)
+            counts.update(counted)
+            bar.update(n_bytes)
     train, val = writers.values()
+    inputs = f"{files[0]}{' …' * (len(files) > 1)}"
     if not train.tokens:
-        raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on")
+        raise ConfigError(f"{inputs}: no document to train on")
     if counts["no reply", "train"] == train.documents:
-        raise ConfigError(f"{files[0]}{' …' * (len(files) > 1)}: no document to train on has a "
-                          "reply, so the loss would count nothing; expected replies of an "
-                          "assistant")
+        raise ConfigError(f"{inputs}: no document to train on has a reply, so the loss would count "
+                          "nothing; expected replies of an assistant")
     train.close()
     val.close()
     lines = [
@@ -191,7 +191,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Ski
         f"tokens           {train.tokens:,} + {val.tokens:,} as {train.dtype}, "
         f"vocabulary {encoder.vocab_size:,} ({name})",
         f"bytes            {train.bytes:,} + {val.bytes:,}",
-        f"bytes a token    {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
+        f"bytes per token  {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
         f"longest document {max(train.longest, val.longest):,} tokens",
     ]
     lines += summarize(+counts)
@@ -200,29 +200,13 @@ def write_dataset(files: list[Path], options: Options, draft: Path, skipped: Ski
     return "\n".join(lines)
 
 
-def summarize(counts: Counter) -> list[str]:
+def summarize(counts: Counter) -> Iterator[str]:
     """What was done with records that were not simply read."""
-    def of(kind: str) -> Counter:
-        return Counter({name: n for (of, name), n in counts.items() if of == kind})
-
-    def listed(named: Counter) -> str:
-        return shorten([f"{name} ({n:,})" for name, n in named.most_common()])
-
-    left_out, chats, ignored, lines = of("left out"), of("chat"), of("ignored"), []
-    if left_out:
-        lines.append(f"left out         {left_out.total():,} lines that cannot be read: "
-                     f"{listed(left_out)}")
-    if chats["marks"]:
-        lines.append(f"conversations    {chats['marks']:,} with the replies that the chat template "
-                     "marks as generated")
-    if chats["turns"]:
-        lines.append(f"conversations    {chats['turns']:,} as one document for each reply, since "
-                     "the chat template writes earlier turns differently when more follow")
-    if no_reply := of("no reply").total():
-        lines.append(f"without a reply  {no_reply:,} documents, of which the loss counts nothing")
-    if ignored:
-        lines.append(f"ignored keys     {listed(ignored)}")
-    return lines
+    for kind, line in SUMMARY.items():
+        mine = Counter({name: n for (of_kind, name), n in counts.items() if of_kind == kind})
+        names = listed([f"{name} ({n:,})" for name, n in mine.most_common()])
+        if mine:
+            yield line.format(n=mine.total(), names=names)
 
 
 def publish(draft: Path, out: Path):
@@ -267,8 +251,8 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise ConfigError("a process that tokenizes was killed, perhaps for its memory: fewer "
-                              "--workers take less") from None
+            raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
+                              "--workers need less") from None
         except BaseException:
             pool.shutdown(cancel_futures=True)  # not wait=False, which the interpreter's end races
             raise
@@ -307,7 +291,7 @@ def find_tokenizer(files: list[Path], options: Options, folder: Path,
         return None, "bytes"
     else:
         source = Path(options.tokenizer)
-        if not source.exists():  # transformers itself would try the hub for a minute, aloud
+        if not source.exists():  # transformers would retry the hub for a minute, with warnings
             from steady.models.huggingface import fetch_files
 
             source = fetch_files(options.tokenizer, weights=False)
@@ -339,11 +323,12 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path, skipped: 
         with progress(files, "reading to train the tokenizer") as bar:
             chunks = read_chunks(files, options, skipped.unreadable)
             for chunk in itertools.islice(chunks, 0, None, every):
-                found = [text for _, parts, _ in reader.documents(chunk)[0] for text, _ in parts]
+                found = [text for document in reader.documents(chunk)[0]
+                         for text, _ in document.parts]
                 pieces = [piece for text in found for piece in COUNTED.findall(text)]
                 for i in range(0, len(pieces), 64):  # it collects 256 of these lists
                     yield pieces[i : i + 64]
-                bar.update(every * chunk.read)
+                bar.update(every * chunk.n_bytes)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)

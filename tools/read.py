@@ -5,7 +5,6 @@ import csv
 import gzip
 import importlib
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -39,13 +38,12 @@ class Chunk(NamedTuple):
 
     file: str
     kind: str  # "text": a piece of one document; "lines": JSON objects; "rows": decoded ones
-    data: bytes | list  # among rows, a ValueError says what is wrong with one
+    data: bytes | list  # of rows: a ValueError says what is wrong with one, None is no row
     first: int  # number of the first line or row, from 1 on; byte offset of a text
-    split: str | None = None  # of a text; lines and rows are divided later, one by one
+    split: str | None = None  # of a text; that of a line or row depends on its content
     begins: bool = True  # whether the text begins with this piece
     ends: bool = True  # whether it ends with it
-    read: float = 0.0  # bytes of the file since the previous chunk
-    ignored: tuple = ()  # columns of the file that are not in the rows
+    n_bytes: int = 0  # of the file since the previous chunk
 
 
 def find_keys(names, text_field: str) -> tuple[tuple, tuple]:
@@ -69,9 +67,7 @@ def suffixes(path: Path) -> list[str]:
 
 def kind_of(path: Path) -> str | None:
     """One of KINDS; None for a file that cannot be read."""
-    kind, *packed = suffixes(path)
-    found = KINDS.get(kind)
-    return None if packed and found in ("parquet", "arrow") else found
+    return KINDS.get(suffixes(path)[0])
 
 
 def optional(module: str, path: Path):
@@ -96,26 +92,26 @@ def decompressed(path: Path, raw):
     return raw
 
 
-def as_text(file, newline: str = "\n") -> io.TextIOWrapper:
-    """`file` decoded by its mark, without which it is UTF-8.
-
-    Bytes that are not become surrogates, which cannot be encoded: so the row can be named.
-    """
-    return io.TextIOWrapper(file, encoding_of(file), "surrogateescape", newline)
-
-
 def encoding_of(file) -> str:
     first = file.peek(4)
     return next((name for mark, name in MARKS.items() if first.startswith(mark)), "utf-8-sig")
 
 
-def columns_of(path: Path, names: list[str], text_field: str) -> tuple[list[str], tuple]:
-    """Columns that hold a document; the others. Raises ConfigError."""
-    try:
-        _, columns = find_keys(names, text_field)
-    except ValueError as e:
-        raise ConfigError(f"{path}: {e}") from None
-    return [*columns], tuple(name for name in names if name not in columns)
+def as_text(file) -> io.TextIOWrapper:
+    """`file` decoded by its mark, without which it is UTF-8.
+
+    Bytes that are not become surrogates, which cannot be encoded: so the row can be named.
+    """
+    return io.TextIOWrapper(file, encoding_of(file), "surrogateescape", newline="")
+
+
+def after_mark(file):
+    """`file` behind its mark; decoded, unless it is UTF-8."""
+    if encoding_of(file) != "utf-8-sig":
+        return as_text(file)
+    if file.peek(3).startswith(codecs.BOM_UTF8):
+        file.read(3)
+    return file
 
 
 def read_chunks(files: list[Path], options, unreadable: dict[Path, str]) -> Iterator[Chunk]:
@@ -134,88 +130,63 @@ def read_chunks(files: list[Path], options, unreadable: dict[Path, str]) -> Iter
                 raise
             unreadable[path] = str(e)
             if chunk and not chunk.ends:  # the document ends here
-                yield chunk._replace(data=b"", begins=False, ends=True, read=0.0)
+                yield chunk._replace(data=b"", begins=False, ends=True, n_bytes=0)
 
 
 def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
     """The pieces of one file. large: cut a text in two, whatever its size."""
-    kind, start = kind_of(path), 0
-    with open_input(path) as raw, decompressed(path, raw) as file:
-        try:
-            if kind == "parquet":
-                chunks = read_parquet(path, options.text_field)
-            elif kind == "arrow":
-                chunks = read_arrow(path, raw, options.text_field)
-            elif kind == "csv":
-                chunks = read_csv(path, as_text(file, newline=""), options.text_field)
-            elif kind == "json":
-                chunks = read_json(path, as_text(file))
-            else:
-                text, first = file, file.peek(1024)[:1024]
-                if encoding_of(file) != "utf-8-sig":
-                    text = as_text(file)
-                elif kind == "text" and first.count(0) > len(first) // 8:
-                    raise ConfigError(f"{path}: holds null bytes; expected UTF-8, or UTF-16 with a "
-                                      "mark (BOM)")
-                elif file.peek(3).startswith(codecs.BOM_UTF8):
-                    start = len(file.read(3))
-                if kind == "lines":
-                    chunks = read_lines(path, text)
-                else:
-                    large = large or path.stat().st_size >= CUT_BYTES
-                    chunks = read_text(path, text, start, large and text is raw, options)
-            before = 0
-            for chunk in chunks:
-                yield chunk._replace(read=chunk.read or raw.tell() - before)
-                before = raw.tell()
-        except ConfigError:
-            raise
-        except Exception as e:  # each codec, and pyarrow, has errors of its own
-            foreign = file is not raw or kind in ("parquet", "arrow")
-            if not foreign and not isinstance(e, (OSError, UnicodeError)):
-                raise
-            reason = " ".join(str(e).split()) or type(e).__name__
-            how = "read" if file is raw else "unpacked"
-            raise ConfigError(f"{path}: cannot be {how}: {reason}") from None
-
-
-def open_input(path: Path):
     try:
-        return open(path, "rb")
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
+        with open(path, "rb") as raw, decompressed(path, raw) as file:
+            before = 0
+            for chunk in chunks_of(path, raw, file, options, large):
+                yield chunk._replace(n_bytes=raw.tell() - before)
+                before = raw.tell()
+    except ConfigError:
+        raise
+    except Exception as e:  # each codec, and pyarrow, has errors of its own
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
-def read_lines(path: Path, file) -> Iterator[Chunk]:
-    first = 1
-    while lines := file.readlines(CHUNK_BYTES):
-        yield Chunk(str(path), "lines", lines, first)
-        first += len(lines)
-
-
-def read_text(path: Path, file, start: int, may_cut: bool, options) -> Iterator[Chunk]:
-    """Pieces of one document, or of two where the end of the file is for validation."""
-    cut, share = None, options.val_fraction
-    if may_cut and share > 0:
-        cut = line_after(file, start, path.stat().st_size * (1 - share))
-    if cut is not None:
-        yield from pieces(path, file, start, cut, "train")
-        yield from pieces(path, file, cut, None, "val")
+def chunks_of(path: Path, raw, file, options, large: bool) -> Iterator[Chunk]:
+    """The pieces of `file`, which is `raw`, the file at `path`, decompressed where it has to be."""
+    kind, first = kind_of(path), 1
+    if kind == "text":
+        yield from read_text(path, raw, file, options, large)
+        return
+    if kind == "lines":
+        text = after_mark(file)
+        lists = iter(lambda: text.readlines(CHUNK_BYTES), [])
+    elif kind == "json":
+        lists = read_json(path, as_text(file))
+    elif kind == "csv":
+        lists = read_csv(path, as_text(file), options.text_field)
+        first = 2  # number 1 is the line of names, as in a spreadsheet
+    elif kind == "parquet":
+        lists = read_parquet(path, raw, options.text_field)
     else:
-        val = not may_cut and share_of(path.name.encode()) < share
-        yield from pieces(path, file, start, None, "val" if val else "train")
+        lists = read_arrow(path, file, options.text_field)
+    for data in lists:
+        yield Chunk(str(path), "lines" if kind == "lines" else "rows", data, first)
+        first += len(data)
 
 
-def line_after(file, start: int, place: float) -> int | None:
-    """The first byte from `place` on that begins a line and is not a space. Then seeks `start`."""
-    file.seek(int(place))
-    file.readline()
-    while (first := file.read(1)).isspace():
-        if first != b"\n":
-            file.readline()
-    at = file.tell() - 1
-    file.seek(start)
-    return at if first else None
+def read_text(path: Path, raw, file, options, large: bool) -> Iterator[Chunk]:
+    """Pieces of one document, or of two where the end of the file is for validation."""
+    beginning, text, share = file.peek(1024)[:1024], after_mark(file), options.val_fraction
+    if text is file and beginning.count(0) > len(beginning) // 8:
+        raise ConfigError(f"{path}: holds null bytes; expected UTF-8, or UTF-16 with a mark (BOM)")
+    start, cut, val, size = text.tell(), None, False, path.stat().st_size
+    if text is not raw or not large and size < CUT_BYTES:
+        val = share_of(path.name.encode()) < share
+    elif share:
+        text.seek(int(size * (1 - share)))
+        text.readline()
+        cut = text.tell()
+        text.seek(start)
+    yield from pieces(path, text, start, cut, "val" if val else "train")
+    if cut is not None:
+        yield from pieces(path, text, cut, None, "val")
 
 
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
@@ -251,43 +222,35 @@ def piece_end(block: bytes) -> int:
     return at
 
 
-def read_json(path: Path, file) -> Iterator[Chunk]:
+def read_json(path: Path, file) -> Iterator[list]:
     """The objects of an array, or one after another, decoded one at a time."""
-    decode, space = json.JSONDecoder().raw_decode, re.compile(r"\s*").match
-    text, array, first, more = "", None, 1, True
+    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*").match
+    text, n, more = file.read(CHUNK_BYTES).lstrip(), 0, True
+    array = text.startswith("[")
+    text = text[array:]
     while more:
         more = file.read(max(CHUNK_BYTES, len(text)))  # doubled where no object has ended
         text, at, items = text + more, 0, []
-        if array is None:
-            at = space(text).end()
-            array = text.startswith("[", at)
-            at += array
-        while (at := space(text, at).end()) < len(text):
-            if array and text[at] == "]":
-                array, at = False, at + 1
-                continue
+        while True:
+            at = between(text, at).end()
             try:
-                item, end = decode(text, at)
+                item, at = decode(text, at)
             except (ValueError, RecursionError):
                 break
-            end = space(text, end).end()
-            if array and not text.startswith((",", "]"), end):
-                break
             items.append(item)
-            at = end + (array and text[end] == ",")
         if items:
-            yield Chunk(str(path), "rows", items, first)
-            first += len(items)
+            yield items
+            n += len(items)
         text = text[at:]
-    if text or array:
-        raise ConfigError(f"{path}: not JSON from object {first:,} on; expected an array of "
+    if text.rstrip() != "]" * array:
+        raise ConfigError(f"{path}: not JSON from object {n + 1:,} on; expected an array of "
                           "objects, or objects one after another")
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a .json file holds an array or an object a line, rather than settings."""
+    """Whether a .json file holds an array or one object per line, rather than settings."""
     try:
-        with open_input(path) as raw, decompressed(path, raw) as file:
+        with open(path, "rb") as raw, decompressed(path, raw) as file:
             text = as_text(file)
             first, second = text.readline(LONGEST_LINE), text.readline(LONGEST_LINE)
     except Exception:  # to be named by whoever reads it
@@ -295,47 +258,47 @@ def holds_records(path: Path) -> bool:
     return first.lstrip()[:1] == "[" or first[:1] == second[:1] == "{"
 
 
-def read_csv(path: Path, file, text_field: str) -> Iterator[Chunk]:
-    """Rows under a line of names; number 1 is that line, as in a spreadsheet."""
+def read_csv(path: Path, file, text_field: str) -> Iterator[list]:
+    """Rows under a line of names."""
     csv.field_size_limit(2**31 - 1)  # instead of 131,072 characters
-    lines, first, items, size = csv.reader(file, strict=True), 2, [], 0
+    lines, items, size = csv.reader(file, strict=True), [], 0
     try:
         names = next(lines, None)
         if names is None:  # empty
             return
-        columns, ignored = columns_of(path, names, text_field)
-        places = [(name, names.index(name)) for name in columns]
-        for fields in itertools.chain(lines, [[]]):
+        columns_of(path, names, text_field)
+        for fields in lines:
             if len(fields) == len(names):
-                items.append({name: fields[i] for name, i in places})
+                items.append(dict(zip(names, fields, strict=True)))
             elif fields:
                 items.append(ValueError(f"{len(fields)} fields; expected {len(names)}, as in the "
                                         "first line"))
+            else:
+                items.append(None)  # an empty line, which has a number, too
             size += sum(map(len, fields))
-            if not fields or size >= CHUNK_BYTES:  # an empty line, or the end
-                if items:
-                    yield Chunk(str(path), "rows", items, first, ignored=ignored)
-                first, items, size = first + len(items) + (not fields), [], 0
+            if size >= CHUNK_BYTES:
+                yield items
+                items, size = [], 0
+        yield items
     except csv.Error as e:
         raise ConfigError(f"{path}:{lines.line_num}: not CSV: {e}") from None
 
 
-def read_parquet(path: Path, text_field: str) -> Iterator[Chunk]:
+def read_parquet(path: Path, raw, text_field: str) -> Iterator[list]:
     # pages as they are needed, not whole row groups
     pq = optional("pyarrow.parquet", path)
     file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-    columns, ignored = columns_of(path, file.schema_arrow.names, text_field)
-    about, first = file.metadata, 1
+    columns, others = columns_of(path, file.schema_arrow.names, text_field)
+    about, done = file.metadata, 0
     n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
     batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
     for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
-        data = batch.to_pylist()
-        read = path.stat().st_size * len(data) / about.num_rows
-        yield Chunk(str(path), "rows", data, first, read=read, ignored=ignored)
-        first += len(data)
+        done += len(batch)
+        raw.seek(path.stat().st_size * done // about.num_rows)  # as if read, for the bar
+        yield [others | row for row in batch.to_pylist()]
 
 
-def read_arrow(path: Path, file, text_field: str) -> Iterator[Chunk]:
+def read_arrow(path: Path, file, text_field: str) -> Iterator[list]:
     """A stream, as datasets.save_to_disk writes it, or a file of Arrow's."""
     ipc = optional("pyarrow.ipc", path)
     if file.peek(6).startswith(b"ARROW1"):
@@ -343,12 +306,18 @@ def read_arrow(path: Path, file, text_field: str) -> Iterator[Chunk]:
         batches = map(reader.get_batch, range(reader.num_record_batches))
     else:
         batches = reader = ipc.open_stream(file)
-    columns, ignored = columns_of(path, reader.schema.names, text_field)
-    first = 1
+    columns, others = columns_of(path, reader.schema.names, text_field)
     for batch in batches:
         batch = batch.select(columns)
-        rows = max(1, CHUNK_BYTES * batch.num_rows // max(1, batch.nbytes))
-        for start in range(0, batch.num_rows, rows):
-            data = batch.slice(start, rows).to_pylist()
-            yield Chunk(str(path), "rows", data, first, ignored=ignored)
-            first += len(data)
+        n_rows = max(1, CHUNK_BYTES * batch.num_rows // max(1, batch.nbytes))
+        for start in range(0, batch.num_rows, n_rows):
+            yield [others | row for row in batch.slice(start, n_rows).to_pylist()]
+
+
+def columns_of(path: Path, names: list[str], text_field: str) -> tuple[list[str], dict]:
+    """Columns that hold a document; the others, which are not read. Raises ConfigError."""
+    try:
+        _, columns = find_keys(names, text_field)
+    except ValueError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    return [*columns], {name: None for name in names if name not in columns}

@@ -131,6 +131,11 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
+    grouped = run.train_data.order.group and any(
+        saved.get(name) != getattr(cfg, name) for name in ("batch_size", "group_window"))
+    if grouped and progress.position and not run.ranks.rank and not cfg.eval_only:
+        print("warning: --batch_size or --group_window has changed, so some documents of this "
+              "window come twice or not at all", flush=True)
     return saved
 
 

@@ -40,6 +40,9 @@ class Dataset:
             self.files[i].require_complete()
         return found
 
+    def describe(self) -> str:
+        return ""
+
 
 class Stream(Dataset):
     """Samples are blocks of seq_len + 1 tokens that overlap by one."""
@@ -69,9 +72,6 @@ class Stream(Dataset):
     def find(self, block: int, column: int = 0) -> tuple[Path, int]:
         i = self.file_of(block)
         return self.files[i].path, int(block - self.first[i]) * self.seq_len + column
-
-    def describe(self) -> str:
-        return ""
 
 
 class Documents(Dataset):

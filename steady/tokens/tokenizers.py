@@ -77,46 +77,32 @@ def loaded_tokenizer(folder: str):
     return load_tokenizer(folder, needs_end=False)
 
 
-LISTED = "steady-files.json"  # lists the files of a tokenizer folder that we made
+MADE = "steady-files.json"  # is in a tokenizer folder that we made
 
 
 def copy_tokenizer(source: Path, target: Path):
-    """Copy a tokenizer's files, replacing one that we made; raises ConfigError for another."""
-    files = sorted(p for p in source.iterdir() if p.is_file() and p.name != LISTED)
+    """Copy a tokenizer's folder, replacing one that we made; raises ConfigError for another."""
+    files = [p for p in source.iterdir() if p.is_file() and p.name != MADE]
     if all((target / p.name).is_file() and (target / p.name).read_bytes() == p.read_bytes()
            for p in files):
         return  # the same, whoever made it
     delete_tokenizer(target)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / LISTED).write_text(json.dumps([p.name for p in files]))
-    for file in files:
-        shutil.copyfile(file, target / file.name)
+    shutil.copytree(source, target)
+    (target / MADE).touch()
 
 
 def delete_tokenizer(folder: Path):
-    """Delete the files that the manifest of a tokenizer folder lists, and the folder if empty."""
-    for name in [*tokenizer_files(folder), LISTED]:
-        (folder / name).unlink(missing_ok=True)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    """Delete a tokenizer folder that we made; raises ConfigError for another."""
+    require_ours(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files in a tokenizer folder that we made; none if there is no such folder.
-
-    Raises ConfigError for a folder or a link that we have not made.
-    """
-    if folder.is_symlink() or folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: is not a folder that this program made; move it "
-                          "away, or choose another")
-    if not folder.exists() or not any(folder.iterdir()):
-        return []
-    try:
-        names = json.loads((folder / LISTED).read_text())
-        return [name for name in names if Path(name).name == name]
-    except (OSError, ValueError, TypeError):
-        raise ConfigError(f"{folder}: was not made by this program (no {LISTED} in it); move it "
-                          "away, or choose another folder") from None
+def require_ours(folder: Path):
+    """Raise ConfigError for a tokenizer folder, or a link to one, that we have not made."""
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.is_symlink() or folder.exists() and not empty and not (folder / MADE).exists():
+        raise ConfigError(f"{folder}: was not made by this program (no {MADE} in it); move it "
+                          "away, or choose another folder")
 
 
 def end_of_text_ids(folder: Path) -> list[int]:

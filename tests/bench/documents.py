@@ -1,11 +1,10 @@
-"""Padding and real tokens a second of documents: all padded to seq_len, dynamic, grouped, packed.
+"""Padding and real tokens per second of documents: all padded to seq_len, dynamic, grouped, packed.
 
     python -m tests.bench documents
 
 The documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
 seq_len). Runs of a few steps alternate in one process; the ratio is of real tokens, without
-padding, a second. Then what the loader alone hands out, the waste for other windows, and what the
-loss of each dataset of a mixture costs.
+padding, per second. Then what the loader alone hands out.
 """
 
 import tempfile
@@ -19,14 +18,7 @@ import torch
 import data
 from config import Config
 from steady.tokens.files import TokenWriter
-from tests.bench.common import (
-    Figure,
-    compare,
-    in_turns,
-    repeat,
-    seconds,
-    train_log,
-)
+from tests.bench.common import Figure, compare, in_turns, seconds, train_log
 
 SEQ_LEN, BATCH, MICRO = 512, 64, 16
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
@@ -82,23 +74,6 @@ def load_alone(folder: Path, kind: str) -> float:
     return found
 
 
-def print_windows(folder: Path):
-    print("grouped, padding by window in steps:", end="")
-    for window in (0, 1, 4, 8, 16, 32, 64):
-        mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0, mode="documents")
-        mixture.group_by_length(window, BATCH)
-        print(f"  {window}: {padding(mixture):.1%}", end="")
-    print()
-
-
-def dataset_loss_us() -> float:
-    """us inside the addition of one micro-batch's losses by dataset."""
-    batch = data.Batch(None, torch.ones(24, 64, dtype=torch.long), source=torch.arange(24) % 2)
-    totals, losses = torch.zeros(2, 2), torch.rand(24, 64)
-    add = repeat(partial(batch.add_by_dataset, totals, losses))
-    return seconds(add, 2000) / 2000 * 1e6
-
-
 def main(options) -> list[Figure]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "documents"
@@ -108,8 +83,6 @@ def main(options) -> list[Figure]:
         print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
               "20 rows in micro-batches of 10")
         padded = {kind: load_alone(folder, kind) for kind in KINDS}
-        print_windows(folder)
-    print(f"loss by dataset: {dataset_loss_us():.0f} us for each micro-batch")
     figures, reference = [], rates.pop("fixed")
     for kind, rate in rates.items():
         figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,
