@@ -156,7 +156,7 @@ def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(gpu, "attempt", attempt)
     monkeypatch.setattr(gpu.time, "time", lambda: clock[0])
-    names = ["silent", "killed", "finite", "interrupted", "never"]
+    names = ["checks", "silent", "killed", "finite", "interrupted", "never"]
     figures, notes = gpu.measure(torch.device("cpu"), True, names, 1000)
     assert [f.what.split(",")[0] for f in figures] == ["killed", "finite"]
     assert notes["parts"] == {
@@ -176,7 +176,8 @@ def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch, capsys):
 def test_of_a_gpu_one_file_and_three_lines(tmp_path):
     told = bench("gpu", "--quick", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found["parts"]) == {"checks", *gpu.QUICK}
+    assert list(found["parts"]) == list(gpu.PROGRAMME[1])
+    assert "step 60" in found["printed"]["train.py"][0]
     assert "gpt2-124m, muon, compiled: MFU" in told
     assert told.splitlines()[-3:] == found["in_short"]
     if not torch.cuda.is_available():

@@ -103,7 +103,8 @@ def attention_gradients(device: torch.device, tiny: bool):
 
     exact = gradients(SDPBackend.MATH, torch.float64)
     error = {}
-    for name in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
+    names = ["MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"]
+    for name in names[:2] if device.type == "cpu" else names:
         try:
             found = gradients(getattr(SDPBackend, name), torch.bfloat16)
         except RuntimeError as e:
@@ -325,7 +326,8 @@ def after(plain, more, *args):
         return plain(*a, **k)
     return planted
 def work():
-    x = torch.ones(2048, 2048, device="cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    x = torch.ones((2048, 2048) if on_gpu else (128, 128), device="cuda" if on_gpu else "cpu")
     for _ in range(20):
         x @ x
 def begin(n, code):
@@ -334,7 +336,7 @@ def begin(n, code):
 def rival():
     begin(1, "import torch; x = torch.ones(4096, 4096, device='cuda')\\nwhile 1: x @ x")
 def hogs():
-    begin(64, "while 1: pass")
+    begin({hogs}, "while 1: pass")
 {plant}
 def main(argv):
     try:
@@ -352,7 +354,7 @@ def plant(name: str, device: torch.device, tiny: bool):
     with tempfile.TemporaryDirectory() as folder:
         flags = [*TINY, "--max_steps", str(steps), "--log_interval", "5", "--out_dir", "r",
                  "--eval_interval", "0", "--sample_interval", "0"]
-        source = PLANTED.format(after=after, plant=code)
+        source = PLANTED.format(after=after, plant=code, hogs=2 if tiny else 64)
         process = start(flags, folder, [sys.executable, "-c", source])
         text = process.communicate(timeout=110)[0]
         done = subprocess.run([sys.executable, ROOT / "monitor.py", "r"], cwd=folder,

@@ -153,7 +153,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     found = json.loads(file.read_text())
     assert done.stdout.splitlines()[-3:] == found["in_short"]
     assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
-    assert list(found["parts"])[:2] == ["checks", "peaks"] and len(found["parts"]) == 6
+    assert list(found["parts"])[:2] == ["train.py", "checks"] and len(found["parts"]) == 12
     assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
 
 
