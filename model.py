@@ -110,8 +110,14 @@ class Block(nn.Module):
         self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
+        self.recomputed = cfg.activation_checkpointing
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
+        if self.training and self.recomputed != "none":
+            return layers.recomputing(self.compute, self.recomputed, x, where)
+        return self.compute(x, where, cache)
+
+    def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -165,10 +171,8 @@ class Transformer(nn.Module):
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
         where = self.where(documents, tokens.shape, start)
-        recomputed = self.cfg.activation_checkpointing if self.training else "none"
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = (block(x, where, cache) if recomputed == "none"
-                 else layers.recomputing(block, recomputed, x, where))
+            x = block(x, where, cache)
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:

@@ -142,6 +142,12 @@ def compile_deterministically():
         inductor.deterministic = True
 
 
+def keep_graphs_whole():
+    """Under DDP, compile what is given as one graph. Without it, DDP's compiler splits it."""
+    with contextlib.suppress(AttributeError):
+        torch._dynamo.config.optimize_ddp = False
+
+
 def mark_dynamic(tensor: Tensor, dim: int):
     """Compile for any size of a dimension. Without it the second size is compiled anew, once."""
     with contextlib.suppress(AttributeError):

@@ -81,8 +81,8 @@ COSTLY = {
 }
 
 
-def recomputing(block: nn.Module, how: str, x: Tensor, where) -> Tensor:
-    """block(x, where), which keeps less for the backward pass, where it is computed again.
+def recomputing(block, how: str, x: Tensor, where) -> Tensor:
+    """block(x, where), a function that keeps less for the backward pass, where it is computed again.
 
     full: keeps x alone. selective: also the results of COSTLY operations, and so computes the rest
     again, but not a product with a smaller result than operand: of a block's, that is the last one,

@@ -281,6 +281,7 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
     if world_size == 1:
         model.compile(**how)
     else:
+        private.keep_graphs_whole()
         for block in model.blocks:
             block.forward = torch.compile(block.forward, **how)
         if hasattr(model, "losses"):
