@@ -202,7 +202,7 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
     elif goes_on(after, "memory/alloc_retries"):
         left.take("allocator", left.total, compute)
     if 0 < new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
-        code, reading = lower_clocks(old, new)
+        code, reading = lower_clocks(new)
         left.take(code, left.total, (COMMON, *COMPUTE), reading=reading)
 
 
@@ -230,13 +230,11 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
             left.take(code, share * (ms - shared), [phase])
 
 
-def lower_clocks(old: dict, new: dict) -> tuple[str, str]:
+def lower_clocks(new: dict) -> tuple[str, str]:
     """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
-    for name in ("heat", "power"):
-        column = f"machine/gpu_throttled_by_{name}"
-        if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
-            reading, form = READINGS[name]
-            return name, form.format(new[reading]) if reading in new else ""
+    for name, (column, form) in READINGS.items():
+        if new.get(f"machine/gpu_throttled_by_{name}", 0.0) >= 0.5:
+            return name, form.format(new[column]) if column in new else ""
     return "clocks", ""
 
 

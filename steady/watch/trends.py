@@ -23,6 +23,7 @@ from steady.watch import proc
 from steady.watch.profile import HERE, short, worth_naming
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
+LEAST_KEPT = 8  # bytes a step, of a line that is named: a reference to an object
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
 RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, unit, what to do)
     # Without mapped files, such as token files: the system takes their pages back when it needs
@@ -298,37 +299,33 @@ class Allocations:
     STEPS, SECONDS = 20, 1.0  # of each of its two halves, at least
 
     def __init__(self, step: int):
-        self.since, self.before = (step, time.perf_counter()), None
+        self.step, self.began, self.before = step, time.perf_counter(), None
         tracemalloc.start(6)  # frames, of which some are of libraries
 
     def look(self, step: int) -> str:
         """At a log: once enough has been seen, the line and what it keeps; or ""."""
-        steps, seconds = step - self.since[0], time.perf_counter() - self.since[1]
+        steps, seconds = step - self.step, time.perf_counter() - self.began
         if not tracemalloc.is_tracing() or steps < self.STEPS or seconds < self.SECONDS:
             return ""
         gc.collect()
-        now = self.by_line()
+        kept = self.by_line()
         if self.before is None:  # what was allocated before is unknown, and caches have filled
-            self.since, self.before = (step, time.perf_counter()), now
+            self.step, self.began, self.before = step, time.perf_counter(), kept
             return ""
         tracemalloc.stop()
-        (numbers, sizes), (old_numbers, old_sizes) = now, self.before
-        sizes.subtract(old_sizes)
-        line, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
-        number = numbers[line] - old_numbers[line]
-        if number < 3:
+        kept.subtract(self.before)
+        (line, size), *_ = kept.most_common(1) or [("", 0)]
+        if size < LEAST_KEPT * steps:
             return "no line of Python was seen to allocate it"
-        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')}, in {number:,} objects since step "
-                f"{self.since[0]:,} (found by tracemalloc, in {2 * seconds:.0f} s)")
+        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')} since step {self.step:,} "
+                f"(found by tracemalloc, in {2 * seconds:.0f} s)")
 
-    def by_line(self) -> tuple[Counter, Counter]:
-        """Blocks, and bytes, of each "FILE:LINE" allocated since it began and not freed."""
-        numbers, sizes = Counter(), Counter()
+    def by_line(self) -> Counter:
+        """Bytes by "FILE:LINE", allocated since it began and not freed."""
+        sizes = Counter()
         for trace in tracemalloc.take_snapshot().traces:
             frame = next((f for f in reversed(trace.traceback)
                           if worth_naming(f.filename) or f.filename.startswith(HERE)), None)
             if frame and not frame.filename.startswith(HERE):
-                line = f"{short(frame.filename)}:{frame.lineno}"
-                numbers[line] += 1
-                sizes[line] += trace.size
-        return numbers, sizes
+                sizes[f"{short(frame.filename)}:{frame.lineno}"] += trace.size
+        return sizes
