@@ -156,7 +156,7 @@ def grown(before: list[dict], after: list[dict], name: str) -> float:
     """How much larger a value of the points is in the mean, without outliers."""
     found = [np.array([p["values"][name] for p in points if name in p["values"]])
              for points in (before, after)]
-    if len(found[0]) < 3 or not len(found[1]):
+    if not all(map(len, found)):
         return 0.0
     old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))).mean() for x in found)
     return float(new - old)
@@ -169,9 +169,9 @@ class Left:
         self.ms, self.total, self.explained = ms, sum(ms.values()), []
 
     def take(self, code: str, ms: float, names=None, **values):
-        """Let a cause explain up to so many ms of these phases, what they share first."""
+        """Let a cause explain up to so many ms of these phases."""
         taken = 0.0
-        for name in sorted(names or self.ms, key=lambda name: name != COMMON):
+        for name in names or self.ms:
             part = min(ms - taken, self.ms.get(name, 0.0))
             if part > 0:
                 self.ms[name] -= part
@@ -192,7 +192,7 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
         probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
         if probe:
             code += ", machine" if probe > 1 + 0.3 * (ratio - 1) else ", work"
-        left.take(code, (ratio / old_ratio - 1) * of_all_phases(old), rank=int(rank), ratio=ratio,
+        left.take(code, (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank), ratio=ratio,
                   phase=OWN_PHASES[int(phase)], probe=probe)
     if goes_on(after, "machine/stops"):
         left.take("stopped", left.total)
@@ -226,7 +226,7 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
         ms = added(old, new, column)
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
-            share = new.get(f"perf/{phase}_ms", 0.0) / of_all_phases(new)  # of it that it meets
+            share = new.get(f"perf/{phase}_ms", 0.0) / new["perf/step_ms"]  # of it that it meets
             left.take(code, share * (ms - shared), [phase])
 
 
@@ -241,11 +241,6 @@ def lower_clocks(new: dict) -> tuple[str, str]:
 def added(old: dict, new: dict, name: str) -> float:
     """How much larger a column is; 0 if it is new, as after an update of this program."""
     return new.get(name, 0.0) - old[name] if name in old else 0.0
-
-
-def of_all_phases(row: dict) -> float:
-    """ms of a step; never 0, to be divided by."""
-    return max(1e-9, sum(row.get(f"perf/{name}_ms", 0.0) for name in STEP_PHASES))
 
 
 def goes_on(points: list[dict], name: str) -> bool:

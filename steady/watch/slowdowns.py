@@ -142,10 +142,10 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     for creeps, x in models.items():
         x = x - x.mean(1, keepdims=True)
         left[creeps] = (y @ y) - np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
-    floor = n * noise**2 * 1e-3 + 1e-30
-    best = {creeps: max(float(sums.min()), floor) for creeps, sums in left.items()}
+    left = {creeps: np.maximum(sums, 1e-30) for creeps, sums in left.items()}
+    best = {creeps: float(sums.min()) for creeps, sums in left.items()}
     creeps = n * np.log(best[False] / best[True]) > 4.0  # a jump, unless a line is clearly better
-    sums = np.maximum(left[creeps], floor)
+    sums = left[creeps]
     likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
     return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
@@ -285,7 +285,7 @@ class SlowdownDetector:
         points = before + [p for p in self.points if p["first"] > before[-1]["last"]]
         points = [p for p in points if event.series in p["values"]]
         if self.points[0]["first"] > event.since or len(points) < 8:
-            return
+            return  # so long ago that no point before it is left
         k, (low, high), creeps = change_point(
             np.array([p["values"][event.series] for p in points]))
         if points[k]["first"] <= event.found:  # not a later change
