@@ -1,5 +1,6 @@
 """What runs out is said early, and what only looks like it is not. Rows are synthetic."""
 
+import os
 import tracemalloc
 from collections import namedtuple
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_config, whole_crowded
 
-from steady.watch import proc, screen
+from steady.watch import machine, proc, screen
 from steady.watch import trends as limits
 from steady.watch.trends import (
     MOST,
@@ -322,6 +323,21 @@ def test_threads_are_limited_by_the_system_the_user_and_the_cgroup(root, monkeyp
     put(root, **{"sys__fs__cgroup__job__pids.max": "200\n",
                  "sys__fs__cgroup__job__pids.current": "60\n"})
     assert limits.limits(now, CPU)["limit/threads"] == 10 + 140
+
+
+@pytest.mark.parametrize("line", ["throttled_usec 7000", "throttled_time 7000000"])
+def test_what_kept_a_process_from_running(root, line):
+    """Also in a container, by either version of cgroups."""
+    put(root, proc__stat=f"cpu  1 2 3 4 5 6 7 {80 * os.cpu_count()} 0 0\ncpu0 1\n",
+        proc__self__stat=f"9 (a b) {'0 ' * 39}30 0\n",
+        **{"sys__fs__cgroup__job__cpu.stat": f"nr_throttled 3\n{line}\n"})
+    reader = machine.Machine(CPU)
+    reader.close()
+    tick = 1e3 / os.sysconf("SC_CLK_TCK")
+    assert reader.counters() == {
+        "steal_ms": 80 * tick, "disk_ms": 30 * tick, "throttled_ms": pytest.approx(7)}
+    (root / "proc/stat").unlink()
+    assert "steal_ms" not in reader.counters()
 
 
 def test_the_limit_of_the_device_is_what_others_leave(root, monkeypatch):
