@@ -304,8 +304,8 @@ def test_warning_is_as_printed():
     line = Line("data", "my_data.py:6 augment < data.py:132 Samples.rows", 13.0, 3.0)
     causes = [Cause("line", 13.0, {"line": line}), Cause("data", 1.1)]
     event = SlowDown(since=401, since_range=(401, 401), found=540, before=36.3, after=50.4,
-                     percent=39, levels=(), searched_from=0, series="data", phases=[("data", 14.1)],
-                     causes=causes, blames="program")
+                     percent=39, series="data", phases=[("data", 14.1)], causes=causes,
+                     blames="program")
     assert f"warning: step 540: {describe_event(event)}\n" in blocks(README)
 
 

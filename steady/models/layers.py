@@ -82,7 +82,7 @@ COSTLY = {
 
 
 def recomputing(block, how: str, x: Tensor, where) -> Tensor:
-    """block(x, where), a function that keeps less for the backward pass, where it is computed again.
+    """block(x, where), a function that keeps less for the backward pass, where it computes again.
 
     full: keeps x alone. selective: also the results of COSTLY operations, and so computes the rest
     again, but not a product with a smaller result than operand: of a block's, that is the last one,

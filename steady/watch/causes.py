@@ -6,7 +6,6 @@ longer (profile.py) are named. What the kernel, the device and the probe say are
 machine's part, each for as many ms as it can account for. What is left is unexplained.
 """
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from steady.watch.profile import add_profiles, function_of, longer_lines
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 
-COMMON, RARE = "all phases", "rare steps"  # what phases share: in the middle step, in the mean
+COMMON = "all phases"  # what they share
 COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
@@ -23,18 +22,11 @@ SLOW_RANK = ("rank {rank} is slow and the others wait for it: its own work takes
 
 # --- constants, each with what it was measured by (python -m tests.bench diagnosis) --------------
 
-LEAST_COMMON = 0.025  # of a step: less is within what two quiet halves of a run differ by
-LEAST_ALONE = 0.02  # of a step, for what one phase has alone, which a wobbling machine moves less
-UNEVEN = 0.1  # of what all phases share, one may have more: a slower machine is not so evenly
+LEAST = 0.025  # of a step: less is within what two quiet halves of a run differ by
 WORTH_NAMING = 0.05  # of what was added
-QUEUE_COUNTS = 0.1  # of what was added; then it explains all that phases share, since the other
-# threads of an operation wait for the one that did not run
-PROBE_COUNTS = 1.04  # times slower; quiet machines differ by 1.02 from minute to minute
-PROBE_REACH = 1.3  # steps may be slower by so many times more than the probe, which fits in a cache
 LOWER_CLOCKS = 0.97  # of a GPU's clock before
 SLOWER_RANK = 1.1  # times the work of the others
 LOADER = "data.py", "loader"  # in which the loop waits for loader processes: the cause "data"
-LINE_COUNTS = 0.3  # of what its phase has alone
 LINE_SURE = 1.5  # times half of its 95 % interval, as the surest of some ten lines is picked
 
 CAUSES = {  # code → words
@@ -77,7 +69,6 @@ READINGS = {"heat": ("machine/gpu_celsius", " ({:.0f} °C)"),
             "power": ("machine/gpu_watts", " at {:.0f} W")}
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
-PROBES = ("machine/cpu_probe_us", "machine/gpu_probe_us")
 
 
 @dataclass(frozen=True)
@@ -126,33 +117,26 @@ def explain(event, before: list[dict], after: list[dict]) -> dict:
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
                     causes=[Cause("checkpoint grows" if grows else kind)], blames="unclear")
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
-    # no more than steps have become longer: a phase with fewer rare slow steps raises the rest
-    longer = max(new[f"perf/step_{name}"] / new["work"] - old[f"perf/step_{name}"] / old["work"]
-                 for name in ("ms", "ms_median"))
-    shared, error = max(grown(before, after, name) for name in (COMMON, RARE))
-    shared = min(shared, longer)
-    common, alone = 0.0, {}
-    if event.series not in STEP_PHASES and shared > max(error, LEAST_COMMON * event.before):
-        common = shared
-    for name in STEP_PHASES if event.series in STEP_PHASES else ():
-        ms, error = grown(before, after, name)
-        if ms > max(error, LEAST_ALONE * event.before, UNEVEN * shared):
-            alone[name] = ms
-    total = sum(alone.values()) + common
-    if total < LEAST_COMMON * event.before:
+    shared = grown(before, after, COMMON)
+    more = {COMMON: shared}
+    if event.series in STEP_PHASES:
+        more = {name: grown(before, after, name) for name in STEP_PHASES}
+    left = Left({name: ms for name, ms in more.items() if ms > LEAST * event.before})
+    total = left.total
+    if not total:
         return dict(phases=[], causes=[Cause("passed")], blames="unclear", percent=0.0,
                     after=event.before)
-    left = Left(alone | {COMMON: common})
+    alone = {name: ms for name, ms in left.ms.items() if name != COMMON}
     take_measured(left, old, new, after)
     take_lines(left, old, new, before, after, 1 + max(0.0, shared) / event.before)
     take_waits(left, old, new, max(0.0, shared))
-    left.take("data", left.total, ["data"])
-    take_probes(left, event.before, before, after)
-    left.take("network", left.total, ["waiting"])
+    left.take("data", total, ["data"])
+    for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
+        ratio = new[column] / old[column] if new.get(column) and old.get(column) else 1.0
+        left.take("probe", (ratio - 1) * event.before, [COMMON], ratio=ratio)
+    left.take("network", total, ["waiting"])
     of_machine = sum(ms for code, ms, _ in left.explained if code in OF_MACHINE)
-    of_program = total - of_machine - left.ms[COMMON]
-    if 0.5 * shared > total:  # which may be uneven: only what is explained counts
-        of_program -= sum(left.ms[name] for name in alone)
+    of_program = total - of_machine - left.ms.get(COMMON, 0.0)
     parts = [*left.explained, ("unexplained", sum(left.ms.values()), {})]
     parts.sort(key=lambda part: -part[1])
     # where what they share is all there is, the phases are those that it lies in
@@ -168,17 +152,14 @@ def explain(event, before: list[dict], after: list[dict]) -> dict:
         after=event.before + total, percent=100 * total / event.before)
 
 
-def grown(before: list[dict], after: list[dict], name: str) -> tuple[float, float]:
-    """How much larger a value of the points is in the mean, and half the 95 % interval of that."""
-    old, new = (np.array([p["values"][name] for p in points if name in p["values"]])
-                for points in (before, after))
-    if len(old) < 3 or not len(new):
-        return 0.0, 0.0
-    old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))) for x in (old, new))  # not the outliers
-    # neighbours are alike: as many independent values as there are groups of four
-    groups = [[x[i : i + 4].mean() for i in range(0, len(x), 4)] for x in (old, new)]
-    error = 2 * math.sqrt(sum(np.var(g) / len(g) for g in groups))
-    return float(new.mean() - old.mean()), error
+def grown(before: list[dict], after: list[dict], name: str) -> float:
+    """How much larger a value of the points is in the mean, without outliers."""
+    found = [np.array([p["values"][name] for p in points if name in p["values"]])
+             for points in (before, after)]
+    if not all(map(len, found)):
+        return 0.0
+    old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))).mean() for x in found)
+    return float(new - old)
 
 
 class Left:
@@ -188,9 +169,9 @@ class Left:
         self.ms, self.total, self.explained = ms, sum(ms.values()), []
 
     def take(self, code: str, ms: float, names=None, **values):
-        """Let a cause explain up to so many ms of these phases, what they share first."""
+        """Let a cause explain up to so many ms of these phases."""
         taken = 0.0
-        for name in sorted(names or self.ms, key=lambda name: name != COMMON):
+        for name in names or self.ms:
             part = min(ms - taken, self.ms.get(name, 0.0))
             if part > 0:
                 self.ms[name] -= part
@@ -202,20 +183,17 @@ class Left:
 def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
     """Take what is measured by itself, whatever phase it lies in."""
     left.take("gc", added(old, new, "perf/gc_ms"))
-    thread_ms = added(old, new, "perf/thread_ms")
-    if thread_ms > QUEUE_COUNTS * left.total:
-        left.take("thread", thread_ms, name=new.get("busiest_thread"))
+    left.take("thread", added(old, new, "perf/thread_ms"), name=new.get("busiest_thread"))
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
-    if ratio > SLOWER_RANK * max(1.0, old_ratio / 1.05):
+    if ratio > SLOWER_RANK * old_ratio:
         rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
         votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
         rank, phase = max(set(votes), key=votes.count)
         probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
         if probe:
             code += ", machine" if probe > 1 + 0.3 * (ratio - 1) else ", work"
-        most = (ratio / old_ratio - 1) * of_all_phases(old)
-        left.take(code, 1.2 * most, rank=int(rank), ratio=ratio, phase=OWN_PHASES[int(phase)],
-                  probe=probe)
+        left.take(code, (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank), ratio=ratio,
+                  phase=OWN_PHASES[int(phase)], probe=probe)
     if goes_on(after, "machine/stops"):
         left.take("stopped", left.total)
     compute = [name for name in left.ms if name not in ("data", "waiting")]
@@ -224,23 +202,18 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
     elif goes_on(after, "memory/alloc_retries"):
         left.take("allocator", left.total, compute)
     if 0 < new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
-        code, reading = lower_clocks(old, new)
+        code, reading = lower_clocks(new)
         left.take(code, left.total, (COMMON, *COMPUTE), reading=reading)
 
 
 def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
                factor: float):
     """Take what lines take longer by than on a machine that is `factor` slower."""
-    for phase in OWN_PHASES:
-        most = left.ms.get(phase, 0.0)  # what is certain, since phases are timed
+    for phase in left.ms.keys() & {*OWN_PHASES}:
         times = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
         looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
-        found = longer_lines(phase, times, looks, factor) if most else []
-        for line in sorted(found, key=lambda line: -line.ms / line.error):
-            if function_of(line.place) == LOADER:
-                continue
-            ms = min(line.ms, left.ms[phase])
-            if line.ms > LINE_SURE * line.error and ms > LINE_COUNTS * most:
+        for line in longer_lines(phase, times, looks, factor):
+            if line.ms > LINE_SURE * line.error and function_of(line.place) != LOADER:
                 left.take("line", line.ms, [phase], line=line)
 
 
@@ -249,48 +222,25 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
 
     shared: ms that all phases share, which it explains before what one has alone.
     """
-    waits = {code: added(old, new, column) for code, column in WAITS.items()}
-    step_ms = of_all_phases(new)
-    for code, ms in sorted(waits.items(), key=lambda item: -item[1]):
-        if ms > QUEUE_COUNTS * left.total:
-            left.take(code, left.total, [COMMON])
-            for phase in STEP_PHASES if ms - shared > 0.3 * left.total else ():
-                share = new.get(f"perf/{phase}_ms", 0.0) / step_ms  # of it that it meets
-                left.take(code, share * (ms - shared), [phase])
+    for code, column in WAITS.items():
+        ms = added(old, new, column)
+        left.take(code, ms, [COMMON])
+        for phase in STEP_PHASES:
+            share = new.get(f"perf/{phase}_ms", 0.0) / new["perf/step_ms"]  # of it that it meets
+            left.take(code, share * (ms - shared), [phase])
 
 
-def take_probes(left: Left, step_ms: float, before: list[dict], after: list[dict]):
-    """Take of what all phases share what a machine can be slower by that has the slower probe."""
-    ratios = [probe_ratio(before, after, column) for column in PROBES]
-    if max(ratios) > PROBE_COUNTS:
-        left.take("probe", PROBE_REACH * (max(ratios) - 1) * step_ms, [COMMON], ratio=max(ratios))
-
-
-def probe_ratio(before: list[dict], after: list[dict], name: str) -> float:
-    """How much slower a probe has become; 1 if it was not read often enough."""
-    old, new = ([p["row"][name] for p in points if p["row"].get(name)]
-                for points in (before, after))
-    return float(np.median(new) / np.median(old)) if len(old) > 2 and new else 1.0
-
-
-def lower_clocks(old: dict, new: dict) -> tuple[str, str]:
+def lower_clocks(new: dict) -> tuple[str, str]:
     """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
-    for name in ("heat", "power"):
-        column = f"machine/gpu_throttled_by_{name}"
-        if new.get(column, 0.0) >= 0.5 and added(old, new, column) > 0.25:
-            reading, form = READINGS[name]
-            return name, form.format(new[reading]) if reading in new else ""
+    for name, (column, form) in READINGS.items():
+        if new.get(f"machine/gpu_throttled_by_{name}", 0.0) >= 0.5:
+            return name, form.format(new[column]) if column in new else ""
     return "clocks", ""
 
 
 def added(old: dict, new: dict, name: str) -> float:
     """How much larger a column is; 0 if it is new, as after an update of this program."""
     return new.get(name, 0.0) - old[name] if name in old else 0.0
-
-
-def of_all_phases(row: dict) -> float:
-    """ms of a step; never 0, to be divided by."""
-    return max(1e-9, sum(row.get(f"perf/{name}_ms", 0.0) for name in STEP_PHASES))
 
 
 def goes_on(points: list[dict], name: str) -> bool:

@@ -5,7 +5,6 @@ is timed at the logs, and the kernel is asked where the time went. All of it bec
 metrics.jsonl, from which steady/watch/causes.py tells the two apart.
 """
 
-import contextlib
 import gc
 import math
 import os
@@ -23,15 +22,13 @@ from steady.watch import nvml, proc
 
 SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
 MOST_THREADS = 16  # that are looked at, the oldest
-TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
     """A fixed piece of work, timed on as many threads as the program has: the best of three, since
     a try that is interrupted says nothing of the speed of the cores.
     """
-
-    TRIES = 3
 
     def __init__(self):
         self.small = torch.full((128, 128), 0.01)
@@ -41,30 +38,28 @@ class Probe:
     def read(self, device: torch.device) -> dict[str, float]:
         """Microseconds; on CUDA also those of the kernel that was started at the last call."""
         times = []
-        for _ in range(self.TRIES):
+        for _ in range(3):
             began = time.perf_counter()
             torch.mm(self.small, self.small, out=self.product)
             times.append(time.perf_counter() - began)
-        out = {"machine/cpu_probe_us": min(times) * 1e6}
-        return out | self.read_gpu(device) if device.type == "cuda" else out
-
-    def read_gpu(self, device: torch.device) -> dict[str, float]:
-        out = {}
+        row = {"machine/cpu_probe_us": min(times) * 1e6}
+        if device.type != "cuda":
+            return row
         if self.gpu is None:
             # 58 GFLOP, about 0.1 ms of an H100: long enough for the events' half microsecond
             self.matrix = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
             self.result = torch.empty_like(self.matrix)
             self.gpu = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         elif self.gpu[1].query():  # the device has got there, so nothing waits
-            out = {"machine/gpu_probe_us": self.gpu[0].elapsed_time(self.gpu[1]) * 1e3}
+            row["machine/gpu_probe_us"] = self.gpu[0].elapsed_time(self.gpu[1]) * 1e3
         else:
-            return out
+            return row
         # the first one keeps the device busy until the host has queued the rest
         torch.mm(self.matrix, self.matrix, out=self.result)
         self.gpu[0].record()
         torch.mm(self.matrix, self.matrix, out=self.result)
         self.gpu[1].record()
-        return out
+        return row
 
 
 class Machine:
@@ -73,11 +68,7 @@ class Machine:
     def __init__(self, device: torch.device):
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
-        self.files = {name: file for name, path in {
-            "stat": "/proc/self/stat",
-            "cpus": "/proc/stat",
-            "quota": quota_file(),
-        }.items() if (file := open_fd(path)) is not None}
+        self.quota = quota_file()
         self.slow_read = -math.inf, self.counters(), self.threads()
         self.looked = False  # whether the last call of `read` did what takes longer
         self.steps_between = 0  # steps since then
@@ -118,9 +109,8 @@ class Machine:
             row |= self.probe.read(self.device)
             of_device = "gpu" if self.device.type == "cuda" else "cpu"
             self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
-            new = self.counters()
+            new, threads = self.counters(), self.threads()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
-            threads = self.threads()
             row |= busiest(ran, threads, self.steps_between)
             self.slow_read, self.steps_between = (time.perf_counter(), new, threads), 0
         if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
@@ -142,30 +132,21 @@ class Machine:
         (mean of all cores), the container had used up its quota, or the main thread waited for a
         disk (0 where the kernel does not account for delays)."""
         out = {}
-        with contextlib.suppress(IndexError, ValueError):
-            out["steal_ms"] = int(self.text("cpus").split()[8]) * 1e3 / TICKS / os.cpu_count()
-        with contextlib.suppress(IndexError, ValueError):
-            fields = self.text("stat").rpartition(")")[2].split()  # its name may hold spaces
-            out["disk_ms"] = int(fields[39]) * 1e3 / TICKS
-        for line in self.text("quota").splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("throttled_usec", "throttled_time"):  # cgroup v2: us, v1: ns
-                out["throttled_ms"] = int(value) / (1e3 if name == "throttled_usec" else 1e6)
+        cpus, of_process = proc.read("proc/stat").split(), proc.stat_fields("self")
+        if cpus:
+            out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
+        if of_process:
+            out["disk_ms"] = int(of_process[39]) * 1e3 / TICKS
+        quota = proc.read(self.quota).split() if self.quota else []
+        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
+            if name in quota:
+                out["throttled_ms"] = int(quota[quota.index(name) + 1]) * in_ms
         return out
-
-    def text(self, name: str) -> str:
-        """What a file of the kernel says now; kept open, since that halves the time."""
-        try:
-            return os.pread(self.files[name], 4096, 0).decode()
-        except (KeyError, OSError):
-            return ""
 
     def close(self):
         gc.callbacks.remove(self.on_gc)
         if self.before is not None:
             signal.signal(signal.SIGCONT, self.before)
-        for file in self.files.values():
-            os.close(file)
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
@@ -180,13 +161,6 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row
-
-
-def open_fd(path: str | Path | None) -> int | None:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else None
-    except OSError:
-        return None
 
 
 def quota_file() -> Path | None:

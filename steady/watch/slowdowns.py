@@ -5,13 +5,13 @@ do is in causes.py.
 """
 
 import itertools
-import math
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from steady.watch.causes import COMMON, COMPUTE, RARE, explain, mean_row
+from steady.watch.causes import COMMON, COMPUTE, explain, mean_row
 from steady.watch.profile import add_profiles
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
@@ -19,6 +19,7 @@ MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is m
 BASELINE = 10  # points that say how long each phase takes normally
 KEPT = 128  # points that are kept: of each some kilobytes
 CERTAIN_LOOKS = 60  # of the sampler, since it began: with fewer, lines are worth waiting for
+PATIENCE = 32  # points for which they are waited for
 NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
 OUTSIDE = [f"perf/{name}_ms" for name in OUTSIDE_PHASES]
 
@@ -32,9 +33,6 @@ class SlowDown:
     before: float
     after: float
     percent: float  # of a step
-    levels: tuple[float, float]  # of its series, before and after
-    searched_from: int  # the step after which the lower level began
-    kind: str = "step"  # or "work", or an outside phase
     series: str = COMMON  # of which values: also a phase, or "work"
     since_range: tuple[int, int] = (0, 0)  # where `since` lies with 95 %
     creeps: bool = False  # a gradual rise, not a jump
@@ -43,10 +41,11 @@ class SlowDown:
     blames: str = "unclear"  # or "machine", "program"
     ended: int | None = None  # step
     unseen: bool = False  # steps do other work since `ended`, so it may go on
-    said: bool = False  # returned by SlowdownDetector.add
 
-    def __post_init__(self):
-        self.usual = []  # points before it, while it lasts; no field, so in no report
+    @property
+    def kind(self) -> str:
+        """"step", "work", or an outside phase."""
+        return "step" if self.series in (COMMON, *STEP_PHASES) else self.series
 
 
 def worth_saying(event: SlowDown) -> bool:
@@ -73,7 +72,7 @@ class Cusum:
         self.sum, self.since = 0.0, 0  # since: the last step at which the sum was 0
         self.began = 0  # the step after which this level began
         self.newest = deque(maxlen=5)
-        self.lower = deque(maxlen=10)  # (normal, event): levels below this one and their rises
+        self.lower = deque(maxlen=10)  # (normal, its end, event): levels below, and their rises
 
     def add(self, step: int, value: float, unit: float | None = None) -> SlowDown | None:
         """The event that begins with this value; or one that ends, which then has `ended`.
@@ -82,9 +81,8 @@ class Cusum:
         """
         self.newest.append(value)
         if self.lower and len(self.newest) == 5:
-            normal, event = self.lower[-1]
-            low, high = event.levels
-            if sorted(self.newest)[2] < 0.7 * low + 0.3 * high:
+            normal, end, event = self.lower[-1]
+            if sorted(self.newest)[2] < end:
                 self.lower.pop()
                 self.normal, self.rising, self.sum, self.began = normal, [], 0.0, step
                 self.learn(unit)
@@ -120,10 +118,10 @@ class Cusum:
     def begin_event(self, step: int) -> SlowDown:
         after = float(np.median(self.rising[-10:]))
         event = SlowDown(since=self.since + 1, found=step, before=self.mean, after=after,
-                         percent=100 * (after - self.mean) / self.unit, levels=(self.mean, after),
-                         searched_from=self.began)
-        self.lower.append((self.normal, event))
-        self.normal, self.rising, self.sum, self.began = [], [], 0.0, self.since
+                         percent=100 * (after - self.mean) / self.unit)
+        self.lower.append((self.normal, 0.7 * self.mean + 0.3 * after, event))
+        self.normal, self.rising, self.sum = [], [], 0.0
+        self.before, self.began = self.began, self.since
         return event
 
 
@@ -144,10 +142,10 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     for creeps, x in models.items():
         x = x - x.mean(1, keepdims=True)
         left[creeps] = (y @ y) - np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
-    floor = n * noise**2 * 1e-3 + 1e-30
-    best = {creeps: max(float(sums.min()), floor) for creeps, sums in left.items()}
+    left = {creeps: np.maximum(sums, 1e-30) for creeps, sums in left.items()}
+    best = {creeps: float(sums.min()) for creeps, sums in left.items()}
     creeps = n * np.log(best[False] / best[True]) > 4.0  # a jump, unless a line is clearly better
-    sums = np.maximum(left[creeps], floor)
+    sums = left[creeps]
     likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
     return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
 
@@ -167,6 +165,8 @@ class SlowdownDetector:
         self.seen = {}  # outside phase → the step at which it was last done
         self.tflop = None  # work of a step when the run began
         self.events = deque(maxlen=100)  # also those that ended
+        self.usual = {}  # event that lasts → the points before it
+        self.unsaid = []  # of these, those that `add` has not returned
         self.waits = False  # for more looks, to know the cause of an event
 
     def add(self, row: dict) -> list[SlowDown]:
@@ -196,13 +196,9 @@ class SlowdownDetector:
         self.learn()
         return [event for point in list(self.points) for event in self.watch(point)]
 
-    @property
-    def active(self) -> list[SlowDown]:
-        return [event for event in self.events if event.ended is None]
-
     def learn(self):
         """What is normal for a phase, from the newest points."""
-        for event in self.active:
+        for event in [*self.usual]:
             if event.series in STEP_PHASES:  # nothing would see it return to normal
                 event.ended, event.unseen = self.points[-1]["last"], True
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
@@ -213,140 +209,117 @@ class SlowdownDetector:
             self.levels[name] = Cusum()
 
     def watch(self, point: dict) -> list[SlowDown]:
-        row, steps, lasted = point["row"], point["last"] - point["first"] + 1, self.active
         newest = (p["row"]["work"] / self.normal["work"]
                   for p in itertools.islice(reversed(self.points), BASELINE))
         if not any(0.9 < work < 1.1 for work in newest):  # other work, with other shares of phases
             self.learn()
-        factor, values = self.split(row)
-        step_ms, slower = values[COMMON], max(1.0, factor)
-        for name in STEP_PHASES:  # varies by more on a machine that is slower
-            if name in values:
-                values[name] /= slower
+        row, steps = point["row"], point["last"] - point["first"] + 1
+        point["values"] = values = self.split(row)
         for name in OUTSIDE_PHASES:
             total = row.get(f"perf/{name}_ms", 0.0) * steps
             if total > 0:  # its cost a step since it was last done
                 since = self.seen.get(name, point["first"] - 1)
                 values[name] = total / (point["last"] - since)
-                if name != "checkpoint":  # which is written, not computed
-                    values[name] /= slower
                 self.seen[name] = point["last"]
-        point["values"] = values
-        for name, value in ({"work": row["work"]} | values).items():
-            unit = None if name in ("work", COMMON, RARE) else step_ms
-            found = self.levels.setdefault(name, Cusum()).add(point["last"], value, unit)
+        for name, value in values.items():
+            unit = None if name in ("work", COMMON) else values[COMMON]
+            level = self.levels.setdefault(name, Cusum())
+            found = level.add(point["last"], value, unit)
             if found and found.ended is None:
-                self.begin(found, name)
-        ended = [event for event in lasted if event.ended is not None]
+                self.begin(found, name, level.before)
+        ended = [event for event in self.usual if event.ended is not None]
+        said = [event for event in ended if event not in self.unsaid]
         for event in ended:
             self.describe(event)
-            event.usual = []
-        return [event for event in ended if event.said] + self.to_say()
+            del self.usual[event]
+        self.unsaid = [event for event in self.unsaid if event in self.usual]
+        return said + self.to_say()
 
-    def split(self, row: dict) -> tuple[float, dict[str, float]]:
-        """(factor, {series: ms/step of equal work}): what each phase has alone, and the rest.
+    def split(self, row: dict) -> dict[str, float]:
+        """{series: ms/step of equal work}: what each phase has alone, and what all share.
 
-        The factor is that by which the middle one of forward, backward and optimizer is longer
-        than normal: what is planted in one of them does not move it, a slower machine moves all.
+        They share what the middle one of forward, backward and optimizer is longer by than normal:
+        what is planted in one of them does not move it, a slower machine moves all.
         """
-        ms = {name: row.get(f"perf/{name}_ms", 0.0) / row["work"] for name in STEP_PHASES}
-        usual = sum(self.normal[name] for name in STEP_PHASES)
-        factors = sorted(ms[name] / self.normal[name] for name in COMPUTE
-                         if self.normal[name] > 0.02 * usual)
-        factor = factors[(len(factors) - 1) // 2] if factors else 1.0
+        work = row["work"]
+        ms = {name: row.get(f"perf/{name}_ms", 0.0) / work for name in STEP_PHASES}
+        factors = [ms[name] / self.normal[name] for name in COMPUTE if self.normal[name]]
+        factor = statistics.median_low(factors) if factors else 1.0
         alone = {name: value - factor * self.normal[name] for name, value in ms.items()
-                 if 0.9 < row["work"] / self.normal["work"] < 1.1}
-        rest = {name: row[column] / row["work"] - sum(alone.values())
-                for name, column in ((COMMON, "perf/step_ms_median"), (RARE, "perf/step_ms"))}
-        if rest[COMMON] < 0.25 * factor * usual:  # a few steps had that, not the middle one
-            rest[COMMON] = factor * usual
-        return factor, alone | rest
+                 if 0.9 < work / self.normal["work"] < 1.1}
+        common = row["perf/step_ms"] / work - sum(alone.values())
+        # what is alone varies by more on a machine that is slower
+        alone = {name: value / max(1.0, factor) for name, value in alone.items()}
+        return {"work": work, **alone, COMMON: common}
 
-    def begin(self, event: SlowDown, name: str):
-        """Take up a rise of a series, unless it is part of an event that is known."""
-        event.series, event.since_range = name, (event.since, event.since)
-        event.kind = "step" if name in (COMMON, RARE, *STEP_PHASES) else name
+    def begin(self, event: SlowDown, series: str, began: int):
+        """Take up a rise of a series, unless it is part of an event that is known.
+
+        began: the step after which the level below it began.
+        """
+        event.series, event.since_range = series, (event.since, event.since)
+        points = [p for p in self.points if p["last"] < event.since]
+        level = sum(began < p["first"] for p in points)
+        self.usual[event] = points[-max(BASELINE, level):] or [self.points[0]]
         self.locate(event)
-        for other in self.alike(event):
-            goes_on = other.series == name and event.creeps and other.creeps
-            if other.ended is None and (event.since <= other.found or goes_on):
-                return  # it began before that was known, or is more of the same
+        for other in self.usual:
+            if (other is not event and other.kind == event.kind
+                    and (other.series in STEP_PHASES) == (series in STEP_PHASES)
+                    and event.since <= other.found):  # it began before that was known
+                del self.usual[event]
+                return
         self.events.append(event)
-        low = max((e.since for e in self.alike(event) if e.ended is None), default=0)
-        points = [p for p in self.points if p["values"] and p["last"] < event.since]
-        normal = [p for p in points if p["first"] >= low and not any(
-            e.since <= p["first"] <= (e.ended or 0) for e in self.alike(event))]
-        event.usual = (normal[-50:] if len(normal) >= BASELINE
-                       else points[-BASELINE:] or [self.points[0]])
+        self.unsaid.append(event)
         self.describe(event)
 
-    def alike(self, event: SlowDown) -> list[SlowDown]:
-        """The other events of what phases share; or of what some have alone."""
-        return [e for e in self.events if e is not event and e.kind == event.kind
-                and (e.series in STEP_PHASES) == (event.series in STEP_PHASES)]
+    def after(self, event: SlowDown) -> list[dict]:
+        """The points since its beginning."""
+        points = [p for p in self.points if p["values"]]
+        if event.ended is not None:
+            points = points[:-3]  # it has ended where three of five are normal again
+        return [p for p in points if event.since <= p["first"]] or points[-1:]
 
     def locate(self, event: SlowDown):
         """Since when, between which steps that is sure, and whether it is a jump."""
-        if self.points[0]["first"] > event.since:
+        before = self.usual[event]
+        points = before + [p for p in self.points if p["first"] > before[-1]["last"]]
+        points = [p for p in points if event.series in p["values"]]
+        if self.points[0]["first"] > event.since or len(points) < 8:
             return  # so long ago that no point before it is left
-        found = [p for p in self.points if event.series in p["values"]
-                 and event.searched_from < p["first"] <= self.end(event)]
-        if len(found) < 8:
-            return
-        values = np.array([p["values"][event.series] for p in found])
-        k, (low, high), creeps = change_point(values)
-        if found[k]["first"] <= event.found:  # not a later change
-            event.since, event.creeps = found[k]["first"], creeps
-            event.since_range = found[low]["first"], found[high]["first"]
-
-    def end(self, event: SlowDown) -> float:
-        """The last step of which a later event has no part."""
-        later = [e.since - 1 for e in self.alike(event)
-                 if e.found > event.found and e.since > event.since]
-        return min([*later, event.ended or math.inf])
+        k, (low, high), creeps = change_point(
+            np.array([p["values"][event.series] for p in points]))
+        if points[k]["first"] <= event.found:  # not a later change
+            event.since, event.creeps = points[k]["first"], creeps
+            event.since_range = points[low]["first"], points[high]["first"]
 
     def describe(self, event: SlowDown):
         """Compute phases and causes from the points before and since."""
+        usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
         if event.kind == "step":
-            event.before = float(np.mean([p["row"]["perf/step_ms_median"] / p["row"]["work"]
-                                          for p in event.usual]))
-        vars(event).update(explain(event, event.usual, self.after(event)))
-
-    def after(self, event: SlowDown) -> list[dict]:
-        points, end = [p for p in self.points if p["values"]], self.end(event)
-        if event.ended is not None:
-            points = points[:-3]  # it has ended where three of five are normal again
-        after = [p for p in points if event.since <= p["first"] <= end] or points[-1:]
-        # of what creeps how far it has come, not its mean
-        return after[-max(8, len(after) // 4) :] if event.creeps else after
+            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
+                                          for p in usual]))
+        vars(event).update(explain(event, usual, self.after(event)))
 
     def to_say(self) -> list[SlowDown]:
         """Of the active events those that have become worth saying, once their cause is known or
         there is nothing more to wait for."""
         out, self.waits = [], False
-        for event in self.active:
-            if event.said:
-                continue
-            after = self.after(event)
-            n = len(after)
-            if n > 32 and n & (n - 1):  # it hardly grows, and may last for days
-                continue
+        for event in self.unsaid:
             if event.kind == "step" and event.found < self.points[-1]["last"]:
                 self.locate(event)
                 self.describe(event)
+            after = self.after(event)
             looks = sum(n for p in after for lines in p["profile"].values() for n in lines.values())
-            known = sum(cause.ms or 0.0 for cause in event.causes if cause.code != "unexplained")
-            if worth_saying(event) and (not looks or looks >= CERTAIN_LOOKS or known
-                                        > 0.5 * (event.after - event.before)):
-                event.said = True
-                out.append(event)
-            elif n <= 32:
+            if 0 < looks < CERTAIN_LOOKS and len(after) <= PATIENCE:
                 self.waits = True
+            elif worth_saying(event):
+                out.append(event)
+        self.unsaid = [event for event in self.unsaid if event not in out]
         return out
 
     def finish(self) -> list[SlowDown]:
         """At the end of the rows: all events, from all that is known."""
-        for event in self.active:
+        for event in self.usual:
             if event.kind == "step":
                 self.locate(event)
                 self.describe(event)

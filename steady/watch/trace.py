@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from steady import private
 
-STEPS, MOST_FILES, MOST_BYTES = 3, 5, 1 << 27
+STEPS, MOST_FILES = 3, 5
 
 
 class Tracer:
@@ -52,23 +52,16 @@ class Tracer:
                 activities += [ProfilerActivity.CUDA] * (self.monitor.device.type == "cuda")
                 self.profiler, self.first = profile(activities=activities), step + 1
                 self.profiler.start()
-        elif step >= self.first + STEPS - 1 and (file := self.write()):
-            print(f"step {step}: a trace of {STEPS} steps is in {file}", flush=True)
-            self.monitor.write(step, {"trace": file})
+        elif step >= self.first + STEPS - 1:
+            profiler, self.profiler = self.profiler, None
+            profiler.stop()
+            file = self.folder / f"step_{self.first}.json"
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+                self.folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(file))
+                print(f"step {step}: a trace of {STEPS} steps is in {file}", flush=True)
+                self.monitor.write(step, {"trace": str(file)})
         self.monitor.phase(previous)
-
-    def write(self) -> str:
-        """The file that was written; "" if it could not be, or was too large."""
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
-        file = self.folder / f"step_{self.first}.json"
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
-            self.folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(file))
-            if file.stat().st_size <= MOST_BYTES:
-                return str(file)
-            file.unlink()
-        return ""
 
     def close(self):
         if self.profiler:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import time
 import tracemalloc
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,28 +23,30 @@ from steady.watch import proc
 from steady.watch.profile import HERE, short, worth_naming
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
+LEAST_KEPT = 8  # bytes a step, of a line that is named: a reference to an object
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
-RESOURCES = {  # name → (metrics that are summed, its limit or None for 0, unit, verb)
+RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, unit, what to do)
     # Without mapped files, such as token files: the system takes their pages back when it needs
     # them. What the allocator of the device reserves and does not use comes back, too.
-    "host memory": (("memory/host_anonymous_gb", "memory/workers_rss_gb"), "limit/host_gb",
-                    "GB", "grows"),
-    "device memory": (("memory/allocated_gb",), "limit/device_gb", "GB", "grows"),
-    "open files": (("memory/open_files",), "limit/open_files", "", "grow"),
-    "threads": (("memory/threads",), "limit/threads", "", "grow"),
-    "free disk space": (("disk/free_gb",), None, "GB", "shrinks"),
-    "free inodes": (("disk/free_inodes",), None, "", "shrink"),
+    "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB",
+                    "look for what the loop keeps, such as losses that are never detached"),
+    "host memory of loader workers": (
+        "memory/workers_rss_gb", "limit/host_gb", "GB",
+        "look for what the dataset keeps in each worker, or fewer --num_workers"),
+    "device memory": ("memory/allocated_gb", "limit/device_gb", "GB",
+                      "look for tensors that the loop keeps, such as losses never detached"),
+    "open files": ("memory/open_files", "limit/open_files", "",
+                   "close what is opened, or raise ulimit -n"),
+    "threads": ("memory/threads", "limit/threads", "",
+                "look for what starts a thread or a pool of them again and again"),
+    "free disk space": (
+        "disk/free_gb", None, "GB",
+        "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir"),
+    "free inodes": ("disk/free_inodes", None, "",
+                    "look for what writes many small files, or another --out_dir"),
 }
-WORKERS = "host memory of loader workers"  # most of what host memory grows by
-ADVICE = {
-    "host memory": "look for what the loop keeps, such as losses that are never detached",
-    WORKERS: "look for what the dataset keeps in each worker, or fewer --num_workers",
-    "device memory": "look for tensors that the loop keeps, such as losses never detached",
-    "open files": "close what is opened, or raise ulimit -n",
-    "threads": "look for what starts a thread or a pool of them again and again",
-    "free disk space": "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir",
-    "free inodes": "look for what writes many small files, or another --out_dir",
-}
+HOST = [RESOURCES[name][0] for name in ("host memory", "host memory of loader workers")]
+IN_PYTHON = ("host memory", "device memory", "open files", "threads")
 
 
 # --- how much there is ------------------------------------------------------------------------
@@ -89,7 +92,7 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     shares of what is available, since what one does the others do.
     """
     ranks, threads = rank_and_world()[3], row.get("memory/threads", 0)
-    used = sum(row.get(name, 0.0) for name in RESOURCES["host memory"][0])
+    used = sum(row.get(name, 0.0) for name in HOST)
     found = {
         "limit/host_gb": used + proc.available_bytes() / ranks / 1e9,
         "limit/threads": threads + proc.available_threads(threads) / ranks,
@@ -129,8 +132,8 @@ class Resources:
             self.allocations, found = None, [line]
         for event in self.trends.add(row):
             found.append(str(event))
-            in_python = event.code not in (WORKERS, "free disk space", "free inodes")
-            if in_python and not tracemalloc.is_tracing():  # nor by a fork of its own
+            # which a fork may do by itself
+            if event.code in IN_PYTHON and not tracemalloc.is_tracing():
                 self.allocations = Allocations(row["step"])
         return found
 
@@ -146,24 +149,42 @@ class Resources:
 class RunsOut:
     """A resource whose growth ends the run before its last step. In GB or counts."""
 
-    code: str  # a name in RESOURCES, or WORKERS
-    of: str  # the name in RESOURCES, to which the limit belongs
+    code: str  # a name in RESOURCES
     since: int
     per_step: float
-    now: float
-    limit: float
+    limit: float  # 0 of what is free
     at_step: int
     found: int  # the step of the row with which it was found
     last_step: int
 
     def __str__(self) -> str:
-        _, limit, unit, verb = RESOURCES[self.of]
-        its = "their" if verb == "grow" else "its"
-        end = f"at {its} limit of {amount(self.limit, unit)}" if limit else "none left"
+        _, limit, unit, advice = RESOURCES[self.code]
+        verb = ("grow" if limit else "shrink") + ("s" if unit else "")
+        amount = f"{self.limit:.1f} GB" if unit else f"{self.limit:,.0f}"
+        end = f"at the limit of {amount}" if limit else "none left"
         at = float(f"{self.at_step:.3g}")
-        return (f"{self.code} {verb} {rate(self.per_step, unit)} since about step "
-                f"{self.since:,}: {end} at about step {at:,.0f} of {self.last_step:,}; "
-                f"{ADVICE[self.code]}")
+        return (f"{self.code} {verb} by {rate(self.per_step, unit)} since about step "
+                f"{self.since:,}: {end} at about step {at:,.0f} of {self.last_step:,}; {advice}")
+
+
+class Samples:
+    """The course of one resource: at most MOST means, each of as many rows."""
+
+    def __init__(self):
+        self.means, self.rows, self.size = [], [], 1
+
+    def add(self, step: int, used: float) -> bool:
+        """Whether there is a new mean."""
+        self.rows.append((step, used))
+        if len(self.rows) < self.size:
+            return False
+        self.means.append(np.mean(self.rows, 0))
+        self.rows = []
+        if len(self.means) == MOST:
+            # to drop every second one would make a trend of a period close to two rows
+            self.means = [*np.reshape(self.means, (-1, 2, 2)).mean(1)]
+            self.size *= 2
+        return True
 
 
 class ResourceTrends:
@@ -176,76 +197,46 @@ class ResourceTrends:
     def __init__(self, last_step: int, limits: dict | None = None, settled_step: int = 0):
         self.last_step, self.settled_step = last_step, settled_step
         self.given = self.limits = limits or {}
-        self.step, self.reported = 0, set()
-        self.samples = {}  # resource → [(step, value, share of the last metric)], at most MOST
-        self.merging = {}  # resource → (rows that make a sample, those so far)
+        self.samples, self.reported = {}, set()
 
     def add(self, row: dict) -> list[RunsOut]:
         """What is found with this row, each resource once in a process."""
-        of_process = [name for name, (_, limit, *_) in RESOURCES.items() if limit]
         began = "perf/startup_s" in row
         if began:  # a new process: of the old one only the disk is left
-            for name in of_process:
-                self.samples.pop(name, None)
-                self.merging.pop(name, None)
-                self.reported.discard(name)
+            of_disk = {name for name, (_, limit, *_) in RESOURCES.items() if not limit}
+            self.samples = {name: self.samples[name] for name in of_disk & self.samples.keys()}
+            self.reported &= of_disk
             self.limits = self.given
         self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
-        held = any(row.get(metrics[0]) is not None for metrics, *_ in RESOURCES.values())
-        if not held or row["step"] <= self.step:
-            return []
-        self.step, events = row["step"], []
-        for name, (metrics, limit, *_) in RESOURCES.items():
-            skipped = began or limit not in self.limits if limit else self.step <= self.settled_step
-            if skipped or name in self.reported or row.get(metrics[0]) is None:
+        events = []
+        for name, (metric, limit, *_) in RESOURCES.items():
+            skipped = began or limit not in self.limits if limit else (
+                row["step"] <= self.settled_step)
+            if skipped or name in self.reported or row.get(metric) is None:
                 continue
-            parts = [row.get(metric) or 0.0 for metric in metrics]
-            now, limit = sum(parts), self.limits[limit] if limit else 0.0
-            if name == "device memory":  # a step needs more than what stays between steps
-                limit -= max(0.0, (row.get("memory/peak_gb") or 0.0) - now)
-            if self.sample(name, now, parts[-1]):
-                event = self.find(name, now, limit)
-                if event:
-                    self.reported.add(name)
-                    events.append(event)
+            used = row[metric] if limit else -row[metric]
+            if self.samples.setdefault(name, Samples()).add(row["step"], used):
+                found = self.find(name, row, self.limits[limit] if limit else 0.0)
+                events += found
+                self.reported |= {event.code for event in found}
         return events
 
-    def sample(self, name: str, value: float, part: float) -> bool:
-        """Add what a row says; whether that completes a sample, the mean of as many rows as keeps
-        the number of samples bounded."""
-        samples = self.samples.setdefault(name, [])
-        size, rows = self.merging.setdefault(name, (1, []))
-        total = np.array([self.step, value, part])
-        count, total = (rows[0] + 1, rows[1] + total) if rows else (1, total)
-        if count < size:
-            self.merging[name] = size, [count, total]
-            return False
-        samples.append(total / count)
-        if len(samples) == MOST:
-            # means, for to drop every second one would make a trend of a period close to two rows
-            samples[:] = [(a + b) / 2 for a, b in zip(samples[::2], samples[1::2], strict=True)]
-            size *= 2
-        self.merging[name] = size, []
-        return True
-
-    def find(self, name: str, now: float, limit: float) -> RunsOut | None:
-        samples = self.samples[name]
-        if len(samples) < LEAST:
-            return None
-        steps, values, parts = np.array(samples).T
-        sign = 1 if RESOURCES[name][1] else -1  # what is free runs towards zero: as growth
-        growth = sign * values - sign * values[0]
-        room = sign * (limit - values[0])
-        if growth.max() <= 0 or room > (HORIZON + 1) * (growth.max() - growth.min()):
-            return None  # the usual case, without any work
-        found = trend(steps, growth, room)
+    def find(self, name: str, row: dict, limit: float) -> list[RunsOut]:
+        """limit: of what is used; what is free is used up at 0."""
+        metric = RESOURCES[name][0]
+        if metric in HOST:  # which share it
+            room = limit - sum(row.get(other) or 0.0 for other in HOST if other != metric)
+        elif name == "device memory":  # a step needs more than what stays between steps
+            room = limit - max(0.0, (row.get("memory/peak_gb") or 0.0) - row[metric])
+        else:
+            room = limit
+        steps, used = np.array(self.samples[name].means).T
+        found = trend(steps, used - used[0], room - used[0])
         if not found or found[2] >= self.last_step:
-            return None
+            return []
         k, slope, at = found
-        grown = median_rise(sign * values[k:])
-        workers = name == "host memory" and median_rise(parts[k:]) > 0.5 * grown
-        return RunsOut(WORKERS if workers else name, name, round(float(steps[k])), slope,
-                       float(now), limit, max(round(at), self.step), self.step, self.last_step)
+        return [RunsOut(name, round(float(steps[k])), slope, limit, max(round(at), row["step"]),
+                        row["step"], self.last_step)]
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
@@ -256,54 +247,43 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     it reaches the limit if it does so within HORIZON times as long as it has lasted, and if its
     slowing down, continued as that of 1 - exp(-t), does not end it earlier.
     """
-    best = None
-    for start in (0, len(values) // 2, 3 * len(values) // 4):
+    if len(values) < LEAST or limit > (HORIZON + 1) * np.ptp(values):
+        return None  # the usual case, without any work
+    for start in (3 * len(values) // 4, len(values) // 2, 0):
         x, y = steps[start:], values[start:]
         if len(y) < LEAST:
-            break
+            continue
         blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
         rises, total = np.diff(blocks), blocks[-1] - blocks[0]
-        first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
         if (rises.min() <= total / 16  # a quarter of the mean; a single step rises in one of them
                 or blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total):
             continue  # a sawtooth: it has been there before
-        slope = float(np.polyfit(x - x[0], y, 1)[0])
-        off = values - slope * steps
-        off -= np.median(off[start:])
-        noise = float(np.median(np.abs(off[start:])))
-        left = max(0.0, limit - slope * x[-1] - np.median(y - slope * x))
+        slope, level = np.polyfit(x, y, 1)
+        left = max(0.0, limit - slope * x[-1] - level)
         # what saturates grows in each half by the same ratio less than in the one before: with a
         # ratio as low as the noise of the medians of two blocks allows
+        off = values - slope * steps - level
+        noise = float(np.median(np.abs(off[start:])))
         doubt = 3 * noise * math.sqrt(3.1 * 5 / len(y))
+        first, second = blocks[2] - blocks[0], blocks[4] - blocks[2]
         ratio = (second - doubt) / (first + doubt)
-        if (slope <= 0 or left > HORIZON * slope * (x[-1] - x[0])
+        if (left > HORIZON * slope * (x[-1] - x[0])
                 or ratio < 1 and left > second * ratio / (1 - ratio)):
             continue
         while start and abs(off[start - 1]) < 4 * noise + 1e-6 * total:
             start -= 1  # it began before this half
-        if not best or noise / total < best[0]:  # the straightest
-            best = noise / total, start, slope, float(x[-1] + left / slope)
-    return best and best[1:]
-
-
-def median_rise(values: np.ndarray) -> float:
-    fifth = len(values) // 5
-    return float(np.median(values[-fifth:]) - np.median(values[:fifth]))
-
-
-def amount(value: float, unit: str) -> str:
-    return f"{value:.1f} GB" if unit else f"{value:,.0f}"
+        return start, float(slope), float(x[-1] + left / slope)
+    return None
 
 
 def rate(per_step: float, unit: str) -> str:
-    """0.001, "GB" → 1.0 MB a step"""
+    """0.001, "GB" → 1 MB/step"""
     if not unit:
-        often = "1,000 steps" if per_step < 1 else "step"
-        return f"by {per_step * (1000 if per_step < 1 else 1):,.3g} every {often}"
+        return f"{1000 * per_step:,.3g} every 1,000 steps"
     for small, size in (("GB", 1), ("MB", 1e-3), ("kB", 1e-6)):
-        if per_step > 0.95 * size:
-            return f"{per_step / size:.{int(per_step < 9.5 * size)}f} {small} a step"
-    return f"{per_step * 1e9:.0f} bytes a step"
+        if per_step >= size:
+            return f"{per_step / size:.3g} {small}/step"
+    return f"{per_step * 1e9:.0f} bytes/step"
 
 
 # --- which line it is -----------------------------------------------------------------------
@@ -319,37 +299,33 @@ class Allocations:
     STEPS, SECONDS = 20, 1.0  # of each of its two halves, at least
 
     def __init__(self, step: int):
-        self.since, self.before = (step, time.perf_counter()), None
+        self.step, self.began, self.before = step, time.perf_counter(), None
         tracemalloc.start(6)  # frames, of which some are of libraries
 
     def look(self, step: int) -> str:
         """At a log: once enough has been seen, the line and what it keeps; or ""."""
-        steps, seconds = step - self.since[0], time.perf_counter() - self.since[1]
+        steps, seconds = step - self.step, time.perf_counter() - self.began
         if not tracemalloc.is_tracing() or steps < self.STEPS or seconds < self.SECONDS:
             return ""
         gc.collect()
-        now = self.by_line()
+        kept = self.by_line()
         if self.before is None:  # what was allocated before is unknown, and caches have filled
-            self.since, self.before = (step, time.perf_counter()), now
+            self.step, self.began, self.before = step, time.perf_counter(), kept
             return ""
         tracemalloc.stop()
-        kept = {line: (number - self.before.get(line, (0, 0))[0],
-                       size - self.before.get(line, (0, 0))[1])
-                for line, (number, size) in now.items()}
-        line, (number, size) = max(kept.items(), key=lambda item: item[1][1], default=("", (0, 0)))
-        if number < 3:
+        kept.subtract(self.before)
+        (line, size), *_ = kept.most_common(1) or [("", 0)]
+        if size < LEAST_KEPT * steps:
             return "no line of Python was seen to allocate it"
-        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')}, in {number:,} objects since step "
-                f"{self.since[0]:,} (found by tracemalloc, in {2 * seconds:.0f} s)")
+        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')} since step {self.step:,} "
+                f"(found by tracemalloc, in {2 * seconds:.0f} s)")
 
-    def by_line(self) -> dict[str, tuple[int, int]]:
-        """{"FILE:LINE": (blocks, bytes)} allocated since it began and not freed."""
-        out = {}
+    def by_line(self) -> Counter:
+        """Bytes by "FILE:LINE", allocated since it began and not freed."""
+        sizes = Counter()
         for trace in tracemalloc.take_snapshot().traces:
             frame = next((f for f in reversed(trace.traceback)
                           if worth_naming(f.filename) or f.filename.startswith(HERE)), None)
             if frame and not frame.filename.startswith(HERE):
-                line = f"{short(frame.filename)}:{frame.lineno}"
-                number, size = out.get(line, (0, 0))
-                out[line] = number + 1, size + trace.size
-        return out
+                sizes[f"{short(frame.filename)}:{frame.lineno}"] += trace.size
+        return sizes
