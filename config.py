@@ -216,8 +216,7 @@ class Config:
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     link_gbs: float = option(
-        350.0, "GB/s between devices that --estimate assumes; NVLink of an H100 by default",
-        above=0)
+        350.0, "GB/s between devices, for --estimate (default: NVLink of an H100)", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
         None, "their folder (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")

@@ -113,9 +113,8 @@ class Block(nn.Module):
         self.recomputed = cfg.activation_checkpointing
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        if self.training and self.recomputed != "none":
-            return layers.recomputing(self.compute, self.recomputed, x, where)
-        return self.compute(x, where, cache)
+        how = self.recomputed if self.training else "none"
+        return layers.recomputing(self.compute, how, x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))

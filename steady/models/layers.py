@@ -81,13 +81,16 @@ COSTLY = {
 }
 
 
-def recomputing(block, how: str, x: Tensor, where) -> Tensor:
-    """block(x, where), a function that keeps less for the backward pass, where it computes again.
+def recomputing(block, how: str, x: Tensor, where, cache) -> Tensor:
+    """block(x, where, cache), keeping less for the backward pass, where it is computed again.
 
-    full: keeps x alone. selective: also the results of COSTLY operations, and so computes the rest
-    again, but not a product with a smaller result than operand: of a block's, that is the last one,
-    which nothing in the block needs again.
+    none: keeps all. full: keeps x alone. selective: also the results of COSTLY operations, and so
+    computes the rest again, but no product whose result is smaller than its operand: of a block's,
+    that is the last one, which nothing in the block needs again.
     """
+    if how == "none":
+        return block(x, where, cache)
+
     def policy(ctx, operation, *args, **_):
         name = operation.name().partition(".")[0]
         narrows = name == "aten::mm" and args[0].shape[1] > args[1].shape[1]
