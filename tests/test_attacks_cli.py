@@ -23,7 +23,7 @@ from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.sealed import write_checkpoint
 from steady.guard.process import exit_code, leave
-from steady.options import typed
+from steady.options import given_texts
 from tools import verify
 from tools.report import main as report_command
 
@@ -295,7 +295,7 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(tmp_path, monkeypat
     ("MemoryError", lambda: bytearray(1 << 60)),
 ])
 def test_an_error_of_own_code_in_set_up_keeps_its_traceback(run, monkeypatch, error, call):
-    typed.clear()  # by other tests
+    given_texts.clear()  # by other tests
     monkeypatch.setattr(train, "make_optimizers", lambda *_: call())
     told = run("--out_dir", "r", expect=1)
     assert told.startswith(f"train.py: failed: {error}: ") and "Traceback" in told
