@@ -307,7 +307,7 @@ def test_auto_resume_passes_over_folders_that_hold_no_run(run, corpus, tmp_path)
 
 def test_resume_takes_a_file(run, tmp_path):
     run("--out_dir", "r")
-    assert "--auto-resume --out_dir r" in run("--resume", "r", expect=2)
+    assert "--auto_resume --out_dir r" in run("--resume", "r", expect=2)
 
 
 # --- the screen is a sink like the others ---

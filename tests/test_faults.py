@@ -719,7 +719,7 @@ def test_sigterm_saves_and_resumes_bit_for_bit(run, tmp_path, monkeypatch):
     at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     output = run("--out_dir", "r", "--dropout", "0.1", expect=143)
     assert steps(tmp_path / "r") == [6]
-    assert "stopped at step 6 by SIGTERM; --auto-resume" in output and "sample" not in output
+    assert "stopped at step 6 by SIGTERM; --auto_resume" in output and "sample" not in output
     assert signal.getsignal(signal.SIGTERM) is handler
     run("--auto-resume", "--out_dir", "r", bare=True)
     assert_same_end(tmp_path / "whole", tmp_path / "r")

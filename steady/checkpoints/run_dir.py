@@ -74,10 +74,10 @@ def find_run(cfg) -> Path | None:
         unfinished = path.is_dir() and not Checkpoint(path).exists()
         if unfinished and NAME.fullmatch(path.name):
             raise ConfigError(f"--resume {path}: has no {MANIFEST}, so it was not finished; "
-                              "--auto-resume completes it if all its shards are there")
+                              "--auto_resume completes it if all its shards are there")
         if unfinished:
             raise ConfigError(f"--resume {path}: is a folder; expected a checkpoint. To "
-                              f"continue a run: --auto-resume --out_dir {path}")
+                              f"continue a run: --auto_resume --out_dir {path}")
         if not path.exists():
             raise ConfigError(f"--resume {path}: no such file")
         own = Checkpoint(path).run_dir
@@ -96,7 +96,7 @@ def find_run(cfg) -> Path | None:
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
     if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
-                          "--auto-resume, start from one of its checkpoints with --resume, or "
+                          "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
     files = "lock", "metrics.jsonl", "config.yaml"
     for name in (*files, "checkpoints", "tokenizer", "stacks", "traces", KEPT) if out_dir else ():
@@ -322,7 +322,7 @@ def claim_unused(cfg, out_dir: Path | None):
         return out_dir, lock
     lock.close()
     raise ConfigError(f"--out_dir {out_dir}: another run has written there since this one started. "
-                      "Continue it with --auto-resume, or choose another directory")
+                      "Continue it with --auto_resume, or choose another directory")
 
 
 def acquire_lock(run_dir: Path, given: str = ""):

@@ -123,7 +123,7 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
 
 def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
-              "interrupted; --auto-resume continues from the newest checkpoint") -> int:
+              "interrupted; --auto_resume continues from the newest checkpoint") -> int:
     """The exit code of `main(argv)`; errors are printed, those that are foreseen as one line."""
     from steady.options import ConfigError, Failed
 

@@ -105,7 +105,7 @@ class TokenFile:
             return  # deleted or out of reach: what is mapped stays
         if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
             raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
-                              f"expected {self.size:,}: bring it back and use --auto-resume")
+                              f"expected {self.size:,}: bring it back and use --auto_resume")
 
     def map(self):
         found = os.stat(self.path)
