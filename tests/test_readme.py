@@ -75,44 +75,34 @@ def shape(line: str) -> str:
 
 @pytest.mark.slow
 def test_commands_run_as_written(tmp_path):
-    """Installing apart, and with fewer steps: the default run, its resume, two processes."""
+    """With fewer steps: the default run, its resume, two processes.
+
+    Installing the ranges over the pinned versions would change nothing, which .ci/run relies on.
+    """
     clone = copy_files(tmp_path / "clone")
     first, resume, two = (command.strip() for command in blocks(README, "sh"))
     install, _, train = first.partition(" && ")
     assert install == "pip install -r requirements.txt"
-    few = "--eval_steps 2 --max_steps"
+    assert "Would install" not in shell(f"{install} --dry-run", clone, sys.executable)
 
-    printed = shell(f"{train} {few} 20", clone, sys.executable)
-    assert "step 20/20" in printed and "goodput" in printed
+    printed = shell(f"{train} --max_steps 100", clone, sys.executable)
     assert len(printed.split("sample  of what it writes:")[1].strip()) > 100
     if "1 x cpu" in printed:
         shown = next(block for block in blocks(README, "") if block.startswith("step "))
         shapes = {shape(line) for line in printed.splitlines()}
-        assert "verdict run too short" in printed  # of 20 steps; a thousand are enough
-        assert [line for line in shown.splitlines() if shape(line) not in shapes] == [
-            "…", "verdict steady: no slow-down found"]
-    losses = column(clone / "runs/001", "train/loss")
-    assert list(losses) == [1, 20] and losses[20] < losses[1]
-
-    printed = shell(f"{resume} {few} 23", clone, sys.executable)
-    assert "at step 20" in printed and "step 23/23" in printed
-    assert list(column(clone / "runs/001", "train/loss")) == [1, 20, 21, 23]
-
-    printed = shell(f"{two} {few} 3", clone, sys.executable)
-    assert "2 x cpu" in printed or "2 x cuda" in printed
-    assert list(column(clone / "runs/002", "train/loss")) == [1, 3]
-
-
-@pytest.mark.slow
-def test_first_command(tmp_path):
-    """Installing the ranges over the pinned versions, as .ci/run has in a new environment."""
-    clone = copy_files(tmp_path / "clone")
-    install, _, train = blocks(README, "sh")[0].strip().partition(" && ")
-    assert "Would install" not in shell(f"{install} --dry-run", clone, sys.executable)
-    printed = shell(f"{train} --max_steps 100", clone, sys.executable)
-    assert "step 100/100" in printed
+        assert [line for line in shown.splitlines() if shape(line) not in shapes
+                and not line.startswith("verdict")] == ["…"]
+    assert list(column(clone / "runs/001", "train/loss")) == [1, 50, 100]
     # 2.65 here; the standard library differs between versions of Python
     assert column(clone / "runs/001", "val/bits_per_byte")[100] < 2.9
+
+    printed = shell(f"{resume} --eval_steps 2 --max_steps 103", clone, sys.executable)
+    assert "at step 100" in printed and "step 103/103" in printed
+    assert list(column(clone / "runs/001", "train/loss")) == [1, 50, 100, 101, 103]
+
+    printed = shell(f"{two} --eval_steps 2 --max_steps 3", clone, sys.executable)
+    assert "2 x cpu" in printed or "2 x cuda" in printed
+    assert list(column(clone / "runs/002", "train/loss")) == [1, 3]
 
 
 def commands(text: str) -> list[list[str]]:
