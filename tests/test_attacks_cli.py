@@ -55,7 +55,7 @@ def refused(run, tmp_path):
     ("--lr 1", "unknown option --lr\n"),
     ("--seed 1 a.yaml", "unexpected argument a.yaml"),
     ("--learning_rate", "--learning_rate: expected one argument"),
-    ("--max_steps soon", "--max_steps: invalid int value: 'soon'"),
+    ("--max_steps soon", "error: --max_steps: invalid int value: 'soon'"),
     ("--max_steps " + "9" * 5000, "--max_steps: invalid int value"),
     ("--dropout x", "--dropout: invalid float value: 'x'"),
     ("--device tpu", "--device: invalid choice: 'tpu' (choose from"),
@@ -347,50 +347,22 @@ def odd_yaml(draw: random.Random) -> bytes:
     return "\n".join(lines * draw.choice([1, 1, 2])).encode(errors="surrogateescape")
 
 
-def spoiled(draw: random.Random, data: bytes) -> bytes:
-    """Cut short, with other bytes in the middle, or something else altogether."""
-    way = draw.randrange(4)
-    if way == 0:
-        return data[: draw.randrange(len(data))]
-    if way == 1:
-        at = draw.randrange(len(data))
-        return data[:at] + draw.randbytes(8) + data[at + 8 :]
-    if way == 2:
-        return draw.randbytes(draw.randint(0, 3000))
-    others = [b"", b"[]", b"7", b"null", b'{"tokens": "x"}', b'{"dtype": []}', b"[" * 9999]
-    return draw.choice(others)
-
-
 @pytest.mark.slow
-def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkeypatch):
-    """300 inputs: odd flags, odd files of options, spoiled token files and checkpoints."""
+def test_no_option_ends_in_a_traceback(run, corpus, tmp_path, monkeypatch):
+    """200 inputs: odd flags, and odd files of options."""
     draw = random.Random(20)
-    run("--out_dir", "whole", "--save_interval", 6)
     monkeypatch.setattr(train, "train_with_recovery", lambda run: "")
     monkeypatch.setattr(train, "show_sample", lambda run, title: None)
     monkeypatch.setattr(verify, "verify_resume", lambda *_: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of stdlib, made once
-    kinds = ["flags", "flags", "flags", "yaml", "tokens", "checkpoint"]
-    for number in range(300):
+    for number in range(200):
         shutil.rmtree("r", ignore_errors=True)
-        kind, flags = kinds[number % len(kinds)], [*TINY, "--data", str(corpus), "--out_dir", "r"]
-        if kind == "flags":
+        flags = [*TINY, "--data", str(corpus), "--out_dir", "r"]
+        if number % 4:
             flags += odd_flags(draw)
-        elif kind == "yaml":
+        else:
             Path("c.yaml").write_bytes(odd_yaml(draw))
             flags += ["--config", "c.yaml"]
-        elif kind == "tokens":
-            shutil.rmtree("spoiled", ignore_errors=True)
-            shutil.copytree(corpus, "spoiled")
-            file = draw.choice(sorted(Path("spoiled").iterdir()))
-            file.write_bytes(spoiled(draw, file.read_bytes()))
-            mode = draw.choice(["auto", "documents", "stream"])
-            flags = [*TINY, "--data", "spoiled", "--out_dir", "r", "--data_mode", mode]
-        else:
-            shutil.copytree("whole", "r")
-            file = draw.choice([p for p in sorted(Path("r").rglob("*")) if p.is_file()])
-            file.write_bytes(spoiled(draw, file.read_bytes() or b"0"))
-            flags = ["--auto_resume", "--out_dir", "r", *draw.choice([[], ["--max_steps", "20"]])]
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
@@ -398,9 +370,8 @@ def test_nothing_that_is_given_ends_in_a_traceback(run, corpus, tmp_path, monkey
             except SystemExit as e:
                 code = e.code
         printed = output.getvalue()
-        case = f"number {number}, {kind}: {flags[-6:]!r}: {code}\n{printed[-3000:]}"
-        assert "Traceback" not in printed, case
-        assert code in (0, 2) or code == 1 and "INVALID" in printed, case
+        case = f"number {number}: {flags[-6:]!r}: {code}\n{printed[-3000:]}"
+        assert code in (0, 2) and "Traceback" not in printed, case
         errors = [line for line in printed.splitlines() if line.startswith("train.py: error")]
         assert len(errors) == (code == 2), case
 

@@ -354,23 +354,6 @@ def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, corpus, given_
     assert "--patience: no validation data" in told
 
 
-@pytest.mark.parametrize("killed", [9, 13])
-def test_patience_is_the_same_after_a_resume(run, tmp_path, given_losses, monkeypatch, killed):
-    def dies(seed, step, rank):
-        if step == killed:
-            raise RuntimeError("dies")
-        plain(seed, step, rank)
-
-    plain = train.seed_everything
-    flags = ["--max_steps", 20, "--eval_interval", 2, "--save_interval", 3, "--patience", 3,
-             "--out_dir", "r"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "seed_everything", dies)
-        patch.setattr(train.faults, "rescue", lambda run: None)  # as after a kill
-        run(*flags, expect=1)
-    assert "stopped at step 14: " in run("--out_dir", "r", "--auto_resume", bare=True)
-
-
 def test_patience_counts_evaluations_whatever_lies_between_them(run, tmp_path, given_losses):
     """Not steps: the losses of steps 8, 10 and 12 are 2.0, 2.5 and NaN, that of 16 is 1.0."""
     flags = ["--patience", 3, "--save_interval", 1, "--out_dir", "r", "--auto_resume"]
