@@ -136,8 +136,7 @@ class Config:
     d_ff: int | None = option(
         None, "width of the SwiGLU feed-forward layer", at_least=1, at_most=2**20, fixed="weights")
     vocab_size: int | None = option(
-        None, "number of token ids (default: the data's)", at_least=1, at_most=2**31,
-        fixed="weights")
+        None, "vocabulary size (default: the data's)", at_least=1, at_most=2**31, fixed="weights")
     qkv_bias: bool | None = option(
         None, "bias in the query, key and value projections (Qwen2)", fixed="weights")
     qk_norm: bool | None = option(None, "RMSNorm on queries and keys (Qwen3)", fixed="weights")
@@ -217,8 +216,7 @@ class Config:
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "folder for event files (default: out_dir/tensorboard, or where a cloud shows them)",
-        metavar="DIR")
+        None, "folder for them (default: out_dir/tensorboard, or a cloud's)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1, at_most=10**6)
     wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")
