@@ -415,7 +415,10 @@ class Syncs(TorchDispatchMode):
         self.count = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count.update({func.name()} & self.NAMES)
+        masks = func.name() == "aten::index.Tensor" and any(
+            index is not None and index.dtype == torch.bool for index in args[1])
+        if masks or func.name() in self.NAMES:
+            self.count[func.name()] += 1
         return func(*args, **(kwargs or {}))
 
 
