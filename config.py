@@ -49,7 +49,7 @@ class Config:
     # An option whose default is None gets its value in `resolve`, or once the machine is known.
 
     config: str | None = option(
-        None, "YAML file of options; a run's config.yaml can be given", group="run",
+        None, "YAML file of options, such as a run's config.yaml", group="run",
         saved=False, command_line=True, metavar="FILE")
     preset: Literal[tuple(PRESETS)] | None = option(
         None, "a group of options, by name", saved=False, command_line=True)
@@ -60,7 +60,7 @@ class Config:
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
         saved=False)
     resume: str | None = option(
-        None, "continue from this checkpoint, or from a backup: a URL that fsspec knows",
+        None, "continue from this checkpoint, or from a backup: any URL that fsspec supports",
         saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...",
@@ -97,7 +97,7 @@ class Config:
         32, "steps whose documents are sorted by length, so that a step has similar lengths and "
         "little padding; 0 leaves them in random order", at_least=0, fixed="trajectory")
     num_workers: str = option(
-        "auto", "loader processes per rank; auto is 0 on a CPU, which measured best there",
+        "auto", "loader processes per rank; auto is 0 on a CPU, where that was fastest",
         metavar="N")
     pin_memory: bool = option(True, "pin the memory that batches are copied to CUDA from")
     prefetch_factor: int = option(
@@ -107,7 +107,7 @@ class Config:
         None, "initial weights: a Hugging Face folder, a name on the hub, or a run",
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
-        False, "run the code that comes with a model of the hub", saved=False, command_line=True)
+        False, "run the code that comes with a model from the hub", saved=False, command_line=True)
     lora_rank: int = option(
         0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0, at_most=2**16,
         fixed="weights")
@@ -120,7 +120,7 @@ class Config:
         False, "add embedding rows for new token ids to --init_from, each the mean of the old ones")
     model: Literal[(*MODELS, "transformers")] = option(
         "default", "shape by name, which --n_layer and so on change; --init_from sets transformers "
-        "where the architecture is not ours")
+        "for architectures that model.py does not have")
     n_layer: int | None = option(
         None, "transformer blocks (default: from --model, like those below)", at_least=1,
         at_most=10_000, fixed="weights")
@@ -136,7 +136,7 @@ class Config:
     d_ff: int | None = option(
         None, "width of the SwiGLU feed-forward layer", at_least=1, at_most=2**20, fixed="weights")
     vocab_size: int | None = option(
-        None, "token ids (default: those of the data)", at_least=1, at_most=2**31, fixed="weights")
+        None, "vocabulary size (default: the data's)", at_least=1, at_most=2**31, fixed="weights")
     qkv_bias: bool | None = option(
         None, "bias in the query, key and value projections (Qwen2)", fixed="weights")
     qk_norm: bool | None = option(None, "RMSNorm on queries and keys (Qwen3)", fixed="weights")
@@ -219,7 +219,7 @@ class Config:
         350.0, "GB/s between devices, for --estimate (default: NVLink of an H100)", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "their folder (default: out_dir/tensorboard, or a cloud's place)", metavar="DIR")
+        None, "folder for them (default: out_dir/tensorboard, or a cloud's)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1, at_most=10**6)
     wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")
@@ -231,8 +231,8 @@ class Config:
         3, "newest checkpoints to keep, besides the best", at_least=1)
     keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
     backup_to: str | None = option(
-        None, "also copy the newest checkpoint and the logs to this URL, again and again: file://, "
-        "s3://, whatever fsspec knows", metavar="URL")
+        None, "keep a copy of the newest checkpoint and the logs at this URL: file://, s3:// or "
+        "another that fsspec supports", metavar="URL")
 
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option(
         "auto", "where to train", group="device and distribution")

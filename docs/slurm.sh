@@ -10,7 +10,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110  # seconds to save after SIGTERM, not 
 
 srun bash -c 'exec torchrun --nnodes=$SLURM_NNODES --nproc_per_node=$NPROC --max_restarts=3 \
     --rdzv_backend=c10d --rdzv_endpoint=$ENDPOINT --rdzv_id=$SLURM_JOB_ID \
-    --rdzv_conf=is_host=$((SLURM_NODEID==0)) -- train.py --auto-resume "$@"' torchrun "$@"
+    --rdzv_conf=is_host=$((SLURM_NODEID==0)) -- train.py --auto_resume "$@"' torchrun "$@"
 
 # Not finished, as after SIGTERM, but also after an error: once more from the newest checkpoint, at
 # most 20 times; scancel ends it.

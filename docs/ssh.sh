@@ -10,7 +10,7 @@ for host in $HOSTS; do
     ssh -tt "$host" "cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $TORCH torchrun --nproc_per_node=8 --max_restarts=3 \
         --nnodes=$(wc -w <<< "$HOSTS") --rdzv_backend=c10d --rdzv_endpoint=$FIRST:29400 --rdzv_id=train \
         --rdzv_conf=is_host=$([ "$host" = "$FIRST" ] && echo 1 || echo 0) \
-        -- train.py --auto-resume $(printf '%q ' "$@")" < /dev/null &
+        -- train.py --auto_resume $(printf '%q ' "$@")" < /dev/null &
 done
 trap 'kill -HUP $(jobs -p)' INT TERM HUP
 wait  # until it is interrupted by the trap

@@ -1,21 +1,22 @@
 """Command lines and YAML files from a dataclass of options.
 
-An option is a dataclass field with help, bounds and a few marks, made by `option`. Values are
-parsed as text by one parser, wherever they come from, so all sources are checked alike.
+An option is a dataclass field with help, bounds and a few marks, made by `option`. Every value is
+text that one argparse parser reads, wherever it comes from, so all sources are checked alike.
 """
 
 import argparse
 import dataclasses
 import difflib
 import math
+import operator
 import os
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import yaml
 
-# What command lines and files of options say: the paths among it are the user's.
-typed = set()
+# Every text that an option was given: a path in here is the user's, any other is the program's.
+given_texts = set()
 
 
 class ConfigError(Exception):
@@ -23,9 +24,9 @@ class ConfigError(Exception):
 
 
 class Failed(Exception):
-    """What ends a run with exit code 1; the message is one line, and says it without a traceback.
+    """Ends a run with exit code 1 and a message of one line, without a traceback.
 
-    of_one_rank: whether the others have no word of it, so that it is printed on any rank.
+    of_one_rank: the other ranks do not know of it, so it is printed whichever rank it is.
     """
 
     of_one_rank = False
@@ -54,27 +55,27 @@ def fixed_options(options, kind: str) -> list[str]:
     return [f.name for f in dataclasses.fields(options) if f.metadata.get("fixed") == kind]
 
 
+BOUNDS = {"at_least": ("at least", operator.ge), "above": ("more than", operator.gt),
+          "at_most": ("at most", operator.le), "below": ("below", operator.lt)}
+
+
 def check_bounds(options):
     """Raise ConfigError for an empty text, and a number that is not finite or out of bounds."""
-    compare = {
-        "at_least": ("at least", lambda x, bound: x >= bound),
-        "above": ("more than", lambda x, bound: x > bound),
-        "at_most": ("at most", lambda x, bound: x <= bound),
-        "below": ("below", lambda x, bound: x < bound),
-    }
     for f in dataclasses.fields(options):
         value = getattr(options, f.name)
-        values = value if isinstance(value, list) else [value]
-        if any(isinstance(x, float) and not math.isfinite(x) for x in values):
-            raise ConfigError(f"--{f.name} {value}: expected a finite number")
-        if "" in values and not f.metadata.get("may_be_empty"):
-            raise ConfigError(f"--{f.name}: is empty; expected a value, or leave it out")
-        bounds = [(*compare[k], bound) for k, bound in f.metadata.items() if k in compare]
-        if value is not None and not all(holds(value, bound) for _, holds, bound in bounds):
-            expected = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
-            raise ConfigError(f"--{f.name} {value}: expected {expected}")
-        if any(isinstance(x, int) and abs(x) >= 2**63 for x in values):
-            raise ConfigError(f"--{f.name} {value}: expected a number of 64 bits")
+        bounds = [(*BOUNDS[mark], bound) for mark, bound in f.metadata.items() if mark in BOUNDS]
+        for x in value if isinstance(value, list) else [value]:
+            expected = None
+            if isinstance(x, float) and not math.isfinite(x):
+                expected = "a finite number"
+            elif x == "" and not f.metadata.get("may_be_empty"):
+                expected = "a value; leave the option out for its default"
+            elif x is not None and not all(holds(x, bound) for _, holds, bound in bounds):
+                expected = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
+            elif isinstance(x, int) and abs(x) >= 2**63:
+                expected = "a 64-bit integer"
+            if expected:
+                raise ConfigError(f"--{f.name} {x!r}: expected {expected}")
 
 
 def due(step: int, every: int | None, *also: int) -> bool:
@@ -83,19 +84,9 @@ def due(step: int, every: int | None, *also: int) -> bool:
 
 
 def expand_user(options, *names: str):
-    """`options` with ~ and ~user replaced in the paths of these names. Raises ConfigError."""
+    """`options` with ~ replaced in the paths of these names."""
     paths = {name: path for name in names if (path := getattr(options, name))}
-    expanded = {name: home_expanded(f"--{name}", path) for name, path in paths.items()}
-    return dataclasses.replace(options, **expanded)
-
-
-def home_expanded(option: str, path: str) -> str:
-    """A path with ~ and ~user replaced. Raises ConfigError, which names `option`."""
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        raise ConfigError(f"{option} {path}: no such user; write ./{path} for a name that begins "
-                          "with ~")
-    return expanded
+    return dataclasses.replace(options, **{k: os.path.expanduser(v) for k, v in paths.items()})
 
 
 # --- the command line ------------------------------------------------------------------------
@@ -103,7 +94,7 @@ def home_expanded(option: str, path: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise ConfigError(message)
+        raise ConfigError(message.removeprefix("argument "))
 
 
 class Switch(argparse.Action):
@@ -132,8 +123,8 @@ def make_parser(options: type, prog: str, usage: str, about: str,
     """
     def parser(**how) -> Parser:
         return Parser(
-            prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False, exit_on_error=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 100), **how,
+            prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False, **how,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 100),
             description=f"{about} In names of options, dashes and underscores are the same.")
 
     full = group = parser(add_help=not needed)
@@ -143,7 +134,7 @@ def make_parser(options: type, prog: str, usage: str, about: str,
         for name in needed:
             add_option(short, fields[name])
         full.add_argument("-h", "--help", action=ShortHelp, nargs=0, const=short, dest="help",
-                          default=argparse.SUPPRESS, help="show the options that one needs")
+                          default=argparse.SUPPRESS, help="show the options needed most often")
         full.add_argument("--help_all", action="help", dest="help", help="show all options")
     for f in fields.values():
         if "group" in f.metadata:
@@ -175,62 +166,42 @@ def add_option(group, f: dataclasses.Field):
         how["choices"] = get_args(kind)
     else:
         words = {str: "TEXT", int: "N", float: "X"}
-        read = {str: str, int: whole_number, float: number}
-        how |= dict(type=read[kind], metavar=f.metadata.get("metavar", words[kind]))
+        how |= dict(type=kind, metavar=f.metadata.get("metavar", words[kind]))
     group.add_argument(f"--{f.name}", **how)
 
 
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text:.99}: expected a whole number") from None
+def read_flags(parser: Parser, argv: list[str], into=None) -> argparse.Namespace:
+    """Parse; raises ConfigError, for an unknown name with the nearest one that exists.
 
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text:.99}: expected a number") from None
-
-
-def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    """Parse; raises ConfigError, for an unknown name with the nearest one that exists."""
-    for arg in argv:
-        if "\0" in arg:
-            raise ConfigError(f"{arg!r}: holds a null character; expected text without one")
-    try:
-        args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
-    except argparse.ArgumentError as e:
-        raise ConfigError(f"{e.argument_name or ''} {e.message}".strip()) from None
+    into: what was read before; flags in argv replace it.
+    """
+    args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv], into)
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE")
     if unknown:
         flag = unknown[0].split("=")[0]
         known = [s for s in parser._option_string_actions if s.startswith("--")]
         raise ConfigError(f"unknown option {flag}{nearest(flag, known)}")
-    for action in parser._actions:
-        if action.nargs is None and isinstance(getattr(args, action.dest, None), list):
-            raise ConfigError(f"--{action.dest} --: expected a value")  # argparse makes it []
     values = [x for v in vars(args).values() for x in (v if isinstance(v, list) else [v])]
-    typed.update(x for x in values if isinstance(x, str))
+    given_texts.update(x for x in values if isinstance(x, str))
     return args
 
 
 def read_sources(parser: Parser, sources, *either: str) -> argparse.Namespace:
     """Parse lists of flags; what a later one says wins.
 
-    either: two options of which one stands in for the other; a file has flags as --name=value.
-    Raises ConfigError where a list has both.
+    either: options that exclude one another in a list, and replace one another between lists.
     """
-    flags, names = [], {f"--{name}" for name in either}
+    args = argparse.Namespace()
     for source in sources:
-        given = names & {normal_form(parser, arg).partition("=")[0] for arg in source}
+        alone = vars(read_flags(parser, source))
+        given = [name for name in either if alone[name] is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(sorted(given))}: expected one of them")
-        flags = [flag for flag in flags if not given or flag.partition("=")[0] not in names]
-        flags += source
-    return read_flags(parser, flags)
+            raise ConfigError(f"--{' and --'.join(sorted(given))}: expected one of them")
+        if given:
+            vars(args).update(dict.fromkeys(either))
+        args = read_flags(parser, source, args)
+    return args
 
 
 def normal_form(parser: Parser, arg: str) -> str:
@@ -240,7 +211,7 @@ def normal_form(parser: Parser, arg: str) -> str:
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
     if equals and isinstance(parser._option_string_actions.get(name), Switch):
-        switched = {"true": name, "yes": name, "on": name, "1": name}
+        switched = dict.fromkeys(("true", "yes", "on", "1"), name)
         switched |= dict.fromkeys(("false", "no", "off", "0"), f"--no_{name[2:]}")
         if value.lower() not in switched:
             raise ConfigError(f"{name} {value}: expected true or false")
@@ -258,51 +229,37 @@ def nearest(name: str, names) -> str:
 
 
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
-    """The options in a YAML file as flags, except those in `drop`.
+    """The options in a YAML file as flags; where it names a model, except those in `drop`.
 
-    Checked one by one, so that an error names its line. Values are passed on as written, so YAML's
-    own types (`1e-4` is text, `no` is False, 010 is 8) do not matter.
+    Values are passed on as written, so YAML's own types (`1e-4` is text, `no` is False, 010 is 8)
+    do not matter.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            root = yaml.compose(file, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--config {path}: {getattr(e, 'strerror', None) or e}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: too deeply nested; expected lines of the form "
-                          "`name: value`") from None
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(e, 'problem', e)}") from None
-    if root is None:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: expected lines of the form `name: value`")
-    marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, {}
-    for key, value in root.value:
-        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+            values = yaml.load(file, Loader=yaml.BaseLoader) or {}
+    except OSError as e:
+        raise ConfigError(f"--config {path}: {e.strerror}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as e:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(e).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: expected lines of the form `name: value`")
+    marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
+    for name, value in values.items():
         if name not in marks:
-            raise ConfigError(f"{where}: unknown option {name}{nearest(name, marks)}")
+            raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")
         if marks[name].get("command_line"):
-            raise ConfigError(f"{where}: {name} is for the command line, not for a file")
-        if name in flags:
-            raise ConfigError(f"{where}: {name} is given twice")
-        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        if not all(isinstance(item, yaml.ScalarNode) for item in items):
-            raise ConfigError(f"{where}: {name} must be a value or a list of values")
-        if not items or value.tag.endswith(":null"):
-            flags[name] = []  # the same as not given
-        elif isinstance(value, yaml.SequenceNode):
-            flags[name] = [f"--{name}", *(item.value for item in items)]
-        else:
-            flags[name] = [f"--{name}={value.value}"]
-        try:
-            read_flags(parser, flags[name])
-        except ConfigError as e:
-            raise ConfigError(f"{where}: {e}") from None
-    drop = drop if "model" in flags else ()  # what belongs to the model that the file names
-    return [flag for name in flags if name not in drop for flag in flags[name]]
+            raise ConfigError(f"{path}: {name} is for the command line, not for a file")
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{path}: {name} must be a value or a list of values")
+        if value in ("", "null", "~", []) or name in drop and "model" in values:
+            continue
+        flags += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
+    try:
+        read_flags(parser, flags)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from None
+    return flags
 
 
 def write_yaml(options, path: str, notes: dict[str, str]):

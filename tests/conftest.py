@@ -10,7 +10,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -107,33 +106,26 @@ def run(corpus, tmp_path, monkeypatch):
 
     bare: without either. expect: the exit code. ranks: processes. All of them do what
     `python train.py` does, but in this process or a fork of it, which saves the seconds that
-    importing torch takes. script: run this file instead, in an interpreter of its own.
+    importing torch takes.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags, bare=False, ranks=1, script=None, expect=0, timeout=120):
+    def run(*flags, bare=False, ranks=1, expect=0):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
         if ranks > 1:
             group = processes(tmp_path, ranks, flags)
-            codes = [process.code(timeout) for process in group]
+            codes = [process.code(120) for process in group]
             printed = "".join(process.text() for process in group)
             for process in group:
                 process.log.unlink()
             assert codes == [expect] * ranks, printed
             return printed
-        if script is None:
-            output = io.StringIO()
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                code = exit_code(train.main, flags)
-            tidy()
-            assert code == expect, output.getvalue()
-            return output.getvalue()
-        done = subprocess.run(
-            [sys.executable, str(script), *flags], env=environment(), capture_output=True,
-            text=True, timeout=timeout,
-        )
-        assert done.returncode == expect, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = exit_code(train.main, flags)
+        tidy()
+        assert code == expect, output.getvalue()
+        return output.getvalue()
 
     return run
 
@@ -227,12 +219,17 @@ def column(run_dir: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows(run_dir) if name in row}
 
 
-def wait_for(path, seconds=60):
+def until(holds, seconds=60) -> bool:
+    """Wait until it holds; whether it did in time."""
     for _ in range(seconds * 100):
-        if path.exists():
-            return
+        if holds():
+            return True
         time.sleep(0.01)
-    raise AssertionError(f"{path} did not come")
+    return False
+
+
+def wait_for(path, seconds=60):
+    assert until(path.exists, seconds), f"{path} did not come"
 
 
 class Process:
@@ -273,12 +270,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def has_ended(self) -> bool:
+        return bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
     def ends_within(self, seconds: int) -> bool:
-        for _ in range(seconds * 100):
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                return True
-            time.sleep(0.01)
-        return False
+        return until(self.has_ended, seconds)
 
     def code(self, seconds=60) -> int:
         """The exit code, or minus the signal that ended it; killed where it takes too long."""
@@ -290,11 +286,7 @@ class Process:
 
     def wait_for(self, words: str, seconds=60):
         """Until it has printed them, or has ended."""
-        for _ in range(seconds * 100):
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if words in self.text() or ended:
-                break
-            time.sleep(0.01)
+        until(lambda: words in self.text() or self.has_ended(), seconds)
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""

@@ -1,12 +1,10 @@
 """The advice that comes with a cause is tried: it makes what was slow take less of the time."""
 
-import gc
 import time
 
 import pytest
 
 import data
-import train
 from steady.checkpoints import writer
 from steady.watch import sinks as telemetry
 from steady.watch.report import report
@@ -42,25 +40,3 @@ def test_advice_helps(run, tmp_path, monkeypatch, phase):
         found = report(tmp_path / out_dir)
         share.append(found["seconds"][phase] / (found["wall_s"] - found["seconds"]["start-up"]))
     assert share[1] < 0.7 * share[0], share
-
-
-@pytest.mark.timed
-def test_freezing_helps_the_collector(run, tmp_path, monkeypatch):
-    objects, spent = [], []
-    for freezes in (False, True):
-
-        def collect(freezes=freezes):
-            if not objects:
-                objects.extend([i] for i in range(300_000))
-                if freezes:
-                    gc.freeze()
-            gc.collect()
-
-        with monkeypatch.context() as patch:
-            before_each(patch, train, "tidy_memory", collect)
-            run("--max_steps", 40, "--no_tensorboard", "--out_dir", str(freezes),
-                "--eval_interval", 0)
-        rows = [row for _, row in telemetry.read_rows(tmp_path / str(freezes) / "metrics.jsonl")]
-        spent.append(sum(row.get("perf/gc_ms", 0.0) for row in rows[2:]))
-        objects.clear()
-    assert spent[1] < 0.5 * spent[0], spent

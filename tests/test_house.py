@@ -39,19 +39,6 @@ def imports(source: str) -> set[str]:
 IMPORTS = {name: imports(source) for name, source in SOURCES.items()}
 
 
-def test_imports_are_found():
-    source = """
-import torch, config
-from steady import options as command_line
-def f():
-    if x:
-        from steady.models.device import pick_device
-if __name__ == "__main__":
-    from tools.verify import look
-"""
-    assert imports(source) == {"config", "steady.options", "steady.models.device"}
-
-
 def test_there_are_five_modules_at_the_top():
     assert sorted(TOP) == sorted(name for name in SOURCES if "." not in name)
 
@@ -79,22 +66,6 @@ def test_what_is_imported_from_steady_exists():
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "steady":
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
                 assert node.module in SOURCES or names <= SOURCES.keys(), (path, node.module)
-
-
-def test_no_local_name_hides_a_module_that_its_function_uses():
-    def names(nodes, kind) -> set[str]:
-        return {node.id for node in nodes if isinstance(node, ast.Name)
-                and isinstance(node.ctx, kind)}
-
-    for path, source in SOURCES.items():
-        tree = ast.parse(source)
-        modules = {(alias.asname or alias.name).split(".")[0] for node in tree.body
-                   if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            nodes = list(ast.walk(function))
-            local = names(nodes, ast.Store) | {n.arg for n in nodes if isinstance(n, ast.arg)}
-            used = names([n.value for n in nodes if isinstance(n, ast.Attribute)], ast.Load)
-            assert not local & modules & used, (path, function.name, local & modules & used)
 
 
 def test_imports_have_no_circles():

@@ -1,6 +1,5 @@
 """The real program from end to end: it learns, resumes exactly, trains the same on any ranks."""
 
-import contextlib
 import copy
 import gc
 import json
@@ -100,7 +99,7 @@ def test_kill_and_auto_resume_match_the_undisturbed_run_bit_for_bit(run, tmp_pat
     process.wait()
     for later in range(20, 31, 5):  # it may have gone a little further before the signal came
         (tmp_path / "killed" / "checkpoints" / f"step_{later:08d}.pt").unlink(missing_ok=True)
-    resume = ["--auto-resume", "--out_dir", "killed"]  # its config.yaml has the rest
+    resume = ["--auto_resume", "--out_dir", "killed"]  # its config.yaml has the rest
     assert "at step 15" in run(*resume, bare=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed", step=30)
     for name in ("train/loss", "train/grad_norm"):
@@ -119,10 +118,9 @@ def tensorboard_steps(run_dir):
     return [event.step for event in events.Scalars("train/loss")]
 
 
-@pytest.mark.parametrize("flags", [["--optimizer", "adamw"], ["--precision", "bf16"],
-                                   ["--num_workers", "2"]])
+@pytest.mark.parametrize("flags", [["--optimizer", "adamw", "--num_workers", "2"],
+                                   ["--precision", "bf16"]])
 def test_resume_from_a_named_checkpoint(run, tmp_path, flags):
-    """Also with the other optimizer, under autocast, and with loader processes."""
     run(*flags, "--save_interval", 5, "--dropout", 0.1, "--out_dir", "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     path = "again/checkpoints/step_00000005.pt"
@@ -145,31 +143,20 @@ def test_resume_from_the_best_sets_the_rest_aside(run, tmp_path):
     }
 
 
-def test_optimizer_flags_can_change_on_resume(run, tmp_path):
-    run("--out_dir", "r", "--optimizer", "adamw")
-    run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--weight_decay", 0.7, "--beta2",
-        0.99, bare=True)
+def test_optimizer_flags_and_precision_can_change_on_resume(run, tmp_path):
+    run("--out_dir", "r", "--optimizer", "adamw", "--precision", "fp16")
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32", bare=True)
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 16, "--precision", "fp16",
+        "--weight_decay", 0.7, "--beta2", 0.99, bare=True)
     state = load(tmp_path / "r/checkpoints/step_00000016.pt")["optimizers"][0]
     assert {g["weight_decay"] for g in state["param_groups"]} == {0.0, 0.7}
     assert all(g["betas"] == (0.9, 0.99) for g in state["param_groups"])
     assert state["state"][0]["step"].item() == 16  # the moments were kept
 
 
-def test_precision_can_change_on_resume(run, tmp_path):
-    run("--out_dir", "r", "--precision", "fp16")
-    for steps, precision in ((14, "fp32"), (16, "fp16")):
-        run("--auto-resume", "--out_dir", "r", "--max_steps", steps, "--precision", precision,
-            bare=True)
-    assert list(column(tmp_path / "r", "train/loss"))[-1] == 16
-
-
-@pytest.mark.parametrize("flags, rel", [
-    (["--precision", "fp32"], 1e-5),
-    (["--precision", "bf16", "--learning_rate", 1e-3], 5e-3),  # at a high rate, rounding grows
-])
-def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch, flags, rel):
+def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch):
     """Same losses within rounding, and exactly the same samples, with and without accumulation."""
-    flags = [*flags, "--log_interval", 1, "--eval_interval", 6, "--optimizer", "adamw"]
+    flags = ["--log_interval", 1, "--eval_interval", 6, "--optimizer", "adamw"]
     plain = data.Mixture.batch
 
     def batch(self, start, stop):
@@ -191,61 +178,47 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch, flags, rel)
     for other in ("two", "two_small"):
         for metric in ("train/loss", "train/grad_norm", "val/loss"):
             expected, found = (column(tmp_path / d, metric) for d in ("one", other))
-            assert list(expected) == list(found)
-            assert list(found.values()) == pytest.approx(list(expected.values()), rel=rel)
+            assert found == pytest.approx(expected, rel=1e-5)
     # two ranks continue the run of one
     checkpoint = "one/checkpoints/step_00000006.pt"
     run(*flags, "--resume", checkpoint, "--out_dir", "moved", "--micro_batch_size", 4, ranks=2)
     expected, found = (column(tmp_path / d, "train/loss") for d in ("one", "moved"))
-    assert found[12] == pytest.approx(expected[12], rel=rel)
+    assert found[12] == pytest.approx(expected[12], rel=1e-5)
 
 
-def test_gradients_are_reduced_once_per_step(corpus, tmp_path):
-    def hook(rank):
-        plain, calls, running = parallel.distribute, [], []
+def test_what_happens_once_a_step_on_each_of_two_ranks(corpus, tmp_path):
+    """Gradients are reduced once, and generators seeded by seed, step and rank.
 
-        def reduce(state, bucket):
-            calls.append(running[0].progress.step)
-            return allreduce_hook(state, bucket)
-
-        def distribute(*args):
-            ddp = plain(*args)
-            ddp.register_comm_hook(None, reduce)
-            return ddp
-
-        def train_and_tell(run, batches):
-            running.append(run)
-            main(run, batches)
-            print("reductions:", sorted(calls))
-
-        main = train.train
-        parallel.distribute, train.train = distribute, train_and_tell
-
-    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--micro_batch_size", 1, "--max_steps", 3,
-             "--eval_interval", 0]
-    for process in processes(tmp_path, 2, flags, hook):
-        assert process.code() == 0, process.text()
-        assert "reductions: [0, 1, 2]" in process.text()
-
-
-def test_random_numbers_differ_by_seed_step_and_rank(corpus, tmp_path):
-    """Ranks drop different units, and a step that is made again drops the same ones."""
+    So ranks drop different units, and a step that is made again drops the same ones.
+    """
     def drawn():
         return [torch.rand(1).item(), np.random.rand(), random.random()]
 
     def hook(rank):
-        plain = train.learning_rate
+        distribute, rate, running = parallel.distribute, train.learning_rate, []
+
+        def reduce(state, bucket):
+            print("reduced at", running[0])
+            return allreduce_hook(state, bucket)
+
+        def distribute_and_count(*args):
+            ddp = distribute(*args)
+            ddp.register_comm_hook(None, reduce)
+            return ddp
 
         def learning_rate(step, cfg):
+            running[:] = [step]
             print("drawn", json.dumps(drawn()), flush=True)
-            return plain(step, cfg)
+            return rate(step, cfg)
 
-        train.learning_rate = learning_rate
+        parallel.distribute, train.learning_rate = distribute_and_count, learning_rate
 
-    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--max_steps", 3, "--eval_interval", 0]
+    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--micro_batch_size", 1, "--max_steps", 3,
+             "--eval_interval", 0]
     found = []
     for rank, process in enumerate(processes(tmp_path, 2, flags, hook)):
         assert process.code() == 0, process.text()
+        assert re.findall("reduced at (.)", process.text()) == ["0", "1", "2"]
         lines = [line for line in process.text().splitlines() if line.startswith("drawn ")]
         for step, line in enumerate(lines):
             train.seed_everything(1337, step, rank)
@@ -260,19 +233,29 @@ def test_random_numbers_differ_by_seed_step_and_rank(corpus, tmp_path):
 @pytest.mark.parametrize("kind, interval, cleared", [
     ("cuda", 100, [100, 200]), ("cuda", 0, []), ("cpu", 100, []),
 ])
-def test_the_cache_is_cleared_at_its_interval(monkeypatch, kind, interval, cleared):
+def test_memory_is_tidied_at_its_intervals(monkeypatch, kind, interval, cleared):
+    """The cache of the device is cleared, and start-up frozen once."""
     assert config.Config().cache_clear_interval == 100
     calls = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(step))
+    for owner, name in ((gc, "collect"), (gc, "freeze"), (torch.cuda, "empty_cache")):
+        monkeypatch.setattr(owner, name, lambda name=name: calls.append((step, name)))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    for step in (99, 100, 101, 200):
-        train.tidy_memory(torch.device(kind), step, 1, interval)
-    assert calls == cleared
+    for step in (5, 6, 99, 100, 101, 200, 1000 - 1, 1000, 2000):
+        train.collect_garbage(step, 5)
+        train.tidy_memory(torch.device(kind), step, 5, interval if step < 999 else 0)
+    assert [step for step, name in calls if name == "empty_cache"] == cleared
+    assert [call for call in calls if call[1] != "empty_cache"] == [
+        (5, "collect"), (5, "freeze"), (1000, "collect"), (2000, "collect")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_without_a_target_has_no_value(run, tmp_path, monkeypatch, ranks):
-    """As where the data of a fork has none: it is not written, and never the best."""
+def test_an_evaluation_takes_further_metrics_and_may_have_no_target(run, tmp_path, monkeypatch,
+                                                                  corpus):
+    """Without a target, as the data of a fork may be, there is no loss, and no best one."""
+    class More(train.Means):
+        def add(self, name, values, batch):
+            super().add(name, values, batch)
+            super().add("val/half", values / 2, batch)
+
     def batches(data, *how):
         evaluations.append(data)
         for batch in plain(data, *how):
@@ -281,29 +264,17 @@ def test_an_evaluation_without_a_target_has_no_value(run, tmp_path, monkeypatch,
 
     evaluations, plain = [], train.eval_batches
     monkeypatch.setattr(train, "eval_batches", batches)
-    told = run("--eval_interval", 6, "--out_dir", "r", ranks=ranks)
-    assert told.count("validation without a target") == 1
-    assert list(column(tmp_path / "r", "val/loss")) == [12]
-    best = torch.load(tmp_path / "r/checkpoints/best.pt", weights_only=True)
-    assert best["best_step"] == 12 and best["best_loss"] > 1
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_takes_further_metrics(run, tmp_path, monkeypatch, corpus, ranks):
-    class More(train.Means):
-        def add(self, name, values, batch):
-            super().add(name, values, batch)
-            super().add("val/half", values / 2, batch)
-
+    monkeypatch.setattr(train, "Means", More)
     other = tmp_path / "other"
     other.symlink_to(corpus)
-    monkeypatch.setattr(train, "Means", More)
-    told = run("--eval_interval", 6, "--out_dir", "r", "--data", f"{corpus}:3", f"{other}:1",
-               ranks=ranks)
-    assert "| half " in told
+    told = run("--eval_interval", 4, "--out_dir", "r", "--data", f"{corpus}:3", f"{other}:1",
+               ranks=2)
+    assert told.count("validation without a target") == 1 and "| half " in told
     for name in ("", "/other"):
         loss, half = (column(tmp_path / "r", f"val/{each}{name}") for each in ("loss", "half"))
-        assert len(half) == 2 and half == {step: value / 2 for step, value in loss.items()}
+        assert list(loss) == [8, 12] and half == {step: x / 2 for step, x in loss.items()}
+    best = load(tmp_path / "r/checkpoints/best.pt")
+    assert best["best_step"] in (8, 12) and best["best_loss"] > 1
 
 
 def test_bits_per_byte_of_a_mixture_are_of_the_bytes_that_were_evaluated(run, tmp_path):
@@ -330,123 +301,75 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
         (tmp_path / name).mkdir()
         for split in ("train", "val"):
             np.arange(32 * n + 1, dtype=np.uint16).tofile(tmp_path / name / f"{split}.bin")
-    flags = ["--data", *"ab", "--vocab_size", 1000, *TINY[: TINY.index("--max_steps")],
-             "--epochs", 2, "--precision", "fp32", "--out_dir", "r"]
+    common = ["--vocab_size", 1000, *TINY[: TINY.index("--max_steps")], "--precision", "fp32"]
+    flags = ["--data", *"ab", *common, "--epochs", 2, "--out_dir", "r"]
     run(*flags, bare=True)
     saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
     assert (saved.max_steps, saved.epochs) == (7, None)  # of 8 samples each
     assert saved.warmup_steps == 0  # 2 % of them
     assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000007.pt"
-    assert "already finished (7 steps)" in run(*flags, "--auto-resume", bare=True)
-    run("--out_dir", "r", "--auto-resume", "--epochs", 3, bare=True)
+    assert "already finished (7 steps)" in run(*flags, "--auto_resume", bare=True)
+    run("--out_dir", "r", "--auto_resume", "--epochs", 3, bare=True)
     assert config.parse([], saved=str(tmp_path / "r/config.yaml")).max_steps == 10
     assert max(column(tmp_path / "r", "train/loss")) == 10
-    told = run(*flags, "--max_steps", 3, bare=True, expect=2)
-    assert "--epochs and --max_steps: expected one of them" in told
-    assert "--epochs: not with --verify_resume" in run(*flags, "--verify_resume", 2, bare=True,
-                                                       expect=2)
+    told = run(*flags, "--verify_resume", 2, bare=True, expect=2)
+    assert "--epochs: not with --verify_resume" in told
     assert ": 7 steps, " in run(*flags, "--estimate", 1, bare=True)
 
-
-LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 2.5, 12: math.nan, 14: 2.2, 16: 1.0, 18: 1.0, 20: 1}
-
-
-def give_losses():
-    def evaluate(run):
-        run.progress.evaluated_step = run.progress.step
-        return LOSSES[run.progress.step]
-
-    train.evaluate = evaluate
+    # with another batch size, of 20 samples, 8 and 8 with the old one, then 2 and 2
+    run("--data", "a", *common, "--max_steps", 2, "--save_interval", 1, "--out_dir", "s", bare=True)
+    flags = ["--out_dir", "s", "--auto_resume", "--allow_change", "batch_size", "--batch_size", 2,
+             "--epochs", 1]
+    assert "1.00 epochs in 4 steps" in run(*flags, bare=True)
+    assert list_checkpoints(tmp_path / "s/checkpoints")[-1].name == "step_00000004.pt"
+    assert "already finished (4 steps)" in run(*flags, bare=True)
 
 
 @pytest.fixture
-def given_losses(monkeypatch):
-    monkeypatch.setattr(train, "evaluate", None)  # put back afterwards
-    give_losses()
+def given_losses(monkeypatch) -> dict:
+    """What evaluations find, by step."""
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 2.5, 12: math.nan, 14: 2.2, 16: 1, 18: 1, 20: 1}
+
+    def evaluate(run):
+        run.progress.evaluated_step = run.progress.step
+        return losses[run.progress.step]
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, given_losses, ranks):
+def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, corpus, given_losses):
     flags = ["--max_steps", 20, "--eval_interval", 2, "--save_interval", 5, "--out_dir", "r"]
-    told = run(*flags, "--patience", 3, ranks=ranks)
+    told = run(*flags, "--patience", 3, ranks=2)
     assert told.count("stopped at step 14: ") == 1 and "--patience 3" in told
     folder = tmp_path / "r/checkpoints"
-    best, last = (torch.load(folder / name, weights_only=True)
-                  for name in ("best.pt", "step_00000014.pt"))
+    best, last = load(folder / "best.pt"), load(folder / "step_00000014.pt")
     assert (best["step"], best["best_loss"], last["best_step"]) == (8, 2.0, 8)
-    told = run("--out_dir", "r", "--auto-resume", bare=True, ranks=ranks)
+    told = run("--out_dir", "r", "--auto_resume", bare=True)
     assert told.count("nothing to do") == 1 and not (folder / "step_00000015.pt").exists()
-    told = run("--out_dir", "r", "--auto-resume", "--patience", 4, bare=True, ranks=ranks)
+    told = run("--out_dir", "r", "--auto_resume", "--patience", 4, bare=True, ranks=2)
     assert "stopped at" not in told and (folder / "step_00000020.pt").exists()
-    assert torch.load(folder / "best.pt", weights_only=True)["step"] == 16
-
-
-@pytest.mark.parametrize("killed", [8, 9, 11, 13])
-def test_patience_is_the_same_after_a_resume(run, tmp_path, given_losses, monkeypatch, killed):
-    def dies(seed, step, rank):
-        if step == killed:
-            raise RuntimeError("dies")
-        plain(seed, step, rank)
-
-    plain = train.seed_everything
-    flags = ["--max_steps", 20, "--eval_interval", 2, "--save_interval", 3, "--patience", 3,
-             "--out_dir", "r"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "seed_everything", dies)
-        patch.setattr(train.faults, "rescue", lambda run: None)  # as after a kill
-        run(*flags, expect=1)
-    assert "stopped at step 14: " in run("--out_dir", "r", "--auto-resume", bare=True)
+    assert load(folder / "best.pt")["step"] == 16
+    shutil.copy(corpus / "train.bin", tmp_path)
+    told = run("--data", "train.bin", "--vocab_size", 257, "--patience", 2, expect=2)
+    assert "--patience: no validation data" in told
 
 
 def test_patience_counts_evaluations_whatever_lies_between_them(run, tmp_path, given_losses):
     """Not steps: the losses of steps 8, 10 and 12 are 2.0, 2.5 and NaN, that of 16 is 1.0."""
-    flags = ["--patience", 3, "--save_interval", 1, "--out_dir", "r", "--auto-resume"]
+    flags = ["--patience", 3, "--save_interval", 1, "--out_dir", "r", "--auto_resume"]
     run(*flags, "--max_steps", 10, "--eval_interval", 2)
-    LOSSES[11] = LOSSES[13] = LOSSES[15] = 3.0
+    given_losses |= {11: 3.0, 13: 3.0, 15: 3.0}
     told = run(*flags, "--max_steps", 16, "--eval_interval", 1)
     assert "stopped at step 12: " in told
     run(*flags[2:], "--patience", 4, "--max_steps", 16, "--eval_interval", 8)
     assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000016.pt"
 
 
-def test_epochs_count_what_was_trained_on_with_another_batch_size(run, tmp_path):
-    """Of 20 samples, 8 and 8 with the old one, then 2 and 2."""
-    for split in ("train", "val"):
-        np.arange(32 * 20 + 1, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
-    run("--data", ".", "--vocab_size", 1000, *TINY[: TINY.index("--max_steps")], "--max_steps", 2,
-        "--precision", "fp32", "--save_interval", 1, "--out_dir", "r", bare=True)
-    flags = ["--out_dir", "r", "--auto-resume", "--allow_change", "batch_size", "--batch_size", 2,
-             "--epochs", 1]
-    assert "1.00 epochs in 4 steps" in run(*flags, bare=True)
-    assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000004.pt"
-    assert "already finished (4 steps)" in run(*flags, bare=True)
-
-
-def test_patience_needs_validation_data(run, corpus, tmp_path):
-    shutil.copy(corpus / "train.bin", tmp_path)
-    told = run("--data", "train.bin", "--vocab_size", 257, "--patience", 2, expect=2)
-    assert "--patience: no validation data" in told
-
-
-def test_an_evaluation_of_a_part_says_of_how_many_sequences(run):
-    flags = ["--max_steps", 1, "--warmup_steps", 1, "--out_dir"]
-    all_of_them = run(*flags, "r", "--eval_steps", 10**6)
-    assert "validation loss" in all_of_them and "sequences)" not in all_of_them
-    some = run(*flags, "s", "--eval_steps", 2)
-    counts = re.search(r"validation loss .*\(([\d,]+) of ([\d,]+) sequences\)", some).groups()
-    evaluated, there = (int(count.replace(",", "")) for count in counts)
-    assert evaluated < there
-
-
 def test_a_restart_before_the_first_checkpoint_is_a_start(run, monkeypatch):
     """What only a run that goes on may do is refused, although torchrun has restarted it."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     told = run("--batch_size", 10, "--micro_batch_size", 4, "--out_dir", "r", expect=2)
-    assert "--batch_size 10: expected a multiple of 4" in told
-
-
-def test_a_batch_that_cannot_be_cut_is_refused_before_data_is_read(run):
-    told = run("--batch_size", 10, "--micro_batch_size", 4, "--data", "missing", expect=2)
     assert "--batch_size 10: expected a multiple of 4" in told
 
 
@@ -467,28 +390,19 @@ def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
     assert watched == [False]
 
 
-def test_memory_is_tidied_after_each_step(run, monkeypatch):
-    steps = []
-    monkeypatch.setattr(train, "tidy_memory", lambda device, step, *_: steps.append(step))
-    run("--max_steps", 5)
-    assert steps == [1, 2, 3, 4, 5]
-
-
-def test_garbage_is_collected_and_start_up_frozen_once(monkeypatch):
-    calls = []
-    for name in ("collect", "freeze"):
-        monkeypatch.setattr(gc, name, lambda name=name: calls.append((step, name)))
-    for step in (5, 6, 999, 1000, 1001, 2000):
-        train.collect_garbage(step, 5)
-        train.tidy_memory(torch.device("cpu"), step, 5, 100)
-    assert calls == [(5, "collect"), (5, "freeze"), (1000, "collect"), (2000, "collect")]
-
-
-def test_garbage_of_start_up_is_no_part_of_later_steps(run, tmp_path):
+def test_garbage_of_start_up_is_no_part_of_later_steps(run, tmp_path, monkeypatch):
     """Or the first interval of a small model would look several times as slow as the others."""
+    steps, plain = [], train.tidy_memory
+
+    def tidy_memory(device, step, *rest):
+        steps.append(step)
+        plain(device, step, *rest)
+
+    monkeypatch.setattr(train, "tidy_memory", tidy_memory)
     run("--max_steps", 4, "--log_interval", 1, "--out_dir", "r")
     collected = column(tmp_path / "r", "perf/gc_ms")
     assert collected[1] > 0 and not any(collected[step] for step in (2, 3, 4))
+    assert steps == [1, 2, 3, 4]
 
 
 class Syncs(TorchDispatchMode):
@@ -501,44 +415,35 @@ class Syncs(TorchDispatchMode):
         self.count = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        moved = [x.device.type for x in (*args, result) if isinstance(x, torch.Tensor)]
-        copy_to_host = moved and moved[-1] == "cpu" and "cuda" in moved
-        if func.name() in self.NAMES or copy_to_host:
+        masks = func.name() == "aten::index.Tensor" and any(
+            index is not None and index.dtype == torch.bool for index in args[1])
+        if masks or func.name() in self.NAMES:
             self.count[func.name()] += 1
-        return result
-
-
-@contextlib.contextmanager
-def counting_syncs(monkeypatch):
-    """Yields a list of what each step synchronized, also through methods of Tensor."""
-    mode, per_step = Syncs(), []
-    for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
-        plain = getattr(torch.Tensor, name)
-
-        def counted(self, *args, plain=plain, name=name, **kwargs):
-            mode.count[name] += 1
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    plain_check = train.Guard.check
-
-    def check(self, step, ended=False):
-        plain_check(self, step, ended)
-        if not ended:
-            per_step.append(dict(mode.count))
-        mode.count.clear()
-
-    monkeypatch.setattr(train.Guard, "check", check)
-    with mode:
-        yield per_step
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--dropout", "0.1",
                                         "--micro_batch_size", "2", "--skip_spikes", "6"]])
 def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, corpus, flags):
+    syncs, per_step, plain_check = Syncs(), [], train.Guard.check
+    for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
+        plain = getattr(torch.Tensor, name)
+
+        def counted(self, *args, plain=plain, name=name):
+            syncs.count[name] += 1
+            return plain(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def check(self, step, ended=False):
+        plain_check(self, step, ended)
+        if not ended:
+            per_step.append(dict(syncs.count))
+        syncs.count.clear()
+
+    monkeypatch.setattr(train.Guard, "check", check)
     monkeypatch.chdir(tmp_path)
-    with counting_syncs(monkeypatch) as per_step:
+    with syncs:
         train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--log_interval", "6", *flags])
     assert len(per_step) == 12
     assert per_step[5]["tolist"] == 1  # a log reads all its numbers at once; the counter counts
@@ -708,16 +613,6 @@ def test_a_group_may_have_a_rate_of_its_own():
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.5]
 
 
-def test_a_sample_that_fails_at_the_end_is_a_warning(run, tmp_path, monkeypatch):
-    def sample(run):
-        raise RuntimeError("of a fork")
-
-    monkeypatch.setattr(train, "sample", sample)
-    output = run("--out_dir", "r")
-    assert "RuntimeError: of a fork" in output and "in sample" in output
-    assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000012.pt"
-
-
 def test_learning_rate_schedules():
     def rates(schedule, **changes):
         cfg = tiny_config(lr_schedule=schedule, max_steps=100, warmup_steps=10, learning_rate=1.0,
@@ -735,21 +630,17 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("flags", [
     pytest.param(["--compile", "--micro_batch_size", "8"], marks=pytest.mark.slow),
-    ["--precision", "auto"],
-    ["--precision", "bf16"],
-    ["--precision", "fp16"],
     ["--preset", "debug"],
     ["--preset", "low_memory", "--seq_len", "16"],
-    ["--monitor", "off", "--no_tensorboard", "--eval_interval", "0", "--sample_interval", "6"],
-    ["--attention", "math", "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"],
+    ["--monitor", "off", "--no_tensorboard", "--eval_interval", "0", "--attention", "math",
+     "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"],
 ])
 def test_other_configurations_train(run, tmp_path, flags):
     output = run(*flags, "--out_dir", "r")
     loss = [row["train/loss"] for row in rows(tmp_path / "r") if "train/loss" in row]
     assert all(map(math.isfinite, loss)) and loss[-1] < loss[0]
     assert ("compile on" in output) == ("--compile" in flags)
-    if "--attention" in flags:
-        assert "math attention" in output
+    assert ("math attention" in output) == ("--attention" in flags)
     state = load(sorted((tmp_path / "r/checkpoints").glob("step_*"))[-1])
     assert all(name.split(".")[0] in ("embedding", "blocks", "norm", "head")
                for name in state["model"])
@@ -761,51 +652,26 @@ def test_auto_precision_is_bf16_where_the_hardware_multiplies_it(run, monkeypatc
     assert f"), {'bf16' if able else 'fp32'}, " in run("--precision", "auto", "--max_steps", 2)
 
 
-def test_auto_resume_starts_a_run_that_is_not_there_yet(run, tmp_path):
-    """Also where a run left no checkpoint, so a job script can always say --auto-resume."""
-    assert "resume " not in run("--auto-resume", "--out_dir", "r", "--max_steps", 4)
-    for path in (tmp_path / "r" / "checkpoints").iterdir():
-        path.unlink()
-    run("--auto-resume", "--out_dir", "r", bare=True)
-    assert [row["step"] for row in rows(tmp_path / "r") if "train/loss" in row] == [1, 4]
-
-
 def test_run_directories(run, tmp_path):
     run("--max_steps", 2)
+    assert "resume " not in run("--auto_resume", "--max_steps", 2, "--out_dir", "runs/002")
+    for path in (tmp_path / "runs/002/checkpoints").iterdir():
+        path.unlink()
+    run("--auto_resume", "--out_dir", "runs/002", bare=True)  # starts again: it left no checkpoint
+    assert [row["step"] for row in rows(tmp_path / "runs/002") if "train/loss" in row] == [1, 2]
     run("--max_steps", 2)
-    assert sorted(os.listdir(tmp_path / "runs")) == ["001", "002"]
-    before = (tmp_path / "runs/002/config.yaml").read_text()
-    message = run("--out_dir", "runs/002", expect=2)
+    assert sorted(os.listdir(tmp_path / "runs")) == ["001", "002", "003"]
+    before = (tmp_path / "runs/003/config.yaml").read_text()
+    message = run("--out_dir", "runs/003", expect=2)
     assert all(way in message for way in ("--auto_resume", "--resume", "--overwrite"))
-    assert (tmp_path / "runs/002/config.yaml").read_text() == before
-    run("--out_dir", "runs/002", "--overwrite", "--max_steps", 3)
-    assert [row["step"] for row in rows(tmp_path / "runs/002") if "train/loss" in row] == [1, 3]
-    assert "runs/002" in run("--auto-resume")  # the newest
+    assert (tmp_path / "runs/003/config.yaml").read_text() == before
+    run("--out_dir", "runs/003", "--overwrite", "--max_steps", 3)
+    assert [row["step"] for row in rows(tmp_path / "runs/003") if "train/loss" in row] == [1, 3]
+    assert "runs/003" in run("--auto-resume")  # the newest
     text = (tmp_path / "runs/001/config.yaml").read_text()
     assert "command:" in text and "torch:" in text and "commit:" in text
     run("--config", "runs/001/config.yaml", "--out_dir", "copy", bare=True)
     assert column(tmp_path / "copy", "train/loss") == column(tmp_path / "runs/001", "train/loss")
-
-
-@pytest.mark.parametrize("flags, word", [
-    (["--resume", "none.pt"], "none.pt"),
-    (["--vocab_size", "100"], "257"),
-    (["--attention", "cudnn"], "cudnn"),
-    (["--out_dir", "afile"], "afile"),
-    (["--data", "nowhere"], "nowhere"),
-    (["--data", "afile"], ".bin"),
-    (["--resume", "afile"], "not a checkpoint"),
-    (["--out_dir", "afile/run"], "cannot be written"),
-    (["--max_steps", "soon"], "soon"),
-    (["--device", "cuda"], "cuda"),
-])
-def test_refusals_leave_nothing_behind(run, tmp_path, flags, word):
-    if "cuda" in flags and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    (tmp_path / "afile").touch()
-    output = run(*flags, expect=2)
-    assert word in output and "Traceback" not in output and output.count("\n") == 1
-    assert os.listdir(tmp_path) == ["afile"]
 
 
 def test_a_failure_says_why_in_one_line_first(run, tmp_path, monkeypatch):
@@ -939,18 +805,13 @@ def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_
     run("--max_steps", 4, "--auto_resume", "--out_dir", "t", bare=True)  # as config.yaml has it
     assert not column(tmp_path / "t", "sample")
 
+    def fails(run):
+        raise RuntimeError("of a fork")
 
-def test_the_size_of_what_is_refused_as_too_large_is_right(run):
-    flags = ["--n_layer", 4, "--d_model", 2**15, "--d_ff", 2**16, "--n_head", 16, "--n_kv_head", 4,
-             "--no_tie_embeddings"]
-    told = run(*flags, expect=2)
-    if "in fp32; expected less than" not in told:
-        pytest.skip("a machine of 150 GB")
-    with torch.device("meta"):
-        model = train.Transformer(config.resolve(config.parse([*map(str, flags),
-                                                               "--vocab_size", "257"])))
-    count = sum(p.numel() for p in model.parameters())
-    assert f"{4e-9 * count:,.0f} GB" in told
+    monkeypatch.setattr(train, "sample", fails)
+    output = run("--max_steps", 2, "--out_dir", "u")  # a warning, and the run has ended well
+    assert "RuntimeError: of a fork" in output and "in fails" in output
+    assert list_checkpoints(tmp_path / "u/checkpoints")[-1].name == "step_00000002.pt"
 
 
 def test_muon_steps_from_the_momenta_it_has_loaded():

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from steady.guard.process import run_command
-from steady.options import ConfigError, Parser, number, read_flags
+from steady.options import ConfigError, Parser, read_flags
 from steady.watch.report import report, report_text
 from steady.watch.slowdowns import worth_saying
 from tools.inputs import listed
@@ -68,11 +68,11 @@ def main(argv: list[str]) -> int:
 
 
 def print_reports(argv: list[str]) -> int:
-    parser = Parser("monitor.py", allow_abbrev=False, exit_on_error=False, description="Say where "
+    parser = Parser("monitor.py", allow_abbrev=False, description="Say where "
                     "the time of a run went, whether it slowed down, since when and why.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument("--fail_on_regression", type=number,
+    parser.add_argument("--fail_on_regression", type=float,
                         metavar="PERCENT", help="exit with 3 if a run is slower than the first by "
                         "more than this, or a single run has slowed down by more")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "

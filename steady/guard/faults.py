@@ -20,7 +20,7 @@ from steady.checkpoints.state import load_checkpoint, save_checkpoint, writer_of
 from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
-from steady.options import ConfigError, typed
+from steady.options import ConfigError, given_texts
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
@@ -252,7 +252,7 @@ def only_warning(what: str):
 
 def was_named(path: str) -> bool:
     """Whether it is, or is in, what options name or stand for; else the code has named it."""
-    named = {*typed, *(text.rpartition(":")[0] for text in typed), "runs",  # PATH[:WEIGHT]
+    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
              os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
     folders = (os.path.abspath(os.path.expanduser(text)) for text in named if text)
     return any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)

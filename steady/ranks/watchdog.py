@@ -315,7 +315,7 @@ class Watchdog:
 
     def say(self, hang: hangs.Hang, folder: Path | None):
         where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
-        begin, end = "train.py: failed", "--auto-resume continues from the newest checkpoint"
+        begin, end = "train.py: failed", "--auto_resume continues from the newest checkpoint"
         if self.alone:
             begin, end = "warning", "it is left alone, as no other process waits for it"
         print(f"{begin}: no progress: {hang.headline()}{where}; {end}\n{hang.table()}",

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from steady.options import ConfigError, home_expanded
+from steady.options import ConfigError
 
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
 SHARD_HEADER_BYTES = 256 * 4
@@ -32,7 +32,7 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
 
     Raises ConfigError, which names `option`.
     """
-    root = Path(home_expanded(option, path))
+    root = Path(os.path.expanduser(path))
     if root.is_dir():
         single = root / f"{split}.bin"
         return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
@@ -53,7 +53,7 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     for path, weight in sources:
         optional = split == "val" and option == "--data"
-        if optional and Path(home_expanded(option, path)).is_file():
+        if optional and Path(os.path.expanduser(path)).is_file():
             continue  # a training file has no validation data beside it
         files = find_files(stdlib() if path == "stdlib" else path, split, option)
         if files:
@@ -102,7 +102,7 @@ class TokenFile:
             return  # deleted or out of reach: what is mapped stays
         if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
             raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
-                              f"expected {self.size:,}: bring it back and use --auto-resume")
+                              f"expected {self.size:,}: bring it back and use --auto_resume")
 
     def map(self):
         found = os.stat(self.path)

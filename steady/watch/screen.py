@@ -16,7 +16,7 @@ def early_end(cfg, progress, signal_number: int) -> str:
     """Why training has ended before max_steps; nothing if it has not."""
     if signal_number:
         return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
-                "--auto-resume continues from there")
+                "--auto_resume continues from there")
     if progress.step < cfg.max_steps:
         return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
                 f"had a lower loss (--patience {cfg.patience})")
