@@ -90,7 +90,7 @@ def refused(run, tmp_path):
     ("--learning_rate 1e-3 --min_learning_rate 2e-3", "at most learning_rate 0.001"),
     ("--batch_size 10 --micro_batch_size 4 --data missing", "8 or 12"),
     ("--batch_size 2 --micro_batch_size 4", "nearest is 4"),
-    ("--auto_resume --overwrite", "exclude one another"),
+    ("--auto_resume --overwrite", "cannot be combined"),
     ("--model transformers", "--init_from"),
     ("--vocab_size 100", "257"),
     ("--attention cudnn", "cudnn"),

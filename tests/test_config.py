@@ -73,7 +73,7 @@ def test_epochs_stand_in_for_max_steps_and_the_later_one_wins(tmp_path):
         assert "--epochs and --max_steps: expected one of them" in refused(*flags)
     assert "at least 1" in refused("--epochs", "0") and "at least 1" in refused("--max_steps", "0")
     assert "--eval_interval above 0" in refused("--patience", "1", "--eval_interval", "0")
-    assert "exclude one another" in refused("--resume", "x.pt", "--auto_resume")
+    assert "cannot be combined" in refused("--resume", "x.pt", "--auto_resume")
 
 
 def test_the_written_configuration_is_read_back(tmp_path):
