@@ -68,6 +68,22 @@ def test_what_is_imported_from_steady_exists():
                 assert node.module in SOURCES or names <= SOURCES.keys(), (path, node.module)
 
 
+def test_no_local_name_hides_a_module_that_its_function_uses():
+    def names(nodes, kind) -> set[str]:
+        return {node.id for node in nodes if isinstance(node, ast.Name)
+                and isinstance(node.ctx, kind)}
+
+    for path, source in SOURCES.items():
+        tree = ast.parse(source)
+        modules = {(alias.asname or alias.name).split(".")[0] for node in tree.body
+                   if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            nodes = list(ast.walk(function))
+            local = names(nodes, ast.Store) | {n.arg for n in nodes if isinstance(n, ast.arg)}
+            used = names([n.value for n in nodes if isinstance(n, ast.Attribute)], ast.Load)
+            assert not local & modules & used, (path, function.name, local & modules & used)
+
+
 def test_imports_have_no_circles():
     try:
         TopologicalSorter(IMPORTS).prepare()
