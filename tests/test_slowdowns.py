@@ -145,7 +145,7 @@ def test_slow_checkpoints(provoke, monkeypatch, clock):
 
 
 def test_a_sink_that_blocks(provoke, monkeypatch, clock):
-    before_each(monkeypatch, telemetry.Sinks, "write_scalars",
+    before_each(monkeypatch, telemetry.TensorBoard, "write",
                 lambda *_: clock.advance(0.5 * clock.late))
     events, _ = provoke(clock, "--tensorboard")
     assert "logging" in codes(the_event(events, clock, "logging"))

@@ -14,70 +14,13 @@ NOISE = 100  # newest second differences of logs, which tell how much the loss v
 
 
 @dataclass(frozen=True)
-class Diverged:
-    since: int
-    loss: float
-    first: float  # of the first step
-    lowest: float
-    lowest_step: int
-    uniform: float  # of a guess; inf if unknown
-    code: str = "diverged"
+class Finding:
+    code: str  # "diverged", "nothing learned", "validation" (its loss is too high), "not finite"
+    since: int  # step
+    text: str
 
     def __str__(self) -> str:
-        known = [f"{self.first:.4g} at the start"]
-        if self.lowest < self.loss:
-            known.append(f"{self.lowest:.4g} at step {self.lowest_step}")
-        if self.loss > self.uniform:
-            known.append(f"a uniform guess has {self.uniform:.4g}")
-        return (f"training diverged since about step {self.since}: loss {self.loss:.4g}, "
-                f"{', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class NothingLearned:
-    loss: float
-    uniform: float
-    since: int = 1
-    code: str = "nothing learned"
-
-    def __str__(self) -> str:
-        return (f"training has learned nothing: loss {self.loss:.4g}, a uniform guess has "
-                f"{self.uniform:.4g}")
-
-
-@dataclass(frozen=True)
-class HighValidationLoss:
-    """Not finite, above a uniform guess, or above the best."""
-
-    since: int
-    step: int
-    loss: float
-    other: float | None = None  # the best if it was at step `since`, else a uniform guess
-    code: str = "validation"
-
-    def __str__(self) -> str:
-        text = f"validation loss {self.loss:.4g} at step {self.step}"
-        if self.other is None:
-            return text
-        if self.since < self.step:
-            return f"{text}, {self.other:.4g} at step {self.since}"
-        return f"{text}, a uniform guess has {self.other:.4g}"
-
-
-@dataclass(frozen=True)
-class NonFiniteSteps:
-    since: int
-    count: int
-    steps: int  # of these
-    first: int
-    all_since: int  # 0: the newest log has others
-    exact: bool  # else there were at least so many
-    code: str = "not finite"
-
-    def __str__(self) -> str:
-        text = (f"{'' if self.exact else 'at least '}{self.count} of {self.steps} steps, since "
-                f"step {self.first}, were not finite and were skipped")
-        return text + f"; all of them since step {self.all_since}" * (self.all_since > 0)
+        return self.text
 
 
 class Learning:
@@ -105,7 +48,7 @@ class Learning:
         self.bad_losses, self.all_bad_since = False, 0  # not gradients alone; 0: the newest is not
         self.val, self.best_val = None, (math.inf, 0)  # (validation loss, step)
 
-    def add(self, row: dict) -> Diverged | None:
+    def add(self, row: dict) -> Finding | None:
         """The finding if the run has begun to diverge with this row."""
         if "val/loss" in row:
             loss = math.nan if row["val/loss"] is None else row["val/loss"]
@@ -131,7 +74,7 @@ class Learning:
             return self.compare(began, loss)
         return None
 
-    def compare(self, began: int, loss: float) -> Diverged | None:
+    def compare(self, began: int, loss: float) -> Finding | None:
         if len(self.recent) > 1:
             (_, earlier), (_, before) = self.recent[-2], self.recent[-1]
             self.noise.append(abs(loss - 2 * before + earlier))
@@ -154,25 +97,36 @@ class Learning:
         said, self.said = self.said, self.since > 0 and self.logs >= LEAST
         return self.findings()[0] if self.said and not said else None
 
-    def findings(self) -> list:
+    def findings(self) -> list[Finding]:
         """What is wrong with the training up to the newest row."""
-        found = []
+        found, guess = [], f"a uniform guess has {self.uniform:.4g}"
         if self.since:
-            found.append(Diverged(self.since, self.newest, self.first, self.lowest,
-                                  self.lowest_step, self.uniform))
+            text = (f"training diverged since about step {self.since}: loss {self.newest:.4g}, "
+                    f"{self.first:.4g} at the start")
+            if self.lowest < self.newest:
+                text += f", {self.lowest:.4g} at step {self.lowest_step}"
+            if self.newest > self.uniform:
+                text += f", {guess}"
+            found.append(Finding("diverged", self.since, text))
         elif self.logs >= LEAST and self.newest > self.uniform - 0.01:
-            found.append(NothingLearned(self.newest, self.uniform))
+            text = f"training has learned nothing: loss {self.newest:.4g}, {guess}"
+            found.append(Finding("nothing learned", 1, text))
         if self.val:
             (loss, step), (best, best_step) = self.val, self.best_val
+            text = f"validation loss {loss:.4g} at step {step}"
             if not math.isfinite(loss):
-                found.append(HighValidationLoss(step, step, loss))
+                found.append(Finding("validation", step, text))
             elif loss > max(self.uniform, self.first or 0.0) + 0.5:
-                found.append(HighValidationLoss(step, step, loss, self.uniform))
+                found.append(Finding("validation", step, f"{text}, {guess}"))
             elif loss > best + max(0.2 * best, 0.1):
-                found.append(HighValidationLoss(best_step, step, loss, best))
+                text += f", {best:.4g} at step {best_step}"
+                found.append(Finding("validation", best_step, text))
         # of gradients alone a few: fp16's loss scaler finds its scale that way
         steps = self.step - self.before
         if self.bad_losses or self.bad > 0.01 * steps:
-            found.append(NonFiniteSteps(self.all_bad_since or self.bad_since, self.bad, steps,
-                                        self.bad_since, self.all_bad_since, self.counted))
+            text = (f"{'' if self.counted else 'at least '}{self.bad} of {steps} steps, since step "
+                    f"{self.bad_since}, were not finite and were skipped")
+            if self.all_bad_since:
+                text += f"; all of them since step {self.all_bad_since}"
+            found.append(Finding("not finite", self.all_bad_since or self.bad_since, text))
         return found
