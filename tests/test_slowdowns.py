@@ -139,7 +139,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
 @pytest.mark.parametrize("phase, owner, name, flags", [
     # by the loop, which waits for the thread that writes
     ("checkpoint", writer.Writer, "wait", ["--save_interval", Driven.interval]),
-    ("logging", telemetry.Sinks, "write_scalars", ["--tensorboard"]),
+    ("logging", telemetry.TensorBoard, "write", ["--tensorboard"]),
     ("evaluation", train, "eval_batches", ["--eval_interval", Driven.interval]),
 ])
 def test_what_is_slow_between_steps(provoke, monkeypatch, clock, phase, owner, name, flags):

@@ -2,7 +2,7 @@
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
-    python monitor.py runs/001 --watch                the page of a run that goes on
+    python monitor.py runs/001 --watch                the live page of a run
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
 """
 
@@ -20,7 +20,7 @@ from steady.options import ConfigError, Parser, read_flags
 from steady.watch.report import report, report_text
 from steady.watch.slowdowns import worth_saying
 from tools.inputs import listed
-from tools.page import Charts, watch, write_page
+from tools.page import watch, write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -78,16 +78,14 @@ def print_reports(argv: list[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
     parser.add_argument("--watch", action="store_true",
-                        help="serve that page on 127.0.0.1, renewed while the runs go on")
+                        help="serve that page on 127.0.0.1, updated while the runs go on")
     args = read_flags(parser, argv)
     run_dirs = [Path(path) for path in args.run_dir]
     for path in run_dirs:
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path}: no such run; {runs_here()}")
-    charts = [Charts() for _ in run_dirs]
     try:
-        reports = [report(path, args.html and each.add)
-                   for path, each in zip(run_dirs, charts, strict=True)]
+        reports = [report(path) for path in run_dirs]
     except OSError as e:
         raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
@@ -100,7 +98,7 @@ def print_reports(argv: list[str]) -> int:
             print(side_by_side(reports))
     if args.html is not None:
         try:
-            print(write_page(reports, charts, Path(args.html)), file=sys.stderr, flush=True)
+            print(write_page(run_dirs, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     if args.watch:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steady.guard.spikes import describe
+from steady.guard import spikes
 from steady.watch.sinks import quantile
 
 # A spike is above the median by this factor and by ten robust standard deviations.
@@ -32,15 +32,21 @@ class Anomaly:
         return row | dict(rank=self.rank) | found
 
     def text(self, found: dict) -> str:
+        return describe(self.row(found))
+
+
+def describe(row: dict) -> str:
+    """What a row of metrics.jsonl says of an anomaly."""
+    if row["anomaly"] == "not finite":
         text = "not finite: loss or gradient; without a finite gradient the update was skipped"
-        if self.kind != "not finite":
-            text = f"{self.kind}: {self.value:.4g}, the median is {self.median:.4g}"
-        if "positions" in found:
-            first, end = found["positions"]
-            text += f"; rank {self.rank}, samples {first} to {end - 1}"
-        if found.get("first_bad_layer"):
-            text += f"; first layer whose output is not finite: {found['first_bad_layer']}"
-        return text
+    else:
+        text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
+    if "positions" in row:
+        first, end = row["positions"]
+        text += f"; rank {row['rank']}, samples {first} to {end - 1}"
+    if row.get("first_bad_layer"):
+        text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
+    return text
 
 
 class AnomalyDetector:
@@ -81,24 +87,21 @@ class AnomalyDetector:
             texts.append(text)
             self.not_finite_since, self.not_finite_steps = None, 0
         if np.any(excess):
-            texts.append(describe(steps, excess, losses.mean(0), norms))
+            texts.append(spikes.describe(steps, excess, losses.mean(0), norms))
         anomalies = [self.worst(kind, items) for kind, items in found.items()]
         return anomalies if self.report else [], texts
 
     def spikes(self, name: str, values: np.ndarray, bad: np.ndarray) -> list[tuple[int, float]]:
         """[(index, median before)] of the spikes; all finite values join the window."""
-        recent, out = self.recent[name], []
+        recent, found = self.recent[name], []
         if len(recent) >= MIN_VALUES:
             median = quantile(recent, 0.5)
-            if not (values > SPIKE_FACTOR[name] * median).any():  # the usual case: a sort less
-                recent.extend(values[~bad].tolist())
-                return out
             # 1.4826 median absolute deviations are one standard deviation of a normal distribution
             spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
             limit = max(SPIKE_FACTOR[name] * median, median + 10 * spread)
-            out = [(i, median) for i in np.flatnonzero(~bad & (values > limit))]
+            found = [(i, median) for i in np.flatnonzero(~bad & (values > limit))]
         recent.extend(values[~bad].tolist())
-        return out
+        return found
 
     def worst(self, kind: str, items: list) -> Anomaly:
         """The first non-finite step, or the largest spike."""

@@ -91,43 +91,29 @@ class Clock:
 class DeviceTimes:
     """Time by phase on a GPU, from CUDA events on sampled steps, read once the GPU has passed them.
 
-    Nothing waits for them. A step takes 3 events for each of its micro-batches, from a pool that
-    grows up to a fixed size; a step that finds it empty is not sampled.
+    Nothing waits for them. A step takes 3 events for each of its micro-batches.
     """
 
-    def __init__(self, make_event=lambda: torch.cuda.Event(enable_timing=True), size: int = 16384):
-        self.make_event, self.size, self.free, self.made = make_event, size, [], 0
+    def __init__(self):
         self.open = None  # [(phase, event at its start)] of the step being sampled
         self.done = deque()  # such lists, closed by a last event
         self.steps = []  # {phase: ms} of the steps read since take_steps
 
-    def event(self):
-        if not self.free and self.made < self.size:
-            self.free, self.made = [self.make_event() for _ in range(64)], self.made + 64
-        if not self.free:
-            return None
-        event = self.free.pop()
-        event.record()
-        return event
-
     def begin(self, phase: str):
-        event = self.event()
-        self.open = [(phase, event)] if event else None
+        self.open = []
+        self.mark(phase)
 
     def mark(self, phase: str):
-        if self.open is None:
-            return
-        event = self.event()
-        if phase in OUTSIDE_PHASES or event is None:  # not a plain step: do not sample it
-            self.free += [e for _, e in self.open] + [event] * (event is not None)
+        if phase in OUTSIDE_PHASES:  # not a plain step: do not sample it
             self.open = None
-        else:
+        if self.open is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
             self.open.append((phase, event))
 
     def end(self):
         if self.open:
             self.mark("end")
-        if self.open:
             self.done.append(self.open)
         self.open = None
 
@@ -137,7 +123,6 @@ class DeviceTimes:
             marks, ms = self.done.popleft(), {}
             for (phase, event), (_, following) in itertools.pairwise(marks):
                 ms[phase] = ms.get(phase, 0.0) + event.elapsed_time(following)
-            self.free += [event for _, event in marks]
             self.steps.append(ms)
         names = {name for ms in self.steps for name in ms}
         return {name: sum(ms.get(name, 0.0) for ms in self.steps) / len(self.steps)

@@ -44,8 +44,8 @@ def report(run_dir: Path, also=None) -> dict:
     detector, figures, so_far = SlowdownDetector(), {}, {}
     # of the rows no more is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
-    hangs, runs_out, anomalies, slowest, last_log, interval = [], [], [], [], None, 1
-    traces = []
+    happened = {kind: [] for kind in ("hang", "runs_out", "trace", "anomaly")}
+    slowest, last_log, interval = [], None, 1
     newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if also:
@@ -56,10 +56,8 @@ def report(run_dir: Path, also=None) -> dict:
         figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
         so_far = seconds_so_far([row]) or so_far
         slowest = [pair for pair in row.get("slowest", ()) if is_pair(pair)] or slowest
-        hangs += [row["hang"]] if "hang" in row else []
-        runs_out += [row["runs_out"]] if "runs_out" in row else []
-        anomalies += [row] if "anomaly" in row else []
-        traces += [row["trace"]] if "trace" in row else []
+        for kind in happened.keys() & row.keys():
+            happened[kind].append(row)
         if "perf/padding_fraction" in row:
             padding.append(row["perf/padding_fraction"])
         if not row.get("perf/step_ms"):
@@ -89,10 +87,10 @@ def report(run_dir: Path, also=None) -> dict:
         slowdowns=detector.finish(),
         unjudged=why_unjudged(detector, len(medians), interval),
         slowest=slowest,
-        hangs=hangs,
-        runs_out=runs_out,
-        anomalies=anomalies,
-        traces=traces,
+        hangs=happened["hang"],
+        runs_out=happened["runs_out"],
+        anomalies=happened["anomaly"],
+        traces=happened["trace"],
         figures=figures,
         seconds=seconds,
         wall_s=sum(seconds.values()),
@@ -151,9 +149,9 @@ def verdict(out: dict) -> list[str]:
         if event.unseen:
             ended = f"\n    By step {event.ended} steps do other work: whether it lasts is unknown."
         lines.append(describe_event(event) + ended)
-    lines += [f"no progress: {text}" for text in out["hangs"]]
-    lines += out["runs_out"]
-    lines += [f"trace of three steps, for ui.perfetto.dev: {path}" for path in out["traces"]]
+    lines += [f"no progress: {row['hang']}" for row in out["hangs"]]
+    lines += [row["runs_out"] for row in out["runs_out"]]
+    lines += [f"trace of three steps, for ui.perfetto.dev: {row['trace']}" for row in out["traces"]]
     for name, (limit, advice) in ADVICE.items():
         share = out["seconds"][name] / (out["wall_s"] or 1.0)
         if share > limit and not (name == "logging" and out["wall_s"] < 60):

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from steady.watch import wandb_sink
 from steady.watch.clouds import tensorboard_folder
-from steady.watch.wandb_sink import WandbSink
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
@@ -40,88 +40,47 @@ class Sinks:
     """
 
     def __init__(self, cfg, out_dir: Path | None, start_step: int):
-        self.cfg, self.first_step = cfg, start_step + 1
-        self.kept, self.dropped, self.metrics, self.folder = [], [], None, None
-        self.writer = None  # opened at the first row: importing TensorBoard costs 0.2 s
-        self.times, self.times_written = {}, -math.inf  # for TensorBoard, and when it got some
-        if out_dir:
-            self.metrics, self.kept, self.dropped = open_metrics(
-                out_dir / "metrics.jsonl", start_step
-            )
-        if out_dir and cfg.tensorboard:
-            self.folder = tensorboard_folder(cfg, out_dir)
-        self.wandb = None
-        if out_dir and cfg.wandb:
-            try:
-                self.wandb = WandbSink(out_dir, dataclasses.asdict(cfg))
-            except OSError as e:
-                self.give_up("W&B", e)
+        self.kept, self.dropped, self.open = [], [], {}
+        if not out_dir:
+            return
+        file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
+        self.open["metrics.jsonl"] = file
+        if cfg.tensorboard:
+            folder = tensorboard_folder(cfg, out_dir)
+            self.open["TensorBoard"] = TensorBoard(cfg, folder, start_step + 1)
+        if cfg.wandb:
+            self.open["W&B"] = wandb_sink.start(out_dir, dataclasses.asdict(cfg))
 
     def write(self, step: int, row: dict):
         if not row:  # as of an evaluation without a target
             return
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
-        try:
-            if self.metrics:
-                # JSON has no NaN or infinity; they are written as null
-                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                          for k, v in row.items()}
-                self.metrics.write(json.dumps({"step": step, **finite}, default=str) + "\n")
-                self.metrics.flush()
-        except OSError as e:
-            self.give_up("metrics.jsonl", e)
-            self.metrics = None
-        numbers = {k: v for k, v in row.items()
-                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
-        if numbers and self.wandb:
-            self.to_wandb(self.wandb.write, {"step": step, **numbers})
-        self.to_tensorboard(self.write_scalars, step, numbers)
-        if "sample" in row:
-            self.write_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
-
-    def write_scalars(self, step: int, numbers: dict):
-        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
-        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
-            numbers |= self.times
-            self.times, self.times_written = {}, time.monotonic()
-        if not numbers:
-            return
-        self.writer = self.writer or open_tensorboard(self.folder, self.first_step, self.cfg)
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # all of them in one event: add_scalar for each takes three times as long on this thread
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
-        self.writer.file_writer.add_summary(Summary(value=values), step)
+        # JSON has no NaN or infinity; they are written as null
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                  for k, v in row.items()}
+        line = json.dumps({"step": step, **finite}, default=str) + "\n"
+        self.use("metrics.jsonl", lambda file: file.write(line))
+        self.use("TensorBoard", lambda board: board.write(step, row))
 
     def write_text(self, tag: str, text: str, step: int):
-        self.to_tensorboard(lambda: self.writer and self.writer.add_text(tag, text, step))
-
-    def to_tensorboard(self, write, *args):
-        try:
-            if self.folder:
-                write(*args)
-        except Exception as e:  # its writer thread passes on any error it met
-            self.give_up("TensorBoard", e)
-            self.folder = self.writer = None
-
-    def to_wandb(self, call, *args):
-        try:
-            call(*args)
-        except OSError as e:
-            self.give_up("W&B", e)
-            self.wandb = None
-
-    def give_up(self, sink: str, error: Exception):
-        print(f"warning: {sink} disabled after a write error; training continues: {error}",
-              file=sys.stderr, flush=True)
+        self.use("TensorBoard", lambda board: board.write_text(tag, text, step))
 
     def close(self):
         """All but metrics.jsonl, to which the last sample is still to come."""
-        self.to_tensorboard(lambda: self.writer and self.writer.close())
-        self.folder = None
-        if self.wandb:
-            self.to_wandb(self.wandb.close)
-        self.wandb = None
+        self.use("TensorBoard", TensorBoard.close)
+        self.use("W&B", wandb_sink.finish)
+        for name in "TensorBoard", "W&B":
+            self.open.pop(name, None)
+
+    def use(self, name: str, do):
+        """Call `do` with this sink, if it is open; gives it up where that fails."""
+        try:
+            if name in self.open:
+                do(self.open[name])
+        except Exception as e:  # any: TensorBoard's thread passes on whatever it met
+            del self.open[name]
+            print(f"warning: {name} disabled after a write error; training continues: {e}",
+                  file=sys.stderr, flush=True)
 
 
 TAIL_BYTES = 1 << 18  # read of an old metrics.jsonl on resume: some hundred rows
@@ -142,11 +101,10 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
     dropped = [row for _, row in rows if row["step"] > start_step]
-    file = open(path, "a")
+    file = open(path, "a", buffering=1)  # each row is written as a whole
     for row in dropped:
         if "hang" in row:  # why there was a restart
             file.write(json.dumps(row | {"step": start_step}) + "\n")
-    file.flush()
     return file, [row for _, row in kept], dropped
 
 
@@ -173,18 +131,15 @@ NESTED = {"end": dict, "order": dict, "slowest": list, "anomaly": str, "runs_out
 
 
 def known_types(row) -> dict | None:
-    """A row without the values that have another type than this program writes; a fork may log what
-    it likes beside, a text, say. None if nothing is left, and for what is no row."""
+    """A row without the values that have another type than this program writes, since a fork may
+    log what it likes. None for what is no row."""
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
     if not 0 <= row["step"] < 1 << 53:  # what a float can count to
         return None
     if isinstance(row.get("end"), dict):
         row["end"] = {k: v for k, v in row["end"].items() if has_known_type(k, v)}
-    # most are such floats: three times as fast as a call for each
-    known = {k: v for k, v in row.items()
-             if type(v) is float and -1e100 < v < 1e100 and "/" in k or has_known_type(k, v)}
-    return known if len(known) > 1 or len(row) == 1 else None
+    return {k: v for k, v in row.items() if has_known_type(k, v)}
 
 
 def has_known_type(name: str, value) -> bool:
@@ -195,40 +150,75 @@ def has_known_type(name: str, value) -> bool:
     return type(value) in (int, float, bool) and abs(value) < 1e100
 
 
+class TensorBoard:
+    """A SummaryWriter that continues an earlier process's, with charts and the configuration.
+
+    Opened at the first row: importing it costs 0.2 s, and its thread must not be there when loader
+    processes fork.
+    """
+
+    def __init__(self, cfg, folder: Path, first_step: int):
+        self.cfg, self.folder, self.first_step = cfg, folder, first_step
+        self.writer, self.times, self.times_written = None, {}, -math.inf
+
+    def open(self):
+        from torch.utils.tensorboard import SummaryWriter
+
+        threading.excepthook = print_thread_error
+        put_event_files_in_order(self.folder)
+        # With the default queue of 10 a slow disk blocks training. purge_step hides what an
+        # interrupted run wrote after the checkpoint that this one started from.
+        self.writer = SummaryWriter(self.folder, purge_step=self.first_step, max_queue=10_000,
+                                    flush_secs=self.cfg.tensorboard_flush_secs)
+        charts = {
+            "loss": ["train/loss$", "val/loss$"],
+            "throughput": ["perf/tokens_per_second"],
+            "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
+        }
+        if len(self.cfg.data) > 1:
+            charts["loss by dataset"] = ["train/loss/.*", "val/loss/.*"]
+        sections = {"steady": charts}
+        if self.cfg.monitor != "off":  # a chart each: all lines of a run have the same colour
+            sections["phases (ms/step)"] = {
+                name: [f"perf/{name}_ms$"] for name in PHASES
+                if name != "waiting" or dist.is_initialized()}
+        self.writer.add_custom_scalars({
+            section: {title: ["Multiline", tags] for title, tags in content.items()}
+            for section, content in sections.items()})
+        settings = dataclasses.asdict(self.cfg)
+        self.write_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+
+    def write(self, step: int, row: dict):
+        numbers = {k: v for k, v in row.items()
+                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
+        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
+        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
+            numbers |= self.times
+            self.times, self.times_written = {}, time.monotonic()
+        if numbers:
+            if not self.writer:
+                self.open()
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            # all of them in one event: add_scalar for each takes three times as long
+            values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
+            self.writer.file_writer.add_summary(Summary(value=values), step)
+        if "sample" in row:
+            self.write_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
+
+    def write_text(self, tag: str, text: str, step: int):
+        if self.writer:
+            self.writer.add_text(tag, text, step)
+
+    def close(self):
+        if self.writer:
+            self.writer.close()
+
+
 def print_thread_error(error, plain=threading.excepthook):
     """Unless it is of a thread of TensorBoard, which passes it on to Sinks, too."""
     if not type(error.thread).__module__.startswith("tensorboard."):
         plain(error)
-
-
-def open_tensorboard(folder: Path, first_step: int, cfg):
-    """A SummaryWriter that continues an earlier process's, with charts and the configuration."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    settings = dataclasses.asdict(cfg)
-    threading.excepthook = print_thread_error
-    put_event_files_in_order(folder)
-    # With the default queue of 10 a slow disk blocks training. purge_step hides what an
-    # interrupted run wrote after the checkpoint that this one started from.
-    writer = SummaryWriter(folder, purge_step=first_step, max_queue=10_000,
-                           flush_secs=cfg.tensorboard_flush_secs)
-    charts = {
-        "loss": ["train/loss$", "val/loss$"],
-        "loss by dataset": ["train/loss/.*", "val/loss/.*"],
-        "throughput": ["perf/tokens_per_second"],
-        "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
-    }
-    if len(cfg.data) == 1:
-        del charts["loss by dataset"]
-    # A chart for each phase: TensorBoard gives all lines of a run the same colour.
-    names = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
-    phases = {} if cfg.monitor == "off" else {name: [f"perf/{name}_ms$"] for name in names}
-    writer.add_custom_scalars({
-        section: {title: ["Multiline", tags] for title, tags in content.items()}
-        for section, content in {"steady": charts, "phases (ms/step)": phases}.items() if content
-    })
-    writer.add_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
-    return writer
 
 
 def put_event_files_in_order(folder: Path):

@@ -1,11 +1,14 @@
 """Weights & Biases, in a process of its own: nothing that it does or waits for delays training.
 
-    python -m steady.watch.wandb_sink FOLDER    settings, then rows: lines of JSON on standard input
+    python -m steady.watch.wandb_sink RUN_DIR FROM SETTINGS
+
+It sends the rows that are added to metrics.jsonl after the byte FROM until its standard input ends,
+with the process that trains. SETTINGS: JSON.
 """
 
-import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,62 +16,51 @@ from pathlib import Path
 
 START_SECONDS = 10  # what W&B may take to be reached
 END_SECONDS = 30  # and to take the last rows
-MOST_UNSENT = 1 << 20  # bytes that wait for it; the rows after that are left out
 
 
-class WandbSink:
-    """Hands rows to the process, which itself says why if it ends before training does."""
-
-    def __init__(self, folder: Path, settings: dict):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "steady.watch.wandb_sink", folder.resolve()],
-            stdin=subprocess.PIPE, bufsize=0, cwd=Path(__file__).resolve().parents[2],
-            start_new_session=True,  # away from the terminal's Ctrl-C
-        )
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.unsent = b""
-        self.write(settings)
-
-    def check(self):
-        """Raises OSError where it was ended, and so has not said why."""
-        if self.process.poll():
-            raise ChildProcessError(f"its process has ended with {self.process.returncode}")
-
-    def write(self, row: dict):
-        self.check()
-        if len(self.unsent) < MOST_UNSENT:
-            self.unsent += json.dumps(row, default=str).encode() + b"\n"
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            while self.unsent:
-                self.unsent = self.unsent[os.write(self.process.stdin.fileno(), self.unsent) :]
-
-    def close(self):
-        """Raises OSError if it does not take the last rows."""
-        try:
-            try:
-                self.process.communicate(self.unsent, min(2, END_SECONDS))
-            except subprocess.TimeoutExpired:
-                print(f"waiting up to {END_SECONDS} s for W&B to take the last rows", flush=True)
-                self.process.communicate(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            raise TimeoutError(f"it did not take the last rows within {END_SECONDS} s; `wandb "
-                               "sync` sends them") from None
-        self.check()
+def start(run_dir: Path, settings: dict) -> subprocess.Popen:
+    """The process, which itself says why if it ends before training does."""
+    size = (run_dir / "metrics.jsonl").stat().st_size
+    return subprocess.Popen(
+        [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), str(size),
+         json.dumps(settings, default=str)],
+        stdin=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2],
+        start_new_session=True,  # away from the terminal's Ctrl-C
+    )
 
 
-def main(folder: str):
+def finish(process: subprocess.Popen):
+    """Raises OSError if it does not take the last rows, or was killed and has not said why."""
+    process.stdin.close()
+    try:
+        status = process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise TimeoutError(f"it did not take the last rows within {END_SECONDS} s; `wandb sync` "
+                           "sends them") from None
+    if status:
+        raise ChildProcessError(f"its process has ended with {status}")
+
+
+def main(run_dir: str, first_byte: str, settings: str):
     try:
         import wandb
 
         run = wandb.init(
-            project="steady", dir=folder, config=json.loads(sys.stdin.readline()),
+            project="steady", dir=run_dir, config=json.loads(settings),
             settings=wandb.Settings(init_timeout=START_SECONDS, console="off"),
         )
         run.define_metric("*", step_metric="step")  # W&B's own steps cannot go back
-        for line in sys.stdin:
-            run.log(json.loads(line))
+        with open(Path(run_dir) / "metrics.jsonl", "rb") as file:
+            file.seek(int(first_byte))
+            torn, ended = b"", False
+            while not ended:
+                ended = select.select([sys.stdin], [], [], 1.0)[0]
+                *lines, torn = (torn + file.read()).split(b"\n")
+                for row in map(json.loads, lines):
+                    run.log({name: value for name, value in row.items()
+                             if isinstance(value, (int, float)) and not name.startswith("limit/")})
         signal.alarm(END_SECONDS + 5)  # where training was killed, nobody waits for this process
         run.finish()
     except Exception as e:
@@ -77,4 +69,4 @@ def main(folder: str):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

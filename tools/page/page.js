@@ -115,9 +115,12 @@ function drawHead() {
     const slow = alarms.filter(e => e.kind == "slow-down").length;
     let said = 0;
     run.verdict.forEach((text, k) => {
-      const event = alarms.find(e => text.includes(e.text.slice(0, 400)));
-      if (event?.kind != "slow-down" || ++said <= 5)
-        add(block, "p", text, {className: `${k ? "" : "verdict"} ${event ? "bad" : ""}`});
+      const event = alarms.find(e => text.includes(e.text));
+      if (event?.kind == "slow-down" && ++said > 5) return;
+      const trace = Object.keys(run.traces).find(path => text.endsWith(path));
+      const line = add(block, "p", trace ? text.slice(0, -trace.length) : text,
+        {className: `${k ? "" : "verdict"} ${event ? "bad" : ""}`});
+      if (trace) add(line, "a", trace, {href: run.traces[trace]});
     });
     if (slow > 5) add(block, "a", `${slow - 5} more slow-downs`, {href: "#events", className: "bad"});
     const facts = [`step ${run.step}${run.max_steps && " of " + run.max_steps}`];
