@@ -9,6 +9,7 @@ A look takes 0.05 to 0.13 ms of a core, most of it to be woken up: 0.1 % of the 
 while a call into C keeps Python's lock, but still finds the line of that call.
 """
 
+import gc
 import math
 import random
 import sys
@@ -91,7 +92,10 @@ def run(sampler: weakref.ref):
     """Let it look until it is closed, or gone."""
     jitter = random.Random(0).random  # steps may last as long as a pause
     while (found := sampler()) and not found.ended:
-        found.look(sys._current_frames().get(found.thread_id))
+        # Only where collections are off, as while training: one that begins while CPython makes
+        # frame objects for this thread may let the other one run on, and then it crashes.
+        if not gc.isenabled():
+            found.look(sys._current_frames().get(found.thread_id))
         seconds = SECONDS / (HURRY if found.hurry or found.looks < YOUNG else 1)
         del found
         time.sleep(seconds * (0.5 + jitter()))
