@@ -128,7 +128,9 @@ def test_what_is_shared_by_two_gpus(accumulation):
     n = sum(p.numel() for p in Transformer(cfg).parameters())
     ddp, zero2, zero3 = (found["none"][way] for way in ("ddp", "zero2", "zero3"))
     for name in ("weights", "gradients", "optimizer"):
-        assert zero2[name] == zero3[name] == pytest.approx(ddp[name] / 2, rel=0.02)
+        twice = name == "gradients" and accumulation > 1  # summed up beside ddp's buckets
+        assert zero2[name] == zero3[name] == pytest.approx(ddp[name] / (4 if twice else 2),
+                                                           rel=0.02)
     whole = {way: sum(found["none"][way].values()) for way in estimate.WAYS}
     assert whole["zero3"] < whole["zero2"] < whole["ddp"]
     # zero2 gathers each weight once a step; zero3 twice, but what is in no block once
