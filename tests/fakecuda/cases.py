@@ -145,15 +145,21 @@ def test_float8(go, flags):
 def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     """Checks fail, times are of nothing: the file is written all the same."""
     file = tmp_path / "found.json"
-    code = ("import sys; from tests.bench import __main__, gpu; gpu.LIMIT = 75; "
-            "gpu.MOST['checks'] = 15; sys.exit(__main__.main(sys.argv[1:]))")
+    code = """if True:
+        import sys
+        from tests.bench import __main__, gpu
+        steps = gpu.PROGRAMME[1]
+        gpu.PROGRAMME[1] = {name: steps[name] for name in ("checks", "losses", "peaks")}
+        gpu.LIMIT = gpu.MOST["losses"] = gpu.MOST["peaks"] = 10_000  # a busy machine is no fault
+        gpu.MOST["checks"] = 15
+        sys.exit(__main__.main(sys.argv[1:]))"""
     done = subprocess.run([sys.executable, "-c", code, "gpu", "--quick", "--json", str(file)],
-                          cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+                          cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert done.stdout.splitlines()[-3:] == found["in_short"]
     assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
-    assert list(found["parts"])[:2] == ["train.py", "checks"] and len(found["parts"]) == 12
+    assert list(found["parts"]) == ["checks", "losses", "peaks"]
     assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
 
 
