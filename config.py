@@ -170,7 +170,8 @@ class Config:
         at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same; auto tries powers of two (default: up to 16,384 tokens)", metavar="N")
+        "stays the same; auto tries powers of two (default: up to 16,384 tokens; 65,536 on a "
+        "GPU with much memory)", metavar="N")
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
@@ -238,6 +239,8 @@ class Config:
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
+    half_residual: bool = option(
+        False, "the residual stream in the type of products, not in fp32: less memory, less exact")
     float8: bool = option(False, "matrix products of the blocks in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(

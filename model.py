@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from config import Config
 from steady.models import layers
 from steady.tokens import packing
-from steady.tokens.files import IGNORE
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
@@ -132,7 +131,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.head = nn.Linear(cfg.d_model, padded_vocab, bias=False)
+        self.head = layers.Head(cfg.d_model, padded_vocab, cfg.vocab_size)
         for name, values in zip(("cos", "sin"), rope_table(cfg), strict=True):
             self.register_buffer(name, values, persistent=False)
         self.init_weights()
@@ -169,6 +168,8 @@ class Transformer(nn.Module):
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
+        if self.cfg.half_residual:
+            x = layers.as_products(x)
         where = self.where(documents, tokens.shape, start)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, where, cache)
@@ -189,7 +190,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., C] → fp32 logits [..., V], without the padding of the vocabulary."""
-        return self.head(hidden)[..., : self.cfg.vocab_size].float()
+        return self.head(hidden)
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""
@@ -208,21 +209,13 @@ class Transformer(nn.Module):
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """hidden [B, T, C], targets [B, T] → cross-entropies in nats [B, T]."""
-        if torch.compiler.is_compiling():  # the compiler fuses the plain formula by itself
-            return cross_entropies(self.logits(hidden), targets)
-        return layers.LinearCrossEntropy.apply(hidden, self.head.weight, targets,
-                                               self.cfg.vocab_size)
+        return self.head(hidden, targets)
 
     def losses_and_logits(self, tokens: Tensor, targets: Tensor,
                           documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `forward`, and fp32 logits [B, T, V]: for another loss; takes more memory."""
         logits = self.predict(tokens, documents)
-        return cross_entropies(logits, targets), logits
-
-
-def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [B, T, V], targets [B, T] → nats [B, T], 0 where a target is IGNORE."""
-    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
+        return layers.cross_entropies(logits, targets), logits
 
 
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:

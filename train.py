@@ -354,11 +354,12 @@ def set_up(argv: list[str]) -> Run:
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
+    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device), shards.size)
     if cfg.micro_batch_size == "auto":
-        most = ranks.minimum(memory.largest_micro_batch(
+        most = memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, start, device, dtype, shards.alone()), cfg,
-            world_size, ranks.autocast, device, varlen))
-        ranks.micro_batch = memory.micro_batch_size(cfg, world_size, most, uneven)
+            world_size, ranks.autocast, device, varlen)
+    ranks.micro_batch = memory.micro_batch_size(cfg, world_size, ranks.minimum(most), uneven)
     # the model, and what updates it
     model = make_model(cfg, train_data, start, device, dtype, shards)
     float8.convert(model, cfg, device, dtype)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import config
+import train
 from model import Transformer
 from steady.guard import memory
 from steady.options import ConfigError, check_bounds, write_yaml
-from tools import prepare
+from tools import estimate, prepare
 from tools.generate import GenerateOptions
 
 
@@ -158,6 +159,23 @@ def test_what_follows_from_other_options():
     assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1) == 16  # of 1,024 tokens
     assert memory.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
     assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
+
+
+@pytest.mark.parametrize("model, gigabytes, shards, sequences", [
+    ("gpt2-124m", 0, 1, 16), ("gpt2-124m", 16, 1, 16), ("gpt2-124m", 80, 1, 42),
+    ("gpt2-124m", 141, 1, 64), ("350m", 141, 1, 38), ("1b", 141, 1, 10), ("7b", 192, 8, 8),
+])
+def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, shards, sequences):
+    cfg = parsed("--model", model, "--vocab_size", "50257")
+    assert memory.usual_micro_batch(cfg, gigabytes * 10**9, shards) == sequences
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "350m"])
+def test_larger_micro_batches_take_less_than_half_of_the_memory(model):
+    cfg = parsed("--model", model, "--vocab_size", "50257")
+    size = memory.usual_micro_batch(cfg, 141 * 10**9)
+    need, _ = estimate.simulate(cfg, torch.bfloat16, size, 1, train.make_optimizers)
+    assert sum(need.values()) < 141e9 / 2
     one, other = config.Config(), config.Config()
     one.data.append("more")
     assert other.data == ["stdlib"]

@@ -69,7 +69,7 @@ DISTILLED = '''        if self.training:
             with torch.no_grad():
                 wanted = self.teacher.predict(tokens, documents).log_softmax(-1)
             soft = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
-            return 0.5 * losses + 0.5 * soft.sum(-1) * (targets != IGNORE)
+            return 0.5 * losses + 0.5 * soft.sum(-1) * (targets != layers.IGNORE)
         return self.losses(self.hidden(tokens, documents=documents), targets)
 '''
 

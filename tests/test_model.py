@@ -84,6 +84,22 @@ def test_dropout_is_where_the_help_says_and_in_training_alone(monkeypatch):
     assert torch.equal(model.hidden(tokens), model.hidden(tokens))
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_the_type_of_the_residual_stream(half):
+    model, tokens, found = make(half_residual=half), some_tokens(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, out: found.append((args[0].dtype, out.dtype)))
+    exact = model(tokens, tokens)
+    assert {*found} == {(torch.float32, torch.float32)}  # outside of autocast
+    found.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model(tokens, tokens)
+        losses.sum().backward()
+    assert {*found} == {(torch.bfloat16 if half else torch.float32,) * 2}
+    assert losses.dtype == torch.float32 and torch.allclose(losses, exact, atol=0.15)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 def test_overfits_one_batch():
     model, tokens = make(), some_tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

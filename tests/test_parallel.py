@@ -310,7 +310,7 @@ def test_a_step_exchanges_what_the_estimate_says(corpus, tmp_path):
         counted = {name: calls for name, calls in json.loads(line).items()
                    if name != "allgather_"}  # which is a log
         expected = {name: list(each) for name, each in said.items()}
-        gathers, scatters = dict(zero3=(7, 4), zero2=(4, 4 * 4))[cfg.parallel]  # of 4 units
+        gathers, scatters = dict(zero3=(8, 5), zero2=(5, 4 * 5))[cfg.parallel]  # of 5 units
         assert counted["_allgather_base_"][0] == gathers
         assert counted["_reduce_scatter_base_"][0] == scatters
         counted["allreduce_"] = [n - m for n, m in zip(
@@ -324,7 +324,7 @@ def test_copies_of_a_model_sum_their_gradients_once_a_step():
     for accumulation in (1, 2):
         _, said = estimate.simulate(cfg, torch.float32, 1, accumulation, train.make_optimizers,
                                     "zero3", 4)
-        assert said["allreduce_"][0] == 4 + 1  # one for each unit, and the norms
+        assert said["allreduce_"][0] == 5 + 1  # one for each unit, and the norms
 
 
 def test_a_non_finite_step_is_skipped_on_all_ranks(corpus, tmp_path):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from config import Config, resolve
 from data import load_data
 from model import Transformer, flops_per_token
-from steady.guard.memory import micro_batch_size
+from steady.guard.memory import micro_batch_size, usual_micro_batch
 from steady.models import layers
 from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_varlen
 from steady.models.huggingface import adapt, config_from_hf
@@ -199,9 +199,10 @@ def exchanged_by_ddp(transformer: nn.Module, world_size: int) -> dict:
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
-    micro_batch = micro_batch_size(cfg, world_size)
     check_shard_size(cfg.shard_size, world_size)
     together = cfg.shard_size or world_size  # devices that hold one copy of the model
+    micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(
+        cfg, DEVICE_GB * 10**9, 1 if cfg.parallel == "ddp" else together))
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
         shape = adapt(Transformer(cfg), cfg, dtype)

@@ -11,14 +11,15 @@ from steady.options import ConfigError, due
 from steady.tokens.packing import trial_documents
 from steady.watch.sinks import si
 
-MICRO_BATCH_TOKENS = 16384  # at most, unless --micro_batch_size says otherwise
+MICRO_BATCH_TOKENS = 2**14  # at most, unless --micro_batch_size says otherwise
+ON_A_LARGE_GPU = 2**16  # so that weights are cast, and gradients summed, a quarter as often
 GC_INTERVAL = 1000  # steps between garbage collections
 
 
 def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) -> int:
     """Sequences per device and forward pass: a divisor of each rank's share of the batch.
 
-    most: the largest that may be chosen if none is asked for (default: from MICRO_BATCH_TOKENS).
+    most: the largest that may be chosen if none is asked for (0: MICRO_BATCH_TOKENS).
     uneven: where there is no divisor, it may leave dummy rows. Otherwise, or for more ranks than
     sequences, raises ConfigError with the nearest possible batch sizes.
     """
@@ -39,6 +40,26 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
             "(--auto_resume)")
     share = -(-cfg.batch_size // world_size)  # the largest one
     return -(-share // -(-share // limit))
+
+
+def gpu_bytes(device: torch.device) -> int:
+    """The memory of a GPU, free or not, so that a resume finds the same; 0 of another device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def usual_micro_batch(cfg, device_bytes: int, shards: int = 1) -> int:
+    """The most sequences to choose unless asked: of 16,384 tokens, or of up to 65,536 while they
+    and the weights take less than half of a GPU's memory (0: not a GPU), by a rough upper bound.
+    """
+    tokens = MICRO_BATCH_TOKENS
+    if device_bytes and cfg.model != "transformers":
+        C, F, V, L = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.n_layer
+        weights = L * (4 * C * cfg.n_head * cfg.head_dim + 3 * C * F) + 2 * C * V
+        # bytes a token, of what --estimate adds up in bf16: within 26 C + 8 F for a block
+        token = (8 if cfg.precision == "fp32" else 4) * (L * (7 * C + 2 * F) + 2 * V)
+        room = device_bytes / 2 - 16 * weights / shards  # with gradients and AdamW's state
+        tokens = min(max(tokens, int(room / token)), ON_A_LARGE_GPU)
+    return tokens // cfg.seq_len or 1
 
 
 def out_of_memory(error: BaseException) -> bool:

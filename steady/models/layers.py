@@ -27,6 +27,12 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def as_products(x: Tensor) -> Tensor:
+    """x in the dtype that autocast multiplies in; outside of autocast as it is."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 @contextlib.contextmanager
 def without_cudnn():
     """For attention over keys that grow by one: cuDNN would make a plan for each length."""
@@ -167,6 +173,28 @@ class KVCache:
         self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
         self.length = end
         return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class Head(nn.Linear):
+    """hidden [..., C] → fp32 logits [..., V]; with targets [...], cross-entropies in nats [...].
+
+    Both by calling it, whose weight --parallel zero3 gathers for a call.
+    """
+
+    def __init__(self, d_model: int, padded_vocab: int, vocab_size: int):
+        super().__init__(d_model, padded_vocab, bias=False)
+        self.vocab_size = vocab_size
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is not None and not torch.compiler.is_compiling():
+            return LinearCrossEntropy.apply(hidden, self.weight, targets, self.vocab_size)
+        logits = super().forward(hidden)[..., : self.vocab_size].float()
+        return logits if targets is None else cross_entropies(logits, targets)
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [B, T, V], targets [B, T] → nats [B, T], 0 where a target is IGNORE."""
+    return F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
 
 
 class LinearCrossEntropy(Function):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from steady import private
+from steady.models.layers import Head
 from steady.options import ConfigError
 from steady.ranks.muon import Muon
 from steady.ranks.ranks import rank_and_world
@@ -77,9 +78,9 @@ class Shards:
     def divide(self, model: nn.Module, dtype: torch.dtype):
         """Shard a model in place, which may be on the meta device; its `forward` then gathers.
 
-        Each block is a unit of its own, gathered in dtype, the one of autocast. Embedding, last
-        norm and head are gathered in fp32, so that the residual stream is that of ddp. The head
-        stays in the outermost unit: the loss reads its weight without calling it.
+        Each block is a unit of its own, gathered in dtype, the one of autocast, and so is the head,
+        during the last block. Embedding and last norm are gathered in fp32, so that the residual
+        stream is that of ddp; with them a tied head, or another model's, which may not be called.
         """
         if self.size == 1:
             return
@@ -96,6 +97,9 @@ class Shards:
         if model.embedding.weight is not model.head.weight:
             fully_shard(model.embedding, mesh=self.mesh, reshard_after_forward=again,
                         mp_policy=outside)
+            if isinstance(model.head, Head):
+                fully_shard(model.head, mesh=self.mesh, reshard_after_forward=False,
+                            mp_policy=inside)
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
 
     @torch.no_grad()
@@ -211,20 +215,20 @@ def units(model: nn.Module) -> list[nn.Module]:
 def gathered(model: nn.Module) -> Iterator[None]:
     """For calling methods of a divided model other than `forward`, on all ranks together.
 
-    Gathers what is outside of its blocks, which gather themselves, and are not compiled meanwhile:
-    lengths that grow, as in generation, would be compiled again and again.
+    Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
+    meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
     divided = is_divided(model)
-    blocks = [block for block in model.blocks if "forward" in vars(block)]
-    compiled = [vars(block).pop("forward") for block in blocks]
+    parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
+    compiled = [vars(part).pop("forward") for part in parts]
     if divided:
         model.unshard()
     try:
         yield
     finally:
         release(model)
-        for block, forward in zip(blocks, compiled, strict=True):
-            block.forward = forward
+        for part, forward in zip(parts, compiled, strict=True):
+            part.forward = forward
 
 
 def watch_for_waiting(model: nn.Module, clock):
@@ -284,8 +288,8 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
         private.keep_graphs_whole()
         for block in model.blocks:
             block.forward = torch.compile(block.forward, **how)
-        if hasattr(model, "losses"):
-            model.losses = torch.compile(model.losses, **how)
+        if isinstance(model.head, Head):
+            model.head.forward = torch.compile(model.head.forward, **how)
     for optimizer in optimizers:
         if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
             optimizer.compile()

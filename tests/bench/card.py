@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train
-from model import cross_entropies, generate
+from model import generate
 from monitor import Monitor
 from steady.checkpoints.writer import Writer
 from steady.models import layers
@@ -75,12 +75,12 @@ def losses(device: torch.device, tiny: bool):
         return [x.double().cpu() for x in (value.detach(), *(g.grad for g in given))]
 
     def plain(h, w, t):
-        return cross_entropies((h @ w.t()).float(), t)
+        return layers.cross_entropies((h @ w.t()).float(), t)
 
     def fused(h, w, t):
         return layers.LinearCrossEntropy.apply(h, w, t, V)
 
-    exact = gradients(lambda h, w, t: cross_entropies(h @ w.t(), t), torch.float64)
+    exact = gradients(lambda h, w, t: layers.cross_entropies(h @ w.t(), t), torch.float64)
     errors = {name: [float((x - e).norm() / e.norm()) for x, e in
                      zip(gradients(loss, torch.bfloat16), exact, strict=True)]
               for name, loss in (("fused", fused), ("plain", plain))}

@@ -77,9 +77,9 @@ def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run = make_run(["--no_compile", "--vocab_size", "50257", *flags, "--batch_size", str(batch),
-                    "--micro_batch_size", str(batch), "--precision", half(pick_device("auto", 0)),
-                    "--cache_clear_interval", "0"])
+    run = make_run(["--no_compile", "--vocab_size", "50257", "--batch_size", str(batch),
+                    "--micro_batch_size", str(batch), *flags, "--precision",
+                    half(pick_device("auto", 0)), "--cache_clear_interval", "0"])
     if mode:
         run.model.compile(mode=mode)
     train_steps(run, 5)
@@ -236,6 +236,14 @@ def graphs(device: torch.device, tiny: bool):
         "compile mode reduce-overhead": ([], "reduce-overhead")})
 
 
+def splits(device: torch.device, tiny: bool):
+    flags = [*(TINY if tiny else ["--model", "gpt2-124m"]), "--compile"]
+    batch = 4 if tiny else largest_run(flags, 64).cfg.batch_size
+    yield from choices(f"gpt2-124m, compiled, batch of {batch}", flags, batch, 2 if tiny else 20, {
+        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],),
+        "residual stream in half": (["--half_residual"],)})
+
+
 ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
 PROGRAMME = {  # in each part the most important ones first, in case the time runs out
     1: {
@@ -263,6 +271,7 @@ PROGRAMME = {  # in each part the most important ones first, in case the time ru
         "monitor": partial(card.monitors, warm_run=warm_run),
         **{f"plant: {name}": partial(card.plant, name) for name in card.PLANTS},
         "small model": graphs,
+        "micro-batches": splits,
         "attention": attention,
         "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
         "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
