@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,10 +21,9 @@ from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard import faults
 from steady.ranks import hangs, ranks, watchdog
-from steady.ranks.ranks import names
+from steady.ranks.ranks import rank_list
 from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
 from steady.ranks.watchdog import PATIENT, Watchdog
-from steady.watch import sinks as telemetry
 from steady.watch.report import report
 
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log_interval", "20",
@@ -42,10 +42,6 @@ def watch(seconds=10, step=50) -> Watchdog:
     return watchdog
 
 
-def stack_of(*modules: str) -> list:
-    return [(module, f"/x/{module}.py", 1, "f") for module in modules]
-
-
 def begin(watchdog: Watchdog, phase: str):
     clock = watchdog.clock
     clock.current, clock.since = phase, clock.since + 1
@@ -58,21 +54,40 @@ def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:
         watchdog.measure(1.0)
 
 
-def test_a_phase_may_take_so_long():
-    assert seconds_until_judged(watch(10)) == 11
-
-
-@pytest.mark.parametrize("phase", ["evaluation", "checkpoint", "logging"])
-def test_what_comes_between_steps_may_take_longer(phase):
-    watchdog = watch(10)
+@pytest.mark.parametrize("step, phase, modules, times", [
+    (50, "forward", [], 1), (2, "forward", [], 1),
+    (1, "forward", [], PATIENT), (0, "forward", [], PATIENT),
+    (50, "evaluation", [], PATIENT), (50, "checkpoint", [], PATIENT), (50, "logging", [], PATIENT),
+    # a rollback that verifies checkpoints, and a checkpoint that is waited for
+    (50, "other", ["steady.checkpoints.sealed", "steady.checkpoints.checkpoint"], PATIENT),
+    (50, "other", ["threading", "steady.checkpoints.writer"], PATIENT),
+    # debuggers in which it is stopped, and one that it was merely started under
+    (50, "forward", ["threading", "bdb"], None),
+    (50, "forward", ["threading", "debugpy._vendored.x"], None),
+    (50, "forward", ["threading", "_pydevd_bundle.pydevd"], None),
+    (50, "forward", [*["mine"] * 20, "debugpy.server"], 1),
+])
+def test_a_phase_may_take_so_long(step, phase, modules, times):
+    watchdog = watch(10, step)
     begin(watchdog, phase)
     watchdog.measure(0.0)
+    watchdog.stack = lambda: [(module, f"/x/{module}.py", 1, "f") for module in modules]
+    assert seconds_until_judged(watchdog) == (times and 10 * times + 1)
+
+
+def test_start_up_may_take_longer():
+    watchdog = watch(10)
+    watchdog.progress = watchdog.clock = None
+    watchdog.where, watchdog.age = (0, "start-up", 0.0), 0.0
     assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
 
 
-@pytest.mark.parametrize("step, times", [(0, PATIENT), (1, PATIENT), (2, 1)])
-def test_the_first_two_steps_may_take_longer(step, times):
-    assert seconds_until_judged(watch(10, step)) == 10 * times + 1
+def test_progress_counts():
+    watchdog = watch(10)
+    for _ in range(100):
+        begin(watchdog, "forward")
+        watchdog.measure(5.0)
+        assert not watchdog.judge()
 
 
 def test_an_evaluation_alone_is_followed(run, monkeypatch):
@@ -101,25 +116,6 @@ def test_a_rank_that_was_started_again_is_named(capsys):
     watchdog.beside = SimpleNamespace(check=lambda keys: keys == [ranks.RESTARTED], get=answers.get)
     watchdog.listen()
     assert "rank 3" in watchdog.verdict and "rank 3" in capsys.readouterr().err
-
-
-def test_a_rollback_that_verifies_checkpoints_may_take_longer():
-    watchdog = watch(10)
-    watchdog.stack = lambda: stack_of("steady.checkpoints.sealed", "steady.checkpoints.checkpoint")
-    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
-
-
-def test_start_up_may_take_longer():
-    watchdog = watch(10)
-    watchdog.progress = watchdog.clock = None
-    watchdog.where, watchdog.age = (0, "start-up", 0.0), 0.0
-    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
-
-
-def test_a_checkpoint_that_is_waited_for_may_take_longer():
-    watchdog = watch(10)
-    watchdog.stack = lambda: stack_of("threading", "steady.checkpoints.writer")
-    assert seconds_until_judged(watchdog) == 10 * PATIENT + 1
 
 
 def test_a_recompilation_may_take_as_long_as_a_start():
@@ -156,24 +152,6 @@ def test_a_phase_that_took_long_recently_may_do_so_again():
     assert seconds_until_judged(watchdog) == 11
 
 
-def test_progress_counts_and_a_debugger_does_not():
-    watchdog = watch(10)
-    for _ in range(100):
-        begin(watchdog, "forward")
-        watchdog.measure(5.0)
-        assert not watchdog.judge()
-    for debugger in ("bdb", "debugpy._vendored.x", "_pydevd_bundle.pydevd"):
-        watchdog.stack = lambda module=debugger: stack_of("threading", module)
-        assert seconds_until_judged(watchdog) is None
-    # started under one, which stands far out on the stack, but not stopped in it
-    watchdog.stack = lambda: stack_of(*["mine"] * 20, "debugpy.server")
-    assert seconds_until_judged(watchdog) == 11
-    # a clone, or an environment, in a folder of that name
-    watchdog = watch(10)
-    watchdog.stack = lambda: [("model", "/x/debugpy/pydevd/model.py", 5, "forward")]
-    assert seconds_until_judged(watchdog) == 11
-
-
 def test_a_process_that_was_stopped_blames_nobody(monkeypatch):
     """Ctrl-Z for an hour: the clock has jumped when the next look comes."""
     watchdog, clock, left = watch(10), [0.0], []
@@ -202,24 +180,49 @@ def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, k
     waits = phase == "waiting" if waits is None else waits
     kind = kind or "all_reduce of [4160]" * waits
     return dict(step=step, phase=phase, age=age, limit=60, host=host, pid=1, ended=False,
-                waits=waits, at="", disk=False, workers=[],
-                groups={"0": [entered, entered, kind]}) | other
+                waits=waits, at="", groups={"0": [entered, entered, kind]}) | other
 
 
-def first(hang) -> tuple:
-    """(code, the ranks to blame, what those in the first row are doing)."""
-    return hang.code, hang.blamed, hang.rows[0].doing
+WAITS = "waits in all_reduce of [4160]"
+OTHER = {"0": [7, 7, "broadcast of [2]"]}
 
 
-def test_a_rank_is_stuck_in_data():
-    notes = {0: note(), 1: note(), 2: note(), 3: note("data", "b", entered=6, at="data.py:41 in f")}
-    hang = hangs.find(notes, {})
-    assert first(hang) == ("stuck", [3], "data.py:41 in f")
-    assert hang.rows[1] == hangs.Row([0, 1, 2], "a", "waiting of step 812", 90.0,
-                                     "waits in all_reduce of [4160]")
-    notes[3] |= dict(disk=True, workers=["loader process 5 is stopped"])
-    assert first(hangs.find(notes, {}))[2] == (
-        "data.py:41 in f; waits for a disk; loader process 5 is stopped")
+@pytest.mark.parametrize("notes, silent, code, blamed, doing", [
+    ([note(), note(), note("data", "b", entered=6, at="data.py:41 in f")], {},
+     "stuck", [2], "data.py:41 in f"),
+    # on a GPU a rank may still fill its queue while its collective waits: the one behind is stuck
+    ([note("backward"), note("forward", entered=6), note()], {}, "stuck", [1], ""),
+    ([note("data")] * 4, {}, "stuck", [0, 1, 2, 3], ""),  # on the same disk
+    # a rank is silent on a host that answers
+    ([note(gone={"1": "stopped"}), note("forward")], {1: 90.0},
+     "stopped", [1], "stopped, last heard then"),
+    ([note(gone={"1": "dead"}), note("forward")], {1: 90.0}, "dead", [1], "dead, last heard then"),
+    ([note(gone={"1": "dead"}, killed=True), note("forward")], {1: 90.0},
+     "killed", [1], "killed, last heard then"),
+    ([note(), note("forward")], {1: 90.0}, "no answer", [1], "no answer, last heard then"),
+    # a host is silent; the gravest of several comes first
+    ([note(), note(host="b"), note(host="b")], {1: 90.0, 2: 90.0},
+     "unreachable", [1, 2], "unreachable, last heard then"),
+    ([note(), note(gone={"0": "dead"}), note(host="b")], {0: 90.0, 2: 90.0},
+     "dead", [0], "dead, last heard then"),
+    # a collective was skipped
+    ([note(), note(groups=OTHER, at="mine.py:3 in f"), note()], {},
+     "mismatch", [1], "waits in broadcast of [2] at mine.py:3 in f"),
+    # one of two: it is in the next collective, of another group, which the other has not begun
+    ([note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]}),
+      note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"], "2": [1, 0, ""]})], {},
+     "mismatch", [1], "waits in all_reduce of [2]"),
+    ([note(), note(host="b")], {}, "network", [], WAITS),
+    # a collective may be done on one rank while the other lacks the last packet
+    ([note(), note(host="b", groups={"0": [8, 8, "broadcast of [2]"]})], {}, "network", [], WAITS),
+    # one is merely further: it lacks none that the other has begun
+    ([note(groups={"0": [7, 0, ""], "1": [5, 5, "all_reduce of [2]"]}),
+      note(groups={"0": [7, 7, "broadcast of [2]"], "1": [4, 4, "all_reduce of [2]"]})], {},
+     "network", [], "waits in all_reduce of [2]"),
+])
+def test_who_is_to_blame(notes, silent, code, blamed, doing):
+    hang = hangs.find(dict(enumerate(notes)), silent)
+    assert (hang.code, hang.blamed, hang.rows[0].doing) == (code, blamed, doing)
 
 
 def test_what_is_printed_of_a_hang():
@@ -233,85 +236,6 @@ def test_what_is_printed_of_a_hang():
     for code in hangs.HEADLINES:
         told = hangs.Hang(code, [1], hang.rows).headline()
         assert told and "{" not in told
-
-
-def test_of_ranks_that_compute_the_one_that_is_behind_is_stuck():
-    """On a GPU a rank may still fill its queue while its collective waits."""
-    notes = {0: note("backward", waits=False), 1: note("forward", entered=6), 2: note()}
-    notes[1]["waits"] = False
-    assert first(hangs.find(notes, {}))[:2] == ("stuck", [1])
-
-
-def test_all_ranks_wait_for_the_same_disk():
-    notes = {rank: note("data", waits=False) for rank in range(4)}
-    hang = hangs.find(notes, {})
-    assert (hang.code, hang.blamed, len(hang.rows)) == ("stuck", [0, 1, 2, 3], 1)
-
-
-@pytest.mark.parametrize("gone, killed, code", [
-    ({"1": "stopped"}, False, "stopped"), ({"1": "dead"}, False, "dead"),
-    ({"1": "dead"}, True, "killed"), ({}, False, "no answer"),
-])
-def test_a_rank_is_silent_on_a_host_that_answers(gone, killed, code):
-    notes = {0: note(gone=gone, killed=killed), 1: note("forward", age=0.1)}
-    hang = hangs.find(notes, {1: 90.0})
-    assert (hang.code, hang.blamed) == (code, [1])
-    assert hang.rows[0].doing.startswith(code) and hang.rows[0].seconds == 90.0
-    assert hang.rows[1].doing == "waits in all_reduce of [4160]"
-
-
-def test_a_host_is_out_of_reach():
-    notes = {0: note(), 1: note(), 2: note("forward", "b", age=0), 3: note("forward", "b", age=0)}
-    hang = hangs.find(notes, {2: 90.0, 3: 90.0})
-    assert (hang.code, hang.blamed) == ("unreachable", [2, 3])
-    assert (hang.rows[0].host, hang.rows[0].where) == ("b", "forward of step 812")
-    notes[1] |= dict(gone={"0": "dead"})  # the gravest of several comes first
-    hang = hangs.find(notes, {0: 90.0, 2: 90.0, 3: 90.0})
-    assert (hang.code, hang.blamed, [row.ranks for row in hang.rows]) == (
-        "dead", [0], [[0], [2, 3], [1]])
-
-
-def test_a_collective_was_skipped():
-    notes = {rank: note() for rank in range(3)}
-    notes[1] |= dict(groups={"0": [7, 7, "broadcast of [2]"]}, at="mine.py:3 in f")
-    assert first(hangs.find(notes, {})) == (
-        "mismatch", [1], "waits in broadcast of [2] at mine.py:3 in f")
-    # one of two: it is in the next exchange, of another group, which the other has not begun
-    one = note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]})
-    two = note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"]})
-    two["groups"]["2"] = [1, 0, ""]  # it has come further
-    assert hangs.find({0: one, 1: two}, {}).blamed == [1]
-    assert hangs.find({0: two, 1: one}, {}).blamed == [0]
-    # one is merely further: it lacks none that the other has begun
-    further = note(groups={"0": [7, 0, ""], "1": [5, 5, "all_reduce of [2]"]})
-    behind = note(groups={"0": [7, 7, "broadcast of [2]"], "1": [4, 4, "all_reduce of [2]"]})
-    assert not hangs.disagree({0: further, 1: behind})
-    assert not hangs.disagree({0: behind, 1: further})
-
-
-def test_after_a_collective_was_skipped_nothing_is_saved(monkeypatch):
-    saved = []
-    monkeypatch.setattr(faults, "save_checkpoint", lambda *args, **kwargs: saved.append(1))
-    notes = {rank: note() for rank in range(2)}
-    watchdog = SimpleNamespace(last_signs=lambda: "", verdict="", mixed=hangs.disagree(notes))
-    writer = SimpleNamespace(parts=None, wait=lambda: None)
-    run = SimpleNamespace(ranks=SimpleNamespace(watchdog=watchdog, rank=1),
-                          dir=SimpleNamespace(writer=writer), progress=Progress(step=5),
-                          guard=SimpleNamespace(clean=True, device_is_there=lambda: True))
-    faults.rescue(run)
-    assert saved == [1]
-    notes[1]["groups"] = {"0": [7, 7, "broadcast of [2]"]}
-    watchdog.mixed = hangs.disagree(notes)
-    faults.rescue(run)
-    assert saved == [1]
-
-
-def test_the_network_between_hosts():
-    notes = {0: note(), 1: note(host="b")}
-    assert first(hangs.find(notes, {})) == ("network", [], "waits in all_reduce of [4160]")
-    # an exchange may be done on one rank while the other lacks the last packet
-    notes[1]["groups"] = {"0": [8, 8, "broadcast of [2]"]}
-    assert hangs.find(notes, {}).code == "network"
 
 
 # --- what a rank concludes from them ---------------------------------------------------------
@@ -348,20 +272,11 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
     (9, {8: dict(pid=2**22 + 1)}, (0, 1, 8), ("dead", [8])),
     (8, {}, range(8), ("unreachable", [*range(8)])),
     (0, {3: dict(phase="data", waits=False)}, (), ("stuck", [3])),
-    (1, {}, (0,), ("no answer", [0])),
-    (8, {}, range(16), ("store", [])),  # its own notes do not come back
+    (9, {}, range(16), ("store", [])),  # its own notes do not come back
 ])
 def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
     hang = watch_several(rank, notes, silent, monkeypatch=monkeypatch).judge()
     assert (hang and (hang.code, hang.blamed)) == expected
-
-
-def test_the_store_is_lost(monkeypatch):
-    hang = hangs.lost_store(1, note(gone={"0": "stopped"}), 100.0)
-    assert (hang.code, hang.blamed, hang.rows[1].seconds) == ("stopped", [0], 100.0)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    hang = watch_several(9, {}, range(16), monkeypatch=monkeypatch).judge()
-    assert (hang.code, hang.blamed, hang.rows[0].ranks) == ("torchrun", [], [9])
 
 
 def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):
@@ -440,14 +355,13 @@ def test_the_last_signs_of_a_rank(monkeypatch):
     assert watchdog.last_signs().endswith("killed a process on this machine for lack of memory")
 
 
-def test_names_of_ranks():
-    assert names([3]) == "rank 3"
-    assert names([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"
+def test_rank_lists():
+    assert rank_list([3]) == "rank 3"
+    assert rank_list([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"
 
 
 def test_states_of_processes():
     assert hangs.state_of(os.getpid()) in ("R", "S")
-    assert hangs.state_of("self", threading.get_native_id()) == "R"
     child = os.fork()
     if not child:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -531,31 +445,12 @@ def test_a_process_alone_is_warned_once_and_goes_on(corpus, tmp_path):
     assert (tmp_path / "run/stacks/rank_0.txt").exists()
 
 
-def test_the_last_upload_may_take_longer(corpus, tmp_path):
-    def hook():
-        plain = telemetry.Sinks.close
-
-        def close(self):
-            time.sleep(1.6)  # as wandb.finish may
-            plain(self)
-
-        telemetry.Sinks.close = close
-
-    process = Process(tmp_path, [*TINY, "--data", corpus, "--hang_seconds", "1",
-                                 "--no_tensorboard"], hook)
-    assert process.code() == 0, process.text()
-
-
 def stuck(kind: str):
     if kind == "sleep":
         time.sleep(1000)
     if kind == "loop":
         while True:
             pass
-    if kind == "lock":
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
     if kind == "file":
         os.mkfifo("fifo")
         open("fifo").read()
@@ -618,8 +513,9 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--parallel", "zero3"]])
-@pytest.mark.parametrize("kind", ["sleep", "loop", "lock", "file", "stopped", "no answer"])
+@pytest.mark.parametrize("kind, flags", [
+    ("loop", []), ("file", ["--parallel", "zero3"]), ("stopped", ["--parallel", "zero3"]),
+    ("no answer", [])])
 def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
     printed = run_stuck(corpus, tmp_path, kind, 4, flags)
     hang, code = hang_of(tmp_path), kind if kind in ("stopped", "no answer") else "stuck"
@@ -627,12 +523,13 @@ def test_whatever_a_rank_hangs_in(corpus, tmp_path, kind, flags):
 
 
 @pytest.mark.slow
-def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp_path):
+def test_a_loader_process_that_is_stopped_does_not_stay(corpus, tmp_path):
     def hook():
         plain = data.Mixture.batch
 
         def batch(self, start, stop):
             if start >= 50 * 8:
+                Path("loader").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
             return plain(self, start, stop)
 
@@ -642,13 +539,13 @@ def test_a_loader_process_that_is_stopped_is_named_and_does_not_stay(corpus, tmp
     process = Process(tmp_path, [*TINY, "--data", corpus, *FLAGS, "--num_workers", "1",
                                  "--hang_seconds", "3"], hook)
     assert process.code() == 1
-    found = re.search(r"data of step \d+ .*loader process (\d+) is stopped", process.text())
-    assert found, process.text()
+    assert "stuck in data" in process.text()
+    loader = int((tmp_path / "loader").read_text())
     for _ in range(1000):
-        if hangs.STATES.get(hangs.state_of(found[1])) == "dead":
+        if hangs.STATES.get(hangs.state_of(loader)) == "dead":
             return
         time.sleep(0.01)
-    os.kill(int(found[1]), signal.SIGKILL)
+    os.kill(loader, signal.SIGKILL)
     raise AssertionError("it is still there")
 
 
@@ -673,24 +570,23 @@ def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_collective_that_one_rank_skips(corpus, tmp_path, ranks):
+def test_a_collective_that_one_rank_skips(corpus, tmp_path):
     def hook(rank):
         plain, calls = torch.distributed.all_gather, []
 
         def all_gather(*args, **kwargs):
             calls.append(1)
-            if len(calls) < 6 or rank != ranks - 1:
+            if len(calls) < 6 or rank != 2:
                 plain(*args, **kwargs)
 
         torch.distributed.all_gather = all_gather
 
-    group = processes(tmp_path, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
-                                        "--batch_size", "12"], hook)
-    assert [process.code() for process in group] == [1] * ranks
+    group = processes(tmp_path, 3, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
+                                    "--batch_size", "12"], hook)
+    assert [process.code() for process in group] == [1] * 3
     printed = "".join(process.text() for process in group)
     hang = hang_of(tmp_path)
-    assert (hang["hang_code"], hang["hang_ranks"]) == ("mismatch", [ranks - 1]), printed
+    assert (hang["hang_code"], hang["hang_ranks"]) == ("mismatch", [2]), printed
     assert "saved the last completed step" not in printed  # sums may be of different steps
 
 
@@ -745,7 +641,7 @@ def test_which_rank_differs_in_what(size, bad, words, agreed):
 
 
 @pytest.mark.parametrize("drifts, kept", [
-    (1, ["step_00000004.pt", "step_00000006.pt"]),
+    pytest.param(1, ["step_00000004.pt", "step_00000006.pt"], marks=pytest.mark.slow),
     (0, ["step_00000004.pt", "step_00000006.pt.set-aside"]),  # it writes the checkpoints
 ])
 def test_a_replica_that_drifts_ends_the_run(corpus, tmp_path, drifts, kept):
@@ -766,9 +662,5 @@ def test_a_replica_that_drifts_ends_the_run(corpus, tmp_path, drifts, kept):
     assert f"failed: step 8: rank {drifts} holds other weights than {others}, in blocks.1" in text
     assert "agreed at step 4" in text and "Traceback" not in text
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step*")) == kept
-
-
-def test_replicas_that_agree(run, tmp_path):
-    run("--out_dir", "a", "--check_replicas_interval", "1", ranks=2)
 
 

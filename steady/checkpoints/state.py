@@ -42,7 +42,7 @@ def make_writer(run, backup) -> Writer | None:
     """
     parts, ranks = None, run.ranks
     attempt = ranks.broadcast(os.urandom(4).hex())
-    if ranks.shards.size > 1 and ranks.shards.first:
+    if ranks.shards.size > 1 and ranks.shards.in_first_copy:
         parts = PartWriter(ranks.rank, ranks.shards.size, shared_notes("checkpoints"), attempt)
     if ranks.rank and not parts:
         return None

@@ -69,6 +69,7 @@ class NormOnCPU(Function):
         return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
         grad, normal, wide = grad.float(), x.float() * scale, weight.float()

@@ -6,13 +6,11 @@ where there is no progress, what `details` finds.
 
 import contextlib
 import json
-import multiprocessing.process
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from steady import private
-from steady.ranks.ranks import names
+from steady.ranks.ranks import rank_list
 from steady.watch import proc
 from steady.watch.sinks import OUTSIDE_PHASES, duration
 
@@ -24,20 +22,14 @@ CHECKPOINTS = ("steady.checkpoints.writer", "steady.checkpoints.state",
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
 LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<")
 NEAR = 12  # innermost frames of a stack that say what it is doing; a debugger adds several
-STATES = {"T": "stopped", "t": "stopped", "D": "waiting for a disk", "Z": "dead", "": "dead"}
+STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "": "dead"}
 
 # --- what a rank can tell of itself ----------------------------------------------------------
 
 
-def details(phase: str, stack: list, thread: int) -> dict:
-    """Of a rank without progress. stack: as of Watchdog.stack; thread: its id in the kernel."""
-    return dict(
-        waits=waits(phase, stack),
-        at=own_line(stack),
-        disk=state_of("self", thread) == "D",
-        workers=odd_workers(),
-        groups=collectives(),
-    )
+def details(phase: str, stack: list) -> dict:
+    """Of a rank without progress. stack: as of Watchdog.stack."""
+    return dict(waits=waits(phase, stack), at=own_line(stack), groups=collectives())
 
 
 def waits(phase: str, stack: list) -> bool:
@@ -65,30 +57,19 @@ def own_line(stack: list) -> str:
     return ""
 
 
-def state_of(pid: int | str, thread: int | str = "") -> str:
-    """The kernel's letter for what a process or one of its threads does; "" if it is gone.
+def state_of(pid: int | str) -> str:
+    """The kernel's letter for what a process does; "" if it is gone.
 
     R runs, S sleeps, D waits for a disk or another device, T is stopped, Z is dead.
     """
-    fields = proc.stat_fields(pid, thread) or ["" if Path("/proc/self").exists() else "S"]
+    fields = proc.stat_fields(pid) or ["" if Path("/proc/self").exists() else "S"]
     return fields[0]
-
-
-def odd_workers() -> list[str]:
-    """Loader processes that cannot work, as "loader process 123 is stopped".
-
-    From a private list, {} where it has changed: active_children() would wait for dead ones, which
-    the loader itself does.
-    """
-    children = list(getattr(multiprocessing.process, "_children", ()))
-    states = {child.pid: STATES.get(state_of(child.pid)) for child in children}
-    return [f"loader process {pid} is {state}" for pid, state in states.items() if state]
 
 
 def gone(notes: dict[int, dict]) -> dict[str, str]:
     """rank → "stopped" or "dead"; notes: of ranks on this host."""
     states = {str(rank): STATES.get(state_of(note["pid"])) for rank, note in notes.items()}
-    return {rank: state for rank, state in states.items() if state in ("stopped", "dead")}
+    return {rank: state for rank, state in states.items() if state}
 
 
 def collectives() -> dict[str, list]:
@@ -129,8 +110,8 @@ HEADLINES = {  # code → what is said of the ranks that are to blame, the grave
     "stuck": "{who} {be} stuck in {where}",
     "mismatch": "{who} {have} skipped a collective or called an extra one",
     "network": "all ranks wait for one another: check the network between the hosts",
-    "store": "no answer from rank 0, which has the store: stopped, stuck, or out of reach",
-    "torchrun": "no answer from torchrun's store: the network, or the host that it is on, is gone",
+    "store": "no answer from the store through which ranks meet: torchrun (or rank 0, without it) "
+             "is gone, or its host, or the network",
 }
 
 
@@ -155,12 +136,12 @@ class Hang:
 
     def headline(self) -> str:
         hosts = sorted({row.host for row in self.rows if set(row.ranks) & set(self.blamed)})
-        who = f"{names(self.blamed)} (host {', '.join(hosts)})" if self.blamed else ""
+        who = f"{rank_list(self.blamed)} (host {', '.join(hosts)})" if self.blamed else ""
         be, have = ("is", "has") if len(self.blamed) == 1 else ("are", "have")
         return HEADLINES[self.code].format(who=who, be=be, have=have, where=self.rows[0].where)
 
     def table(self) -> str:
-        cells = [(names(row.ranks), row.host, row.where, duration(row.seconds), row.doing)
+        cells = [(rank_list(row.ranks), row.host, row.where, duration(row.seconds), row.doing)
                  for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join("  " + "  ".join(map(str.ljust, each, widths)).rstrip() for each in cells)
@@ -168,7 +149,7 @@ class Hang:
 
 def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
     """Which ranks are to blame; silent: rank → seconds since its last note."""
-    states = {rank: state_of_silent(rank, notes, silent) for rank in silent}
+    states = states_of_silent(notes, silent)
     busy = [rank for rank in sorted(notes) if not notes[rank].get("waits")]
     if silent:
         code = min(states.values(), key=list(HEADLINES).index)
@@ -184,13 +165,8 @@ def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
 
 
 def lost_store(rank: int, note: dict, seconds: float) -> Hang:
-    """A rank has been cut off from the others: their store, in torchrun or rank 0, is silent."""
-    code = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "store"
-    state = note.get("gone", {}).get("0")  # known on its host alone
-    row = Row([rank], note["host"], place(note), seconds, doing(note))
-    if code == "store" and state:
-        return Hang(state, [0], [Row([0], note["host"], "the store", seconds, ""), row])
-    return Hang(code, [], [row])
+    """A rank has been cut off from the others."""
+    return Hang("store", [], [Row([rank], note["host"], place(note), seconds, doing(note))])
 
 
 def table_rows(notes: dict[int, dict], blamed: list[int], states: dict[int, str],
@@ -206,24 +182,25 @@ def table_rows(notes: dict[int, dict], blamed: list[int], states: dict[int, str]
 
 def doing(note: dict) -> str:
     """What a rank that answers is doing, as far as its note says."""
+    at = note.get("at", "")
     if note.get("waits"):
         waited = " and ".join(kind for _, _, kind in note["groups"].values() if kind)
-        return f"waits in {waited or 'a collective'}" + f" at {note['at']}" * bool(note["at"])
-    disk = "waits for a disk" if note.get("disk") else ""
-    return "; ".join(filter(None, [note.get("at"), disk, *note.get("workers", [])]))
+        return f"waits in {waited or 'a collective'}" + f" at {at}" * bool(at)
+    return at
 
 
-def state_of_silent(rank: int, notes: dict[int, dict], silent: dict[int, float]) -> str:
-    """A code of a rank that sends no notes: those on its host know whether it is stopped or dead,
-    or else stuck with Python's lock; where its host is silent, it is out of reach."""
+def states_of_silent(notes: dict[int, dict], silent: dict[int, float]) -> dict[int, str]:
+    """The codes of ranks that send no notes: those on their host know whether they are stopped or
+    dead, or else stuck with Python's lock; where a host is silent, they are out of reach."""
     known = {}
     for note in notes.values():
         known |= note.get("gone", {})
-    state = known.get(str(rank))
-    if state == "dead" and any(note.get("killed") for note in notes.values()):
-        return "killed"
+    if any(note.get("killed") for note in notes.values()):
+        known = {rank: "killed" if state == "dead" else state for rank, state in known.items()}
     heard_hosts = {note["host"] for each, note in notes.items() if each not in silent}
-    return state or ("no answer" if notes[rank]["host"] in heard_hosts else "unreachable")
+    return {rank: known.get(str(rank)) or
+            ("no answer" if notes[rank]["host"] in heard_hosts else "unreachable")
+            for rank in silent}
 
 
 def odd_ones(notes: dict[int, dict]) -> list[int]:

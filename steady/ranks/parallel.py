@@ -1,6 +1,6 @@
 """Which part of the model each of several ranks holds.
 
-With --parallel ddp every rank holds all of it. zero2 and zero3 (arXiv:1910.02054) divide it by
+With --parallel ddp every rank holds all of it. zero2 and zero3 (arXiv:1910.02054) shard it with
 PyTorch's `fully_shard`: of every weight, its gradient and its optimizer state, each rank holds some
 rows. Whole weights exist for a block at a time, gathered from all ranks: with zero3 for each
 forward and each backward pass, with zero2 once a step.
@@ -28,15 +28,15 @@ from steady.ranks.ranks import rank_and_world
 class Shards:
     """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
 
-    size 1: it holds all of them. replicas: how many ranks hold the same rows; first: whether this
-    is the first of those.
+    size 1: it holds all of them. replicas: how many ranks hold the same rows, which are as many
+    copies of the model; in_first_copy: whether this rank is of the first.
     """
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
                  device_type: str = "cpu"):
         """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
         self.way, self.mesh, self.group = way, None, None
-        self.rank, self.size, self.replicas, self.first = 0, 1, 1, True
+        self.rank, self.size, self.replicas, self.in_first_copy = 0, 1, 1, True
         # ranks with the same weights that are quick to reach: of ddp on a single host
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
@@ -44,15 +44,15 @@ class Shards:
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size = shard_size or world_size
-        shape, names = ((world_size,), ("shards",))
-        if size < world_size:
-            shape, names = ((world_size // size, size), ("replicas", "shards"))
+        shape, names = (world_size // size, size), ("replicas", "shards")
+        if size == world_size:
+            shape, names = (size,), ("shards",)
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         private.copy_timeout(self.mesh.get_all_groups(), device_type)
         self.group = self.mesh.get_group("shards")
         self.rank, self.size = self.mesh.get_local_rank("shards"), size
         self.replicas = world_size // size
-        self.first = dist.get_rank() < size
+        self.in_first_copy = dist.get_rank() < size
 
     def alone(self) -> "Shards":
         """The same shards in a group whose collectives do nothing, to try what fits into memory.
@@ -196,7 +196,7 @@ def works_by_rows(optimizer: torch.optim.Optimizer) -> bool:
                for one, other in zip(*updates, strict=True))
 
 
-def is_divided(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether it is a unit of fully_shard: by a method of those, without importing their class."""
     return hasattr(module, "unshard")
 
@@ -208,7 +208,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules of a sharded model whose parameters are gathered together."""
-    return [module for module in model.modules() if is_divided(module)]
+    return [module for module in model.modules() if is_sharded(module)]
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
-    divided = is_divided(model)
+    divided = is_sharded(model)
     parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
     compiled = [vars(part).pop("forward") for part in parts]
     if divided:
@@ -343,7 +343,7 @@ class WholeDraws(TorchFunctionMode):
 def distribute(model: nn.Module, device: torch.device, world_size: int,
                deterministic: bool) -> nn.Module:
     """Wrap the finished model for training on several ranks, unless it is divided among them."""
-    if world_size == 1 or is_divided(model):
+    if world_size == 1 or is_sharded(model):
         return model
     ddp = nn.parallel.DistributedDataParallel
     # The buffers are constants: do not send them every step. torch 2.13 renamed the option.

@@ -157,7 +157,7 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
     if not missing:  # of those that left a sign, one has died: the first, or one without an answer
         missing = [each for each in range(1, world_size) if rank == 0 and not store.check(
             [f"{mine} {store.get(signs[each]).decode()}"])] or [0]
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {names(missing)} of "
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
                        f"{world_size} to start")
 
 
@@ -260,7 +260,7 @@ def check_shard_size(shard_size: int, world_size: int):
                           "processes")
 
 
-def names(ranks: list[int]) -> str:
+def rank_list(ranks: list[int]) -> str:
     """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
     runs = []
     for rank in ranks:
@@ -285,12 +285,9 @@ def scalar(value):
 
 def on_device(values: list, device: torch.device) -> Tensor:
     """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    if device.type == "cpu":  # nothing waits for it
-        return torch.tensor([float(value) for value in values], dtype=torch.float32)
     numbers = [value for value in values if not isinstance(value, Tensor)]
     numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.to(device, torch.float32).reshape(())
+    return torch.stack([value.detach().to(device, torch.float32).reshape(())
                         if isinstance(value, Tensor) else next(numbers) for value in values])
 
 
@@ -324,5 +321,5 @@ def differing(of_ranks: list[list[str]]) -> str:
     for metric in sorted(set().union(*of_ranks)):
         ranks = [rank for rank, have in enumerate(of_ranks) if metric in have]
         if len(ranks) < len(of_ranks):
-            found.append(f"{metric} is logged by {names(ranks)} alone")
+            found.append(f"{metric} is logged by {rank_list(ranks)} alone")
     return "; ".join(found)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steady.options import Failed, due
-from steady.ranks.ranks import all_gather, names
+from steady.ranks.ranks import all_gather, rank_list
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -81,8 +81,9 @@ def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[
     layers = [name for name, each in zip(parameters, differs, strict=True) if each]
     where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
     if count == others[0][1]:
-        return (f"{names([*ranks])} hold different weights, in {where}; which of them is wrong "
+        return (f"{rank_list([*ranks])} hold different weights, in {where}; which of them is wrong "
                 "cannot be told"), True
     hold = "holds" if len(odd) == 1 else "hold"
     rest = [rank for rank in ranks if rank not in odd]
-    return f"{names(odd)} {hold} other weights than {names(rest)}, in {where}", ranks[0] in odd
+    text = f"{rank_list(odd)} {hold} other weights than {rank_list(rest)}, in {where}"
+    return text, ranks[0] in odd

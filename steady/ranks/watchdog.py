@@ -64,7 +64,7 @@ class Watchdog:
         # a thousand ranks send four thousand notes a second to those of 128 hosts that read all
         self.period = max(min(1.0, seconds / 10), self.world_size / 256)
         self.quiet = 8 * self.period  # seconds without a note after which a rank counts as silent
-        self.thread, self.native_id = threading.get_ident(), threading.get_native_id()
+        self.thread = threading.get_ident()
         self.where, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began)
         self.longest = {}  # phase → seconds it took recently
         self.awake = 0.0  # seconds, without those in which this process was stopped
@@ -156,7 +156,7 @@ class Watchdog:
         note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
                     host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
         if self.age > min(LAST_WORDS, self.seconds / 5):  # the rest takes milliseconds
-            note |= hangs.details(phase, self.stack(), self.native_id)
+            note |= hangs.details(phase, self.stack())
             note["gone"] = hangs.gone(self.neighbours())
             note["killed"] = hangs.out_of_memory_kills() > self.kills
         return note

@@ -48,29 +48,19 @@ def tensorboard_folder(cfg, out_dir: Path) -> Path:
     try:
         if not own.is_dir():
             own.unlink(missing_ok=True)  # a link to what is gone
-            own.symlink_to(new_folder(place, out_dir.resolve().name))
+            own.symlink_to(new_folder(place.absolute(), out_dir.resolve().name))
+        if own.resolve().parent == place.resolve():  # not a link of the user's own
+            print(f"TensorBoard files are in {own.resolve()}, where {cloud} shows them", flush=True)
     except (OSError, ValueError) as e:  # ValueError: a null character
         print(f"warning: no TensorBoard files in {place}, where {cloud} shows them: {e}",
               file=sys.stderr, flush=True)
-        return own
-    if is_our_link(own):
-        print(f"TensorBoard files are in {own.resolve()}, where {cloud} shows them", flush=True)
     return own
 
 
 def new_folder(place: Path, name: str) -> Path:
     """Another run of this name may have one already: then name-2, name-3, …"""
-    for n in itertools.count(1):
-        folder = place.absolute() / (name if n == 1 else f"{name}-{n}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if not place.is_dir():
-                raise
-
-
-def is_our_link(path: Path) -> bool:
-    """Whether a link was made by tensorboard_folder."""
-    found = path.is_symlink() and tensorboard_place()
-    return bool(found) and path.resolve().parent == found[1].resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    folder = next(place / each for each in names if not (place / each).exists())
+    folder.mkdir()
+    return folder

@@ -26,10 +26,9 @@ def names(folder: str) -> list[str]:
         return []
 
 
-def stat_fields(pid: int | str, thread: int | str = "") -> list[str]:
-    """What proc(5) says of a process or one of its threads, from its state on; [] if it is gone."""
-    place = f"{pid}/task/{thread}" if thread else pid
-    return read(f"proc/{place}/stat").rpartition(")")[2].split()  # its name may hold spaces
+def stat_fields(pid: int | str) -> list[str]:
+    """What proc(5) says of a process, from its state on; [] if it is gone."""
+    return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
 
 
 # --- a process -------------------------------------------------------------------------------

@@ -1,18 +1,17 @@
-"""Faults at random moments of runs with several ranks: what is said, how soon, and how it ends.
+"""Faults at random moments of runs with several ranks: what is reported, how soon, how it ends.
 
-    python -m tests.bench faults                            20 of each fault on one host: an hour
+    python -m tests.bench faults                            20 of each fault: several hours
     python -m tests.bench faults --times 5 --only sleep     five of those whose name has "sleep"
     python -m tests.bench faults --times 5 --only host:     several hosts, as root
     python -m tests.bench faults --only quiet --minutes 20  runs without a fault
 
-Ranks are started, and restarted, by torchrun's own agent. On one host they are forks of it, which
-have torch imported already. Each fault happens once in a run. --rows FILE keeps a row for each run;
-with --times 0, the table is made of those.
+Ranks are started, and restarted, by torchrun. Each fault happens once in a run. --rows FILE keeps a
+row for each run; with --times 0, the table is made of those.
 """
 
 import contextlib
-import ctypes
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -24,31 +23,31 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import data
 import train
 from monitor import Monitor
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.checkpoints.writer import Writer
-from steady.guard.process import exit_code
+from steady.guard.process import stop_with_torchrun
+from steady.ranks import hangs
 from steady.tokens.files import write_tokens
-from tests import hosts
+from tests import conftest, hosts
 from tests.bench.common import Figure
-from tests.conftest import TINY, after_updates, column, free_port
+from tests.conftest import TINY, after_updates, column
 
-HANG, STEPS, LOG, SAVE, EVAL = 3, 120, 10, 20, 30
+STEPS, LOG, SAVE, EVAL = 120, 10, 20, 30
 FLAGS = [*TINY, "--batch_size", 12, "--max_steps", STEPS, "--log_interval", LOG, "--save_interval",
          SAVE, "--eval_interval", EVAL, "--no_tensorboard", "--auto_resume", "--out_dir", "run"]
-CGROUP = Path(f"/sys/fs/cgroup/memory/faults{os.getpid()}")
-PLACES = ["data", "forward", "backward", "optimizer", "logging", "evaluation", "checkpoint"]
-BETWEEN = {"logging": LOG, "evaluation": EVAL, "checkpoint": SAVE}  # steps
+# Without a fault: as many steps as possible.
+QUIET = [*TINY, "--n_layer", 1, "--d_model", 16, "--d_ff", 16, "--seq_len", 16, "--batch_size", 4,
+         "--max_steps", 10**7, "--log_interval", 100, "--eval_interval", 5000, "--save_interval",
+         2000, "--no_tensorboard", "--auto_resume", "--out_dir", "run", "--hang_seconds", 5]
 
 # --- in the ranks ----------------------------------------------------------------------------
 
@@ -70,145 +69,84 @@ class Stamped:
         return getattr(self.stream, name)
 
 
-def worker(folder: str, plan: dict, flags: list):
+def worker(plan: dict, flags: list[str]):
     """A rank: train.py with a fault planted."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT
-                      else signal.SIG_DFL)  # not those of the agent, of which this is a fork
-    ctypes.CDLL(None).prctl(1, 0)  # and no signal at its death, which torchrun does not send
     rank = int(os.environ["RANK"])
-    os.chdir(folder)
-    torch.set_num_threads(1)
+    stop_with_torchrun()
     output = open(f"log.{rank}", "a", buffering=1)
-    sys.stdout, sys.stderr = Stamped(output), Stamped(output)
+    sys.stdout = sys.stderr = Stamped(output)
     os.dup2(output.fileno(), 2)
     Path(f"pid.{rank}").write_text(str(os.getpid()))
-    note_steps(rank)
-    if plan.get("rank") == rank and plan.get("work"):
-        plant(plan)
-    code = exit_code(train.main, [*map(str, flags)])
-    sys.stdout.flush()
-    if code or plan.get("leave"):
-        os._exit(code)
-
-
-def note_steps(rank: int):
-    """Note when rank 0 has made which step, in a file."""
-    plain, attempt = Monitor.step, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    out = os.open("steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def step(self, number, *args, **kwargs):
-        plain(self, number, *args, **kwargs)
-        os.write(out, f"{time.time():.3f} {attempt} {number}\n".encode())
-
     if rank == 0:
-        Monitor.step = step
+        steps = open("steps", "a", buffering=1)
+        after_updates(lambda run: steps.write(f"{time.time():.3f} {run.progress.step}\n"))
+    if rank == plan.get("rank") and plan["kind"] in WORKS:
+        plant(plan)
+    conftest.main(flags)
 
 
-def once() -> bool:
-    """Whether it has not happened yet; notes the time."""
-    try:
-        with open("injected", "x") as file:
-            file.write(f"{time.time():.3f}")
-        return True
-    except FileExistsError:
-        return False
+PLACES = {  # in which a rank can get stuck → what is called there
+    "data": (data.Mixture, "batch"), "forward": (train.Transformer, "forward"),
+    "backward": (torch.Tensor, "backward"), "optimizer": (torch.optim.AdamW, "step"),
+    "logging": (Monitor, "write_row"), "evaluation": (train.Transformer, "forward"),
+    "checkpoint": (Writer, "save"),
+}
+BETWEEN = {"logging": LOG, "evaluation": EVAL, "checkpoint": SAVE}  # steps
+SKIPS = {  # collectives that one rank leaves out, or adds
+    "a log's": (dist, "all_gather"), "one more": (dist, "all_reduce"),
+    "of gradients": (train.parallel.Shards, "micro_batch"),
+}
 
 
 def plant(plan: dict):
-    """Have plan["work"] happen in that place of that step."""
-    runs, place, step = [], plan["place"], plan["step"]
-    work = WORKS[plan["work"]]
+    """Have plan["kind"] happen once, in that place of that step."""
+    place, runs = plan.get("place"), []
+    owner, name = {**PLACES, **SKIPS, None: (train.Run, "advance")}[place]
+    plain, work = getattr(owner, name), WORKS[plan["kind"]]
+    updates = plan["step"] - (place in PLACES and place not in BETWEEN)  # made until then
 
-    def phase() -> str:
-        return runs[0].monitor.clock.current if runs and runs[0].monitor else ""
+    def is_time() -> bool:
+        if not runs or runs[0].progress.step < updates:
+            return False
+        if place in PLACES and runs[0].monitor.clock.current != place:
+            return False
+        with contextlib.suppress(FileExistsError), open("injected", "x") as file:
+            file.write(f"{time.time():.3f}")
+            return True
+        return False
 
-    def now(*phases) -> bool:
-        number = step if place in BETWEEN or place == "after" else step - 1  # updates made
-        return bool(runs) and runs[0].step == number and phase() in phases and once()
+    def call(*args, **kwargs):
+        return work(plain, *args, **kwargs) if is_time() else plain(*args, **kwargs)
 
-    def noted(run, batches, plain=train.train):
-        runs[:] = [run]
-        plain(run, batches)
-
-    def before(owner, name, *phases):
-        plain = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            if now(*phases):
-                work()
-            return plain(*args, **kwargs)
-
-        setattr(owner, name, call)
-
-    def forward(self, *args, plain=train.Transformer.forward, **kwargs):
-        losses = plain(self, *args, **kwargs)
-        if losses.requires_grad:
-            losses.register_hook(lambda g: work() if now("backward", "waiting") else None)
-        return losses
-
-    def all_gather(*args, plain=dist.all_gather, **kwargs):
-        if not (runs and runs[0].step >= step and once()):
-            plain(*args, **kwargs)
-
-    def all_reduce(*args, plain=dist.all_reduce, **kwargs):
-        if runs and runs[0].step >= step and once():
-            plain(torch.zeros(3))
-        return plain(*args, **kwargs)
-
-    def backward_alone(self, model, last, plain=train.parallel.Shards.micro_batch):
-        skip = runs and runs[0].step >= step and hasattr(model, "no_sync") and once()
-        return plain(self, model, last and not skip)
-
-    def after_update(run):
-        if run.progress.step == step and once():
-            runs[:] = [run]
-            flip(run, plan["dice"])
-
-    train.train = noted
-    if place == "data":
-        before(data.Mixture, "batch", "data")
-    elif place in ("forward", "evaluation"):
-        before(train.Transformer, "forward", place)
-    elif place == "backward":
-        train.Transformer.forward = forward
-    elif place == "optimizer":
-        before(torch.optim.AdamW, "step", "optimizer")
-    elif place == "logging":
-        before(Monitor, "write_row", "logging")
-    elif place == "checkpoint":
-        before(Writer, "save", "checkpoint")
-    elif place == "log's exchange":
-        dist.all_gather = all_gather
-    elif place == "gradients' exchange":
-        train.parallel.Shards.micro_batch = backward_alone
-    elif place == "one exchange more":
-        dist.all_reduce = all_reduce
-    elif place == "after":
-        after_updates(after_update)
+    setattr(owner, name, call)
+    after_updates(lambda run: runs.append(run))
 
 
-def block_in_file():
+def sleep(*args, **kwargs):
+    time.sleep(10000)
+
+
+def loop(*args, **kwargs):
+    while True:
+        pass
+
+
+def wait_for_file(*args, **kwargs):
     os.mkfifo("fifo")
     open("fifo").read()
 
 
-def block_in_lock():
+def wait_for_lock(*args, **kwargs):
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def loop():
-    while True:
-        pass
+def keep_pythons_lock(*args, **kwargs):
+    re.match("(a+)+$", "a" * 70 + "b")  # the regular expression engine keeps it
 
 
-def keep_lock():
-    re.match("(a+)+$", "a" * 70 + "b")  # the regular expression engine keeps Python's lock
-
-
-def take_memory():
+def take_memory(*args, **kwargs):
     """More than the cgroup has that it moves itself to."""
     cgroup = Path(f"/sys/fs/cgroup/memory/faults{os.getpid()}")
     cgroup.mkdir()
@@ -220,362 +158,176 @@ def take_memory():
         taken += b"x" * 10**7
 
 
-def flip(run, dice: float):
-    """One bit of one weight."""
-    names = list(run.ranks.shards.parameters)
-    name = names[int(dice * len(names))]
-    bits = run.ranks.shards.parameters[name].data.view(torch.int32).view(-1)
-    generator = random.Random(dice)
+def skip(plain, *args, **kwargs):
+    if plain.__name__ == "all_reduce":
+        plain(torch.zeros(3))
+        return plain(*args, **kwargs)
+    if plain.__name__ == "micro_batch":
+        shards, model, _ = args
+        return plain(shards, model, False)
+
+
+def flip_bit(plain, run, size):
+    plain(run, size)
+    generator = random.Random(run.progress.step)
+    name, weight = generator.choice(list(run.ranks.shards.parameters.items()))
+    bits = weight.data.view(torch.int32).view(-1)
     bits[generator.randrange(len(bits))] ^= 1 << generator.randrange(31)
     Path("flipped").write_text(name)
 
 
-WORKS = {"sleep": partial(time.sleep, 10000), "loop": loop, "file": block_in_file,
-         "lock": block_in_lock, "python's lock": keep_lock, "memory": take_memory,
-         "die": lambda: os._exit(3), "skip": None, "bit": None}
+WORKS = {"sleep": sleep, "loop": loop, "file": wait_for_file, "lock": wait_for_lock,
+         "python's lock": keep_pythons_lock, "memory": take_memory, "skip": skip, "bit": flip_bit}
 
-# --- one host --------------------------------------------------------------------------------
+# --- plans -----------------------------------------------------------------------------------
 
-
-def agent(folder: Path, ranks: int, plan: dict, flags: list, restarts: int):
-    """What torchrun does, but that its processes are forks of this one."""
-    os.setsid()
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error")
-    log = os.open(folder / "agent", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    config = LaunchConfig(
-        1, 1, ranks, run_id="faults", rdzv_backend="c10d", max_restarts=restarts,
-        rdzv_endpoint=f"127.0.0.1:{free_port()}", monitor_interval=0.1, start_method="fork",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")), local_addr="127.0.0.1")
-    elastic_launch(config, worker)(str(folder), plan, flags)
+KINDS = [*WORKS, "SIGSTOP", "SIGKILL", "worker killed", "worker stopped", "torchrun killed"]
+HOST_KINDS = ["host: power cut", "host: killed", "host: link cut for good",
+              "host: link cut for 3 s", "host: 30 % loss for 20 s",
+              "host: power cut where they meet"]
+BAD = re.compile("failed:|is dead|is stopped|lack of memory|by SIGTERM")
 
 
-def launch(folder: Path, ranks: int, plan: dict, flags: list, restarts: int = 3) -> int:
-    """The process id of an agent."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            agent(folder, ranks, plan, flags, restarts)
-            code = 0
-        except BaseException as e:
-            print(repr(e), file=sys.stderr)
-        finally:
-            os._exit(code)
-    return pid
+def make_plan(kind: str, seed: int) -> dict:
+    """What happens, in a run of so many ranks on so many hosts."""
+    rng = random.Random(f"{kind} {seed}")
+    way, step = rng.choice(["ddp", "zero3"]), rng.randrange(5, STEPS - 15)
+    if kind in HOST_KINDS:
+        count, each = rng.choice([(2, 1), (2, 2), (3, 1)])
+        victim = 0 if kind.endswith("meet") else rng.randrange(1, count)
+        return dict(kind=kind, seed=seed, way=way, ranks=count * each, hosts=count, victim=victim,
+                    step=step, hang_seconds=10 if kind.endswith(" s") else 5)
+    if kind == "bit":
+        way = "ddp"
+    ranks = rng.choice([3, 4] if kind == "bit" else [2, 3, 4])
+    plan = dict(kind=kind, seed=seed, way=way, ranks=ranks, rank=rng.randrange(ranks), step=step,
+                hang_seconds=3)
+    if kind == "skip":
+        plan["place"] = rng.choice([*SKIPS][: 3 if way == "ddp" else 2])
+    elif kind in WORKS and kind != "bit":
+        plan["place"] = rng.choice([*PLACES])
+        every = BETWEEN.get(plan["place"], 1)
+        plan["step"] = rng.randrange(max(5, every) // every * every, STEPS - 5, every)
+        if plan["place"] == "checkpoint" and way == "ddp":
+            plan["rank"] = 0  # the others save nothing
+    return plan
 
 
-def ended(pid: int, seconds: float) -> int | None:
-    """The exit code of a child; None if it runs for longer, and then it is killed."""
-    limit = time.time() + seconds
-    while time.time() < limit:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def expected_line(plan: dict) -> str | None:
+    """What a line must report, as a regular expression; None if nothing need be."""
+    kind, place = plan["kind"], plan.get("place")
+    if kind in HOST_KINDS:
+        return None if kind.endswith(" s") else "another rank is gone|out of reach|network"
+    rank = rf"rank {plan['rank']} \(host .*"
+    return {
+        "python's lock": rank + "holding the GIL",
+        # gloo ends a process where sizes do not fit
+        "skip": rf"{rank}or called an extra one|rank {plan['rank']} is dead",
+        "SIGSTOP": rank + "is stopped",
+        "SIGKILL": rf"rank {plan['rank']} (\(host .*\) )?is dead",
+        "memory": "lack of memory",
+        "worker killed": r"worker.* (killed|exited|dead)",
+        "worker stopped": rank + "in data",
+        "torchrun killed": "stopped at step .* by SIGTERM",
+        "bit": rf"rank {plan['rank']} holds other weights than .* in ",
+    }.get(kind, rf"{rank}is stuck in {place} (of|after) step {plan['step']}\b")
 
 
-def lines(folder: Path) -> list[tuple[float, int, str]]:
-    """(time, rank, text) of all lines that ranks printed."""
+# --- a run -----------------------------------------------------------------------------------
+
+
+def script(plan: dict, flags: list) -> list[str]:
+    return [*map(str, (Path(__file__).resolve(), json.dumps(plan), *flags))]
+
+
+def launch(folder: Path, plan: dict, flags: list) -> subprocess.Popen:
+    """torchrun on this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max_restarts=3",
+               f"--nproc_per_node={plan['ranks']}", "--monitor_interval=0.1", "--"]
+    with open(folder / "torchrun", "a") as log:
+        return subprocess.Popen([*command, *script(plan, flags)], cwd=folder, stdout=log,
+                                stderr=log, env=conftest.environment(), start_new_session=True)
+
+
+def code_of(launched: subprocess.Popen) -> int | None:
+    """The exit code of torchrun; None if it does not end, and then it is killed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return launched.wait(240)
+    os.killpg(launched.pid, signal.SIGKILL)
+    launched.wait()
+
+
+def lines(folder: Path) -> list[tuple[float, str]]:
+    """(time, text) of all lines that ranks printed."""
     found = []
     for path in folder.glob("log.*"):
         for line in path.read_text(errors="replace").splitlines():
             stamp, _, text = line.partition(" ")
             if re.fullmatch(r"\d+\.\d{3}", stamp):
-                found.append((float(stamp), int(path.suffix[1:]), text))
+                found.append((float(stamp), text))
     return sorted(found)
 
 
-def steps_of(folder: Path) -> list[tuple[float, int, int]]:
-    """(time, attempt, step) of all steps that rank 0 made."""
+def steps_of(folder: Path) -> list[tuple[float, int]]:
+    """(time, step) of all steps that rank 0 made."""
     path = folder / "steps"
-    if not path.exists():
-        return []
-    rows = (line.split() for line in path.read_text().splitlines())
-    return [(float(t), int(a), int(s)) for t, a, s in rows]
+    pairs = (line.split() for line in path.read_text().splitlines()) if path.exists() else ()
+    return [(float(at), int(step)) for at, step in pairs]
 
 
 def wait_until(condition, seconds: float):
     limit = time.time() + seconds
-    while not (found := condition()):
+    while not condition():
         if time.time() > limit:
             raise TimeoutError(condition)
         time.sleep(0.005)
-    return found
 
 
-def final_state(folder: Path) -> dict:
-    state = list_checkpoints(folder / "run/checkpoints")[-1].state()
-    return {name: state[name] for name in ("step", "model", "optimizers", "position")}
-
-
-def ends_equal(expected: Path, folder: Path, bits: bool = True) -> bool:
-    """The same final weights and optimizers, bit by bit; else all validation losses to 1e-5."""
-    if bits:
-        return not compare(final_state(expected), final_state(folder))[1]
-    one, other = column(expected / "run", "val/loss"), column(folder / "run", "val/loss")
-    return one.keys() == other.keys() and all(
-        abs(one[step] - loss) <= 1e-5 * loss for step, loss in other.items())
-
-
-def largest_difference(expected: Path, folder: Path) -> float:
-    """Of the final weights."""
-    one, other = (final_state(each)["model"] for each in (expected, folder))
-    return max((one[name] - other[name]).abs().max().item() for name in one)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += map(int, path.read_text().split())
-    return found
-
-
-def say(kind: str, plan: dict) -> str:
-    """What the line must say, as a regular expression."""
-    rank, place = plan["rank"], plan.get("place")
-    where = rf".*{place} (of|after) step {plan['step']}\b" if place in PLACES else ""
-    return {
-        "python's lock": rf"rank {rank} \(host .*holding the GIL",
-        # gloo ends a process where sizes do not fit
-        "skip": rf"rank {rank} \(host .*or called an extra one|rank {rank} is dead",
-        "SIGSTOP": rf"rank {rank} \(host .*is stopped",
-        "SIGKILL": rf"rank {rank} (\(host .*\) )?is dead",
-        "memory": "lack of memory",
-        "worker killed": r"worker.* (killed|exited|dead)",
-        "worker stopped": rf"rank {rank} \(host .*in data.*loader process \d+ is stopped",
-        "torchrun killed": "stopped at step .* by SIGTERM",
-        "bit": rf"rank {rank} holds other weights than .* in ",
-    }.get(kind, rf"rank {rank} \(host .*has been in{where}")
-
-
-KINDS = ["sleep", "loop", "file", "lock", "python's lock", "skip", "SIGSTOP", "SIGKILL",
-         "worker killed", "worker stopped", "torchrun killed", "memory", "bit"]
-BAD = re.compile("failed:|is dead|is stopped|lack of memory|by SIGTERM")
-
-
-def make_plan(kind: str, rng: random.Random) -> tuple[dict, int, str]:
-    """(what happens, ranks, --parallel)."""
-    ranks, way = rng.choice([2, 3, 4]), rng.choice(["ddp", "zero3"])
-    plan = dict(kind=kind, rank=rng.randrange(ranks), step=rng.randrange(5, STEPS - 5))
-    if kind in ("sleep", "loop", "file", "lock", "python's lock", "memory"):
-        plan |= dict(work=kind, place=rng.choice(PLACES))
-        every = BETWEEN.get(plan["place"])
-        if every:
-            plan["step"] = rng.randrange(every, STEPS - 5, every)
-        if plan["place"] == "checkpoint" and way == "ddp":
-            plan["rank"] = 0  # the others save nothing
-    if kind == "skip":
-        places = ["log's exchange", "one exchange more", "gradients' exchange"]
-        plan |= dict(work=kind, place=rng.choice(places[: 3 if way == "ddp" else 2]))
-    if kind == "bit":
-        ranks, way = rng.choice([3, 4]), "ddp"
-        plan |= dict(work=kind, place="after", rank=rng.randrange(ranks), dice=rng.random())
-    return plan, ranks, way
-
-
-def strike(plan: dict, folder: Path, pid: int):
-    """What happens to a process from outside, at a random moment of a step or so."""
-    wait_until(lambda: steps_of(folder)[-1:] and steps_of(folder)[-1][2] >= plan["step"], 120)
-    time.sleep(random.Random(plan["step"]).uniform(0, 0.03))
-    rank = int((folder / f"pid.{plan['rank']}").read_text())
-    number = signal.SIGSTOP if plan["kind"] in ("SIGSTOP", "worker stopped") else signal.SIGKILL
-    target = pid if plan["kind"] == "torchrun killed" else rank
-    if plan["kind"].startswith("worker"):
-        target = children(rank)[0]
+def strike_at(folder: Path, plan: dict) -> float:
+    """Wait for a random moment of the step, or soon after it; the time, which is also kept."""
+    wait_until(lambda: any(step >= plan["step"] for _, step in steps_of(folder)), 200)
+    time.sleep(random.Random(plan["seed"]).uniform(0, 0.03))
     (folder / "injected").write_text(f"{time.time():.3f}")
-    os.kill(target, number)
+    return time.time()
 
 
-def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
-    """A run with a fault; what came of it, as a row."""
-    plan, ranks, way = make_plan(kind, random.Random(f"{kind} {seed}"))
-    flags = [*FLAGS, "--data", references / "corpus", "--parallel", way, "--hang_seconds", HANG]
-    flags += ["--num_workers", 1] * kind.startswith("worker")
-    flags += ["--check_replicas_interval", 10] * (kind == "bit")
-    began = time.time()
-    pid, relaunched = launch(folder, ranks, plan, flags), False
-    if not plan.get("work"):
-        strike(plan, folder, pid)
-    code = ended(pid, 240)
-    if kind == "torchrun killed":
-        pids = [int((folder / f"pid.{rank}").read_text()) for rank in range(ranks)]
-        with contextlib.suppress(TimeoutError):
-            wait_until(lambda: not any(Path(f"/proc/{p}/stat").exists() and
-                                       Path(f"/proc/{p}/stat").read_text().split()[2] != "Z"
-                                       for p in pids), 60)
-        gone = time.time()
-        relaunched, before = True, len(steps_of(folder))
-        code = ended(launch(folder, ranks, {}, flags), 240)
-    row = dict(**plan, seed=seed, ranks=ranks, way=way, code=code,
-               seconds=round(time.time() - began, 1), hang_seconds=HANG)
-    if not (folder / "injected").exists():
-        return row | dict(right=False, said="it was never planted", equal=False)
-    injected = float((folder / "injected").read_text())
-    said = [(t, text) for t, _, text in lines(folder) if t > injected and BAD.search(text)]
-    first = said[0][0] if said else None
-    soon = [text for t, text in said if t < first + 15] if said else []
-    expected = say(kind, plan)
-    if kind == "bit" and (folder / "flipped").exists():
-        expected += re.escape((folder / "flipped").read_text())
-    right = next((text for text in soon if re.search(expected, text)), None)
-    if right and (last := re.search(r", last in (\w+) ", right)):  # of its last note: may be older
-        row["last_place_right"] = last[1] == plan.get("place")
-    row |= dict(right=bool(right), said=right or (soon or ["nothing"])[0][:400],
-                notice=round(first - injected, 2) if said else None)
-    made = steps_of(folder)
-    if relaunched:
-        after, row["end"] = made[before:], round(gone - injected, 2)
-        until = made[:before]
-    else:
-        attempt = max((a for t, a, _ in made if t <= (first or injected)), default=0)
-        after = [each for each in made if each[1] > attempt]
-        until = [each for each in made if each[1] <= attempt]
-    if after and until:
-        row |= dict(lost=max(s for _, _, s in until) - after[0][2] + 1,
-                    back=round(after[0][0] - (first or injected), 2))
-    with contextlib.suppress(Exception):
-        expected = references / f"{way}{ranks}"
-        row |= dict(equal=ends_equal(expected, folder), close=ends_equal(expected, folder, False),
-                    largest=largest_difference(expected, folder))
-    if kind == "memory":
-        with contextlib.suppress(OSError):
-            Path((folder / "cgroup").read_text()).rmdir()
-    return row
+def on_one_host(folder: Path, plan: dict, flags: list) -> tuple[int | None, float | None]:
+    """(exit code, when torchrun had to be started anew)."""
+    kind, launched = plan["kind"], launch(folder, plan, flags)
+    if kind not in WORKS:
+        strike_at(folder, plan)
+        target = int((folder / f"pid.{plan['rank']}").read_text())
+        if kind.startswith("worker"):
+            children = Path(f"/proc/{target}/task").glob("*/children")
+            target = int(" ".join(path.read_text() for path in children).split()[0])
+        if kind == "torchrun killed":
+            target = launched.pid
+        os.kill(target, signal.SIGSTOP if kind in ("SIGSTOP", "worker stopped") else signal.SIGKILL)
+    code = code_of(launched)
+    if kind != "torchrun killed":
+        return code, None
+    pids = [path.read_text() for path in folder.glob("pid.*")]
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: all(hangs.state_of(pid) in ("", "Z") for pid in pids), 60)
+    gone = time.time()
+    return code_of(launch(folder, plan, flags)), gone
 
 
-def make_references(folder: Path, names: list[tuple[str, int]]):
-    """Undisturbed runs, and the data."""
-    text = ["".join(f"{a} + {b} = {a + b}\n" for b in range(60)).encode() for a in range(60)]
-    (folder / "corpus").mkdir()
-    write_tokens(folder / "corpus/train.bin", text[:54])
-    write_tokens(folder / "corpus/val.bin", text[54:])
-    for way, ranks in names:
-        place = folder / f"{way}{ranks}"
-        place.mkdir()
-        flags = [*FLAGS, "--data", folder / "corpus", "--parallel", way]
-        assert ended(launch(place, ranks, {}, flags), 200) == 0, (place / "agent").read_text()
-
-
-def at_once(jobs: list, most: int, done):
-    """Calls of functions that return a row, each in a process of its own."""
-    running = {}
-
-    def collect():
-        pid, status = os.wait()
-        if pid in running:
-            path, job = running.pop(pid)
-            done(json.loads(path.read_text()) if path.exists() else
-                 dict(kind=job[1], seed=job[2], right=False, said=f"the bench: exit {status}"))
-
-    with tempfile.TemporaryDirectory(prefix="faults") as rows:
-        for number, job in enumerate(jobs):
-            while len(running) >= most:
-                collect()
-            path = Path(rows, str(number))
-            pid = os.fork()
-            if not pid:
-                code = 1
-                try:
-                    row = job[0](*job[1:])
-                    path.write_text(json.dumps(row))
-                    code = 0
-                except BaseException as e:
-                    path.write_text(json.dumps(dict(kind=job[1], seed=job[2], right=False,
-                                                    said=f"the bench: {e!r}")))
-                finally:
-                    os._exit(code)
-            running[pid] = path, job
-        while running:
-            collect()
-
-
-# --- several hosts ---------------------------------------------------------------------------
-
-HOST_KINDS = ["host: power cut", "host: killed", "host: link cut for good",
-              "host: link cut for 3 s", "host: 30 % loss for 20 s", "host: 10 Mbit/s",
-              "host: power cut where they meet"]
-HOST_SAYS = {
-    "host: killed": "another rank is gone|out of reach|network",
-    "host: power cut": "out of reach|network",
-    "host: power cut where they meet": "out of reach|network",
-    "host: link cut for good": "out of reach|network",
-    "host: 10 Mbit/s": "collectives between the ranks take longer.*network",
-}
-LARGER = ["--d_model", 64, "--d_ff", 128, "--max_steps", 330, "--save_interval", 100,
-          "--eval_interval", 0]
-
-
-def make_host_plan(kind: str, rng: random.Random) -> tuple[dict, int, str]:
-    count, each = rng.choice([(2, 1), (2, 2), (3, 1)])
-    way = rng.choice(["ddp", "zero3"])
-    if kind == "host: 10 Mbit/s":
-        count, each, way = 2, 1, "ddp"
-    victim = 0 if kind.endswith("meet") else rng.randrange(1, count)
-    plan = dict(kind=kind, hosts=count, victim=victim,
-                step=200 if kind == "host: 10 Mbit/s" else rng.randrange(5, STEPS - 15))
-    return plan, count * each, way
-
-
-def end_all(made: list, launched: list, victim=None) -> tuple[float, bool]:
-    """Give torchrun 30 s to end by itself; when it had, or not. Then start the hosts anew."""
-    limit = time.time() + 30
-    for process in launched:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.1, limit - time.time()))
-    gone, codes = time.time(), [process.poll() for process in launched]
-    for host in made:
-        if host is not victim:
-            host.kill()
-        host.boot()
-    return gone, None not in codes
-
-
-def run_hosts(kind: str, seed: int, references: Path, folder: Path) -> dict:
-    """A run on several hosts with a fault; what came of it, as a row."""
-    plan, ranks, way = make_host_plan(kind, random.Random(f"{kind} {seed}"))
-    count, each, gone = plan["hosts"], ranks // plan["hosts"], None
-    hang = 10 if kind.endswith(" s") else 5
-    flags = [*FLAGS, "--data", references / "corpus", "--parallel", way, "--hang_seconds", hang]
-    flags += LARGER if kind == "host: 10 Mbit/s" else []
-    script = [Path(__file__).resolve(), folder, "{}", *flags]
-    began = time.time()
+def on_hosts(folder: Path, plan: dict, flags: list) -> tuple[int, float | None]:
+    """(exit code, when all hosts had to be started anew)."""
+    kind, count, gone = plan["kind"], plan["hosts"], None
     with hosts.hosts(count) as made, contextlib.ExitStack() as stack:
         victim = made[plan["victim"]]
 
         def start(host):
             log = stack.enter_context(open(folder / f"{host.name}.txt", "a"))
-            command = hosts.torchrun(made[0], host, each, script, nnodes=count, max_restarts=5,
-                                     conf=dict(join_timeout=30))
+            command = hosts.torchrun(made[0], host, plan["ranks"] // count, script(plan, flags),
+                                     nnodes=count, max_restarts=5, conf=dict(join_timeout=30))
             return host.popen(command, cwd=folder, stdout=log, stderr=log)
 
-        def has_said(seconds):
-            with contextlib.suppress(TimeoutError):
-                wait_until(lambda: any(t > injected and BAD.search(text)
-                                       for t, _, text in lines(folder)), seconds)
-
         launched = [start(host) for host in made]
-        wait_until(lambda: steps_of(folder)[-1:] and steps_of(folder)[-1][2] >= plan["step"], 200)
-        (folder / "injected").write_text(f"{time.time():.3f}")
-        injected = time.time()
-        if "power cut" in kind or "killed" in kind:
-            victim.kill() if "killed" in kind else victim.cut_power()
-            has_said(60)
-            if kind.endswith("meet"):
-                gone, by_itself = end_all(made, launched, victim)
-            else:
-                victim.boot()
-            launched = [start(host) if host is victim or gone else p
-                        for host, p in zip(made, launched, strict=True)]
-        elif "for good" in kind:
-            victim.link(up=False)
-            has_said(60)
-            gone, by_itself = end_all(made, launched)
-            launched = [start(host) for host in made]
-        elif "3 s" in kind:
+        injected = strike_at(folder, plan)
+        if "3 s" in kind:
             victim.link(up=False)
             time.sleep(3)
             victim.link(up=True)
@@ -584,60 +336,96 @@ def run_hosts(kind: str, seed: int, references: Path, folder: Path) -> dict:
             time.sleep(20)
             victim.call("iptables-legacy -F")
         else:
-            victim.shape("tbf rate 10mbit burst 32kb latency 400ms")
-        codes = [process.wait(300) for process in launched]
-    row = dict(**plan, seed=seed, ranks=ranks, way=way, code=max(codes), hang_seconds=hang,
-               seconds=round(time.time() - began, 1))
-    printed = [(t, text) for t, _, text in lines(folder) if t > injected]
-    said = [(t, text) for t, text in printed if BAD.search(text)]
-    if kind == "host: 10 Mbit/s":
-        said = [(t, text) for t, text in printed if BAD.search(text) or "slower" in text
-                or "network" in text]
-    first = said[0][0] if said else None
+            strike = dict(power=victim.cut_power, killed=victim.kill,
+                          link=lambda: victim.link(up=False))[kind.split()[1]]
+            strike()
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: any(at > injected and BAD.search(text)
+                                       for at, text in lines(folder)), 60)
+            anew = [victim]
+            if kind.endswith(("meet", "for good")):
+                anew, gone = made, time.time()
+            for host in anew:
+                host.kill()
+                host.boot()
+            launched = [start(host) if host in anew else process
+                        for host, process in zip(made, launched, strict=True)]
+        return max(process.wait(300) for process in launched), gone
+
+
+def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
+    """A run with a fault; what came of it, as a row."""
+    plan = make_plan(kind, seed)
+    flags = [*FLAGS, "--data", references / "corpus", "--parallel", plan["way"], "--hang_seconds",
+             plan["hang_seconds"], *["--num_workers", 1] * kind.startswith("worker"),
+             *["--check_replicas_interval", 10] * (kind == "bit")]
+    began = time.time()
+    code, gone = (on_hosts if kind in HOST_KINDS else on_one_host)(folder, plan, flags)
+    row = dict(**plan, code=code, seconds=round(time.time() - began, 1))
+    if not (folder / "injected").exists():
+        return row | dict(right=False, said="it was never planted", equal=False)
+    injected = float((folder / "injected").read_text())
+    said = [(at, text) for at, text in lines(folder) if at > injected and BAD.search(text)]
     texts = [text for _, text in said]
-    expected = HOST_SAYS.get(kind)
+    expected = expected_line(plan)
+    if kind == "bit":
+        expected += re.escape((folder / "flipped").read_text())
     right = next((text for text in texts if expected and re.search(expected, text)), None)
-    blamed = any(re.search("no progress: rank .* has been in", text) and not
-                 re.search("network|out of reach", text) for text in texts)
-    row |= dict(right=bool(right) and not blamed if expected else not texts or not blamed,
-                said=right or (texts or ["nothing"])[0][:500], all=[t[:300] for t in texts][:6],
-                notice=round(first - injected, 2) if said else None,
-                pause=round(max((b[0] - a[0] for a, b in zip(steps_of(folder), steps_of(folder)[1:],
-                                                             strict=False)), default=0), 2))
-    if gone:
-        row |= dict(end=round(gone - injected, 2), torchrun_ends=by_itself)
-    steps = steps_of(folder)
-    after = [each for each in steps if first and each[0] > (gone or first)]
-    if after:
-        row |= dict(lost=max(s for t, _, s in steps if t <= (gone or first)) - after[0][2] + 1,
-                    back=round(after[0][0] - (gone or first), 2))
+    row |= dict(right=bool(right or not expected), said=(right or [*texts, "nothing"][0])[:400])
+    if kind in HOST_KINDS:  # no rank is called slow
+        row["right"] &= not any(re.search("no progress: rank .* stuck in", text) for text in texts)
+    if said:
+        ended, made = gone or said[0][0], steps_of(folder)
+        row["notice"] = round(said[0][0] - injected, 2)
+        if made[-1][0] > ended:
+            before = max((step for at, step in made if at <= ended), default=0)
+            back, first = next((at, step) for at, step in made if at > ended)
+            row |= dict(lost=before - first + 1, back=round(back - ended, 2))
     with contextlib.suppress(Exception):
-        expected = references / f"{way}{ranks}"
-        if kind != "host: 10 Mbit/s":
-            row |= dict(equal=ends_equal(expected, folder),
-                        close=ends_equal(expected, folder, False),
-                        largest=largest_difference(expected, folder))
+        row |= ends_equal(references / f"{plan['way']}{plan['ranks']}", folder)
+    if kind == "memory":
+        with contextlib.suppress(OSError):
+            Path((folder / "cgroup").read_text()).rmdir()
     return row
 
 
-# --- no fault --------------------------------------------------------------------------------
+def ends_equal(expected: Path, folder: Path) -> dict:
+    """equal: the same final weights and optimizers; close: validation losses, to 1e-5."""
+    one, other = (list_checkpoints(each / "run/checkpoints")[-1].state()
+                  for each in (expected, folder))
+    names = "step", "model", "optimizers", "position"
+    equal = not any(compare(one[name], other[name])[1] for name in names)
+    one, other = (column(each / "run", "val/loss") for each in (expected, folder))
+    return dict(equal=equal, close=one.keys() == other.keys() and all(
+        abs(one[step] - loss) <= 1e-5 * loss for step, loss in other.items()))
 
-QUIET = [*TINY, "--n_layer", 1, "--d_model", 16, "--d_ff", 16, "--seq_len", 16, "--batch_size", 4,
-         "--max_steps", 10**7, "--log_interval", 100, "--eval_interval", 5000, "--save_interval",
-         2000, "--no_tensorboard", "--auto_resume", "--out_dir", "run", "--hang_seconds", 5]
 
-
-def quiet(ranks: int, seconds: float, references: Path, folder: Path) -> dict:
-    """How many steps are made without a fault, and what is said."""
-    pid = launch(folder, ranks, {}, [*QUIET, "--data", references / "corpus"])
+def quiet(kind: str, ranks: int, references: Path, folder: Path, seconds: float) -> dict:
+    """How many steps are made without a fault, and what is reported."""
+    launched = launch(folder, dict(kind=kind, ranks=ranks), [*QUIET, "--data",
+                                                             references / "corpus"])
     time.sleep(seconds)
-    os.kill(pid, signal.SIGTERM)
-    code = ended(pid, 60)
-    printed = [text for _, _, text in lines(folder)]
-    found = column(folder / "run", "train/loss")
-    return dict(kind="quiet", ranks=ranks, code=code, steps=max(found, default=0),
-                load=os.getloadavg(), alarms=[t for t in printed if "no progress" in t],
-                failed=[t for t in printed if "failed:" in t][:3])
+    launched.terminate()
+    code = code_of(launched)
+    printed = [text for _, text in lines(folder)]
+    return dict(kind=kind, ranks=ranks, code=code, load=os.getloadavg(),
+                steps=max(column(folder / "run", "train/loss"), default=0),
+                alarms=[text for text in printed if "no progress" in text],
+                failed=[text for text in printed if "failed:" in text][:3])
+
+
+def make_references(folder: Path, names: set[tuple[str, int]]):
+    """The data, and undisturbed runs."""
+    text = ["".join(f"{a} + {b} = {a + b}\n" for b in range(60)).encode() for a in range(60)]
+    (folder / "corpus").mkdir()
+    write_tokens(folder / "corpus/train.bin", text[:54])
+    write_tokens(folder / "corpus/val.bin", text[54:])
+    for way, ranks in sorted(names):
+        place = folder / f"{way}{ranks}"
+        place.mkdir()
+        launched = launch(place, dict(kind="none", ranks=ranks),
+                          [*FLAGS, "--data", folder / "corpus", "--parallel", way])
+        assert code_of(launched) == 0, (place / "torchrun").read_text()
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -647,15 +435,20 @@ def middle(rows: list[dict], name: str) -> str:
     values = [row[name] for row in rows if row.get(name) is not None]
     if not values:
         return ""
-    value = statistics.median(values)
-    return f"{value:g} ({min(values):g} to {max(values):g})"
+    return f"{statistics.median(values):g} ({min(values):g} to {max(values):g})"
+
+
+def count(rows: list[dict], name: str) -> str:
+    """Of those that were looked at, or did not end well."""
+    known = [bool(row.get(name)) for row in rows if row.get(name) is not None or row.get("code")]
+    return f"{sum(known)} of {len(known)}" if known else ""
 
 
 def table(rows: list[dict]) -> str:
     kinds = defaultdict(list)
     for row in rows:
         kinds[row["kind"]].append(row)
-    text = ["| fault | named rightly | seconds until the line | from there to the next step "
+    text = ["| fault | named correctly | seconds until the line | from there to the next step "
             "| steps lost | same bits, 2 ranks or zero3 | same losses |",
             "|---|---|---|---|---|---|---|"]
     for kind, each in kinds.items():
@@ -666,59 +459,58 @@ def table(rows: list[dict]) -> str:
     return "\n".join(text)
 
 
-def count(rows: list[dict], name: str) -> str:
-    """Of those that were looked at, or did not end well."""
-    known = [bool(row.get(name)) for row in rows if row.get(name) is not None or row.get("code")]
-    return f"{sum(known)} of {len(known)}" if known else ""
+def run_all(jobs: list[tuple], at_once: int, file: str | None) -> list[dict]:
+    """The rows of jobs (function, kind, seed, …), each in a process of its own."""
+    rows = []
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("fork")) as pool:
+        started = {pool.submit(*job): job for job in jobs}
+        for done in as_completed(started):
+            _, kind, seed, *_ = started[done]
+            error = done.exception()
+            rows.append(dict(kind=kind, seed=seed, right=False, said=f"the bench: {error!r}")
+                        if error else done.result())
+            print(json.dumps(rows[-1]), flush=True)
+            if file:
+                with open(file, "a") as out:
+                    out.write(json.dumps(rows[-1]) + "\n")
+    return rows
 
 
 def main(options) -> list[Figure]:
-    times = 1 if options.quick else options.times
+    if not options.times:
+        print(table([json.loads(line) for line in open(options.rows)]))
+        return []
     known = KINDS + HOST_KINDS * hosts.available()
     kinds = [kind for kind in known if re.search(options.only, kind)]
+    seeds = range(options.first, options.first + options.times)
     if options.quick:
-        kinds = kinds[:1]
-    rows = []
-    if not times:
-        rows = [json.loads(line) for line in open(options.rows)]
-        print(table(rows))
-        return []
-
-    def done(row: dict):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if options.rows:
-            with open(options.rows, "a") as file:
-                file.write(json.dumps(row) + "\n")
-
+        kinds, seeds = kinds[:1], seeds[:1]
     with tempfile.TemporaryDirectory(prefix="faults") as name:
         folder = Path(name)
-        make = {kind: make_host_plan if kind in HOST_KINDS else make_plan for kind in kinds}
-        plans = {(kind, n): make[kind](kind, random.Random(f"{kind} {n}")) for kind in kinds
-                 for n in range(options.first, options.first + times)}
-        make_references(folder, sorted({(way, ranks) for _, ranks, way in plans.values()}))
-        if options.only == "quiet":
-            for ranks in (1, 2, 4):
-                (folder / str(ranks)).mkdir()
-            at_once([(quiet, ranks, 60 * options.minutes, folder, folder / str(ranks))
-                     for ranks in (1, 2, 4)], 3, done)
-            alarms = sum(len(row["alarms"]) for row in rows)
-            steps = sum(row["steps"] for row in rows)
-            return [Figure("false alarms", f"{steps:,} steps", [alarms], "<= 0")]
-        jobs = []
-        for kind, n in sorted(plans, key=lambda each: each[1]):
-            place = folder / f"{kinds.index(kind)}.{n}"
+
+        def job(function, kind, seed, *more):
+            place = folder / f"{kind}.{seed}"
             place.mkdir()
-            call = run_hosts if kind in HOST_KINDS else run_one
-            jobs.append((call, kind, n, folder, place))
-        alone = [job for job in jobs if job[1] == "memory"]  # the kernel counts these for all
-        at_once([job for job in jobs if job not in alone], options.at_once, done)
-        at_once(alone, 1, done)
+            return function, kind, seed, folder, place, *more
+
+        if options.only == "quiet":
+            make_references(folder, set())
+            rows = run_all([job(quiet, "quiet", ranks, 60 * options.minutes)
+                            for ranks in (1, 2, 4)], 3, options.rows)
+            steps = sum(row.get("steps", 0) for row in rows)
+            alarms = sum(len(row.get("alarms", "?")) for row in rows)
+            return [Figure("false alarms", f"{steps:,} steps", [alarms], "<= 0")]
+        plans = [make_plan(kind, seed) for seed in seeds for kind in kinds]
+        make_references(folder, {(plan["way"], plan["ranks"]) for plan in plans})
+        jobs = [job(run_one, plan["kind"], plan["seed"]) for plan in plans]
+        alone = [each for each in jobs if each[1] == "memory"]  # the kernel counts these for all
+        rows = run_all([each for each in jobs if each not in alone], options.at_once, options.rows)
+        rows += run_all(alone, 1, options.rows)
     print(table(rows))
     right = [row["right"] for row in rows]
-    return [Figure(f"{len(rows)} faults: named rightly", "all", [sum(right) / len(right)],
+    return [Figure(f"{len(rows)} faults: named correctly", "all", [sum(right) / len(right)],
                    ">= 0.99", str(sum(right)), str(len(right)))]
 
 
-if __name__ == "__main__":  # on hosts: torchrun starts this file
-    worker(sys.argv[1], {**json.loads(sys.argv[2]), "leave": True}, sys.argv[3:])
+if __name__ == "__main__":  # torchrun starts this file
+    worker(json.loads(sys.argv[1]), sys.argv[2:])
