@@ -25,6 +25,7 @@ from steady.watch import clock as clocks
 from steady.watch import goodput, machine, profile
 from steady.watch import sinks as telemetry
 from steady.watch import trends as limits
+from steady.watch.anomalies import AnomalyDetector
 from steady.watch.clock import DeviceTimes
 from steady.watch.report import report
 from steady.watch.sinks import PHASES, duration, open_metrics, si
@@ -79,7 +80,10 @@ def make(out_dir, **changes) -> Monitor:
                             shards=Shards())
     progress = Progress(step=changes.pop("start_step", 0), tokens=changes.pop("start_tokens", 0))
     assert not changes
-    return Monitor(cfg, ranks, progress, out_dir, flops_per_token=10**6)
+    m = Monitor(cfg, ranks, progress, out_dir, flops_per_token=10**6)
+    if m.sampler:
+        m.sampler.close()  # it looks in real time
+    return m
 
 
 def step(m, step, loss=1.0, grad_norm=1.0, tokens=1000, real_tokens=1000):
@@ -227,14 +231,17 @@ def test_a_row_keeps_what_else_it_has(tmp_path):
 
 
 def test_summary_says_where_the_time_went(tmp_path, clock):
+    """Rows between logs, as of evaluations, do not change how it is divided."""
     m = make(tmp_path)
     for n in range(1, 9):
-        spend(m, clock, forward=50 if n == 5 else 5)
+        spend(m, clock, **{"forward" if n <= 4 else "backward": 50 if n == 5 else 5})
         step(m, n)
+        if n in (2, 7):
+            m.write(n, {"val/loss": 1.0})
     spend(m, clock, checkpoint=100)
     text = m.close()
     share = dict(re.findall(r"^ +(\S+) +(\S+)%", text, re.MULTILINE))
-    assert share == {"start-up": "2.7", "forward": "43.2", "checkpoint": "54.1"}
+    assert share == {"start-up": "2.7", "forward": "8.1", "backward": "35.1", "checkpoint": "54.1"}
     assert "steps   5 ms (median), first tenth 5 ms, last tenth 5 ms" in text
     assert "slowest step 5 (50 ms), step " in text
     assert "goodput 43.2% of the time was training, 0.0% was lost" in text
@@ -245,29 +252,19 @@ def test_summary_says_where_the_time_went(tmp_path, clock):
     assert window["perf/step_ms_p95"] == pytest.approx(50)
 
 
-@pytest.mark.parametrize("mode, named", [("off", "training"), ("light", "forward")])
-def test_the_report_of_a_run_without_phases_knows_its_time_too(tmp_path, clock, mode, named):
-    m = make(tmp_path, monitor=mode)
+def test_off_is_loss_and_throughput_alone(tmp_path, clock):
+    m = make(tmp_path, monitor="off")
     for n in range(1, 9):
         spend(m, clock, forward=20)
         step(m, n)
     text = m.close()
-    for share in (rf"^ +{named} +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):
+    assert set(rows(tmp_path)[0]) == {
+        "step", "train/loss", "train/learning_rate", "train/tokens", "perf/step_ms",
+        "perf/tokens_per_second", "perf/tflops", "perf/startup_s",
+    }
+    for share in (r"^ +training +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):
         assert re.search(share, text, re.MULTILINE)[1] == "87.5"  # 7 of 8 steps
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
-
-
-def test_rows_between_logs_do_not_change_how_time_is_divided(tmp_path, clock):
-    """As those of evaluations and anomalies, which come at steps of their own."""
-    m = make(tmp_path, max_steps=12)
-    for n in range(1, 13):
-        spend(m, clock, **{"forward" if n <= 8 else "backward": 10})
-        step(m, n)
-        if n in (7, 11):
-            m.write(n, {"val/loss": 1.0})
-    m.close()
-    seconds = report(tmp_path)["seconds"]
-    assert seconds["forward"] == pytest.approx(0.07) and seconds["backward"] == pytest.approx(0.04)
 
 
 def test_the_garbage_collector_is_timed(monkeypatch):
@@ -292,33 +289,32 @@ def test_the_garbage_collector_is_timed(monkeypatch):
 
 def test_the_memory_of_loader_processes_is_their_own(tmp_path):
     fork = multiprocessing.get_context("fork")
-    started, allocate, allocated, end = (fork.Event() for _ in range(4))
     path = tmp_path / "train.bin"
     path.write_bytes(bytes(10**8))
 
-    def work():
-        started.set()
-        allocate.wait()
-        tokens = np.memmap(path, np.uint8, "r")  # which all processes share
-        assert tokens.sum() == 0
-        # not from the heap, which keeps what was freed
-        block = mmap.mmap(-1, 10**8, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block[::4096] = bytes(len(block[::4096]))  # touches every page
-        allocated.set()
-        end.wait()
+    def memory_beside(size):
+        def work():
+            tokens = np.memmap(path, np.uint8, "r")  # which all processes share
+            assert not tokens.any()  # so all of it is in memory
+            # not from the heap, which keeps what was freed
+            block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            np.frombuffer(block, np.uint8)[:] = 1
+            ready.set()
+            end.wait()
 
-    process = fork.Process(target=work, daemon=True)
-    process.start()
-    assert started.wait(60)
-    before = limits.memory_used(CPU)
-    allocate.set()
-    assert allocated.wait(60)
-    after = limits.memory_used(CPU)
-    end.set()
-    process.join()
-    grown = after["memory/workers_rss_gb"] - before["memory/workers_rss_gb"]
+        ready, end = fork.Event(), fork.Event()
+        process = fork.Process(target=work, daemon=True)
+        process.start()
+        assert ready.wait(60)
+        found = limits.memory_used(CPU)
+        end.set()
+        process.join()
+        return found
+
+    without, found = memory_beside(1), memory_beside(10**8)
+    grown = found["memory/workers_rss_gb"] - without["memory/workers_rss_gb"]
     assert grown == pytest.approx(0.1, abs=0.02)
-    assert after["memory/host_rss_gb"] > 0.05 and after["memory/open_files"] > 2
+    assert found["memory/host_rss_gb"] > 0.05 and found["memory/open_files"] > 2
     assert limits.memory_used(CPU)["memory/workers_rss_gb"] == 0
 
 
@@ -389,14 +385,15 @@ def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
     assert telemetry.slowest_rank(own, probes)["perf/slowest_rank_ratio"] == 2
 
 
-def test_off_is_loss_and_throughput_alone(tmp_path, clock):
-    m = make(tmp_path, monitor="off")
-    spend(m, clock, forward=1)
-    step(m, 1)
-    assert set(rows(tmp_path)[0]) == {
-        "step", "train/loss", "train/learning_rate", "train/tokens", "perf/step_ms",
-        "perf/tokens_per_second", "perf/tflops", "perf/startup_s",
-    }
+@pytest.mark.parametrize("noise, spike, found", [
+    (0.01, 1.5, True), (0.5, 9.0, True), (0.5, 2.0, False), (0.001, 1.15, False)])
+def test_a_spike_is_far_above_the_noise(noise, spike, found):
+    detector = AnomalyDetector(report=True)
+    losses = 1.0 + noise * np.sin(np.arange(80.0))
+    losses[70] = spike
+    for step in range(8, 81, 8):
+        spikes, _ = detector.add(step, losses[None, step - 8 : step], np.ones(8), np.zeros(8, bool))
+        assert [(a.kind, a.step) for a in spikes] == [("loss spike", 71)] * (found and step == 72)
 
 
 def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):

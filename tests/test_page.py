@@ -360,6 +360,8 @@ def test_a_browser_shows_the_planted_slow_down(browser, tmp_path, corpus):
     assert 370 <= event["step"] <= 430
     assert show(browser, (tmp_path / "page.html").as_uri()) == []
     assert "the loop waits for data" in browser.find_element("id", "head").text
+    trace = browser.find_element("css selector", "#head a[href*=traces]")
+    assert trace.get_attribute("href").startswith((tmp_path / "r/traces").as_uri())
     slow = [e for e in told["events"] if e["kind"] == "slow-down"]
     assert len(browser.find_elements("class name", "bad")) == len(slow)
     assert f"step {event['step']}, slow-down" in browser.find_element("id", "events").text

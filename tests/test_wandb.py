@@ -46,10 +46,12 @@ def finish():
 
 def test_wandb_gets_each_row_once_and_the_end(run, tmp_path, fake_wandb):
     fake_wandb()
-    run("--out_dir", "r", "--wandb")
+    for steps in (8, 16):
+        run("--out_dir", "r", "--wandb", "--auto_resume", "--max_steps", steps)
     got = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["train/loss"] for row in got if "train/loss" in row}
-    assert losses == column(tmp_path / "r", "train/loss") and got[-1] == {"end": 1}
+    losses = [(row["step"], row["train/loss"]) for row in got if "train/loss" in row]
+    assert losses == list(column(tmp_path / "r", "train/loss").items())
+    assert got.count({"end": 1}) == 2 and got[-1] == {"end": 1}
 
 
 @pytest.mark.parametrize("bodies", [

@@ -1,8 +1,8 @@
-"""python monitor.py RUN … --html FILE: runs as a page that opens from the disk; --watch serves it.
+"""python monitor.py RUN … --html FILE: runs as a page that opens from disk; --watch serves it.
 
-The page is one file that loads nothing. tools/page/ holds what it is made of: page.html, page.js,
-and uPlot, which draws (https://github.com/leeoniya/uPlot, version 1.6.32, MIT license), as its npm
-package has it. SHA-256 of uPlot.iife.min.js:
+The page is one file that loads nothing else. Its parts are in tools/page/: page.html, page.js,
+and uPlot, which draws the charts (https://github.com/leeoniya/uPlot, version 1.6.32, MIT license),
+as in its npm package. SHA-256 of uPlot.iife.min.js:
 19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f
 The package's integrity:
 sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
@@ -11,6 +11,7 @@ sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/e
 import base64
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -126,21 +127,21 @@ class Charts:
                 self.processes.append({"step": row["step"]})
             self.processes[-1] |= so_far
 
-    def data(self, told: dict, runs: int, folder: Path | None) -> dict:
-        """All of it, of one of so many runs; told: its report, folder: where the page will be."""
-        run_dir, processes = Path(told["run"]), by_process(self.processes)
+    def data(self, found: dict, runs: int, folder: Path | None) -> dict:
+        """All of it, of one of so many runs; found: its report, folder: where the page will be."""
+        run_dir, processes = Path(found["run"]), by_process(self.processes)
         config, notes = read_config(run_dir / "config.yaml")
         heat = {title: self.logs.thin(CELLS // runs, (prefix,)) for title, prefix in HEAT.items()}
         every = max(1, math.ceil(len(self.samples) / MOST_SAMPLES))
         return dict(
-            name=told["run"],
-            step=told["step"],
+            name=found["run"],
+            step=found["step"],
             max_steps=config.get("max_steps", ""),
-            verdict=told["verdict"],
-            traces=trace_links(run_dir, told["traces"], folder) if folder else {},
-            figures=told["figures"],
+            verdict=found["verdict"],
+            traces=trace_links(run_dir, found["traces"], folder) if folder else {},
+            figures=found["figures"],
             processes=processes,
-            events=events_of(told, processes),
+            events=events_of(found, processes),
             logs=self.logs.thin(POINTS // runs, LINES),
             evaluations=self.evaluations.thin(POINTS // runs),
             heat={title: {name.removeprefix(HEAT[title]): values for name, values in table.items()}
@@ -173,16 +174,17 @@ def trace_links(run_dir: Path, rows: list[dict], folder: Path) -> dict[str, str]
             if file.is_file()}
 
 
-def events_of(told: dict, processes: list[dict]) -> list[dict]:
+def events_of(found: dict, processes: list[dict]) -> list[dict]:
     """[{kind, step, until, text}] of what happened, in order of steps."""
     out = [dict(kind="slow-down", step=event.since, until=event.ended,
-                text=describe_event(event)) for event in told["slowdowns"] if worth_saying(event)]
-    out += [dict(kind=found.code, step=found.since, text=str(found)) for found in told["training"]]
+                text=describe_event(event)) for event in found["slowdowns"] if worth_saying(event)]
+    out += [dict(kind=finding.code, step=finding.since, text=str(finding))
+            for finding in found["training"]]
     out += [dict(kind="anomaly", step=row["step"], text=describe(row))
-            for row in told["anomalies"][:MOST_ANOMALIES]]
-    out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in told["hangs"]]
+            for row in found["anomalies"][:MOST_ANOMALIES]]
+    out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
     out += [dict(kind="runs out", step=row["step"], text=row["runs_out"])
-            for row in told["runs_out"]]
+            for row in found["runs_out"]]
     for before, process in itertools.pairwise(processes):
         text = (f"restart or rollback: {before['lost']:.3g} s of repeated steps lost, "
                 f"{process['startup']:.3g} s to start up")
@@ -211,8 +213,8 @@ def page_data(run_dirs: list[Path], folder: Path | None = None) -> dict:
     runs = []
     for run_dir in run_dirs:
         charts = Charts()
-        told = report(run_dir, charts.add)
-        runs.append(charts.data(told, len(run_dirs), folder))
+        found = report(run_dir, charts.add)
+        runs.append(charts.data(found, len(run_dirs), folder))
     return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": PHASES,
             "kinds": KINDS}
 
@@ -227,16 +229,15 @@ def page(data: dict) -> str:
         "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
     script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {
+    out = (PARTS / "page.html").read_text("utf-8")
+    for mark, text in {
         "{{digest}}": digest,
         "{{style}}": (PARTS / "uPlot.min.css").read_text("utf-8"),
         "{{script}}": script,
-        "{{data}}": as_json(data).replace("<", "\\u003c"),  # ends no element, begins no comment
-    }
-    out = (PARTS / "page.html").read_text("utf-8")
-    for mark, text in parts.items():
-        before, after = out.split(mark)
-        out = before + text + after
+        # ends no element and begins no comment; the last, since it may hold anything
+        "{{data}}": as_json(data).replace("<", "\\u003c"),
+    }.items():
+        out = out.replace(mark, text)
     return out
 
 
@@ -258,28 +259,21 @@ def is_page(file: Path) -> bool:
 # --- a live page -----------------------------------------------------------------------------
 
 
-class Watched:
-    """The newest data of runs, read again once their metrics have grown."""
-
-    def __init__(self, run_dirs: list[Path]):
-        self.run_dirs, self.sizes, self.newest = run_dirs, None, {}
-        self.lock = threading.Lock()  # each request has a thread: one of them reads the files
-
-    def data(self) -> dict:
-        with self.lock:
-            sizes = [(path / "metrics.jsonl").stat().st_size for path in self.run_dirs]
-            if sizes != self.sizes:
-                began = time.monotonic()
-                self.newest, self.sizes = page_data(self.run_dirs), sizes
-                seconds = time.monotonic() - began
-                self.newest["again_s"] = max(3.0, 20 * seconds)  # at most 5 % of a core
-            return self.newest
-
-
 def make_server(run_dirs: list[Path]) -> ThreadingHTTPServer:
     """Serves the page and its data on 127.0.0.1."""
-    watched = Watched(run_dirs)
-    watched.data()
+    reading = threading.Lock()  # each request has a thread
+
+    @functools.lru_cache(1)
+    def data_of(*sizes: int) -> dict:
+        began = time.monotonic()
+        data = page_data(run_dirs)
+        data["again_s"] = max(3.0, 20 * (time.monotonic() - began))  # at most 5 % of a core
+        return data
+
+    def newest_data() -> dict:
+        """Read again once the metrics have grown, by one thread at a time."""
+        with reading:
+            return data_of(*[(path / "metrics.jsonl").stat().st_size for path in run_dirs])
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self):
@@ -293,7 +287,7 @@ def make_server(run_dirs: list[Path]) -> ThreadingHTTPServer:
             if self.path not in ("/", "/data"):
                 return self.send_error(404)
             try:
-                data = watched.data()
+                data = newest_data()
             except OSError as e:
                 return self.send_error(503, explain=str(e))
             text, kind = (page(data), "text/html") if self.path == "/" else (

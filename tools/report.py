@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_reports(argv: list[str]) -> int:
-    parser = Parser("monitor.py", allow_abbrev=False, description="Say where "
+    parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
                     "the time of a run went, whether it slowed down, since when and why.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")

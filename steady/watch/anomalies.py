@@ -1,5 +1,6 @@
 """Steps unlike the others: spikes of the loss or the gradient norm, and non-finite values."""
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Anomaly:
     value: float
     median: float  # of the steps before
     steps: int  # how many of this kind the interval has
-    again: bool  # the steps before were not finite either, as was reported
+    again: bool = False  # the steps before were not finite either, as was reported
 
     def row(self, found: dict) -> dict:
         """For metrics.jsonl. found: what faults.autopsy returned."""
@@ -68,45 +69,39 @@ class AnomalyDetector:
         excess: [steps] of --skip_spikes, 0 where nothing was skipped.
         """
         steps = np.arange(step - losses.shape[1] + 1, step + 1)
-        worst = np.where(np.isfinite(losses), losses, np.inf)
-        ranks = worst.argmax(0)
-        found = {}  # kind → [(value, median, step, rank)]
-        for i in np.flatnonzero(bad):
-            value = losses[ranks[i], i] if np.isinf(worst[ranks[i], i]) else norms[i]
-            found.setdefault("not finite", []).append((float(value), 0.0, steps[i], ranks[i]))
-        for name, values in (("loss", worst.max(0)), ("gradient", norms)):
-            for i, median in self.spikes(name, values, bad):
-                item = (float(values[i]), median, steps[i], ranks[i])
-                found.setdefault(f"{name} spike", []).append(item)
-        texts = []
-        if "not finite" in found:
-            self.not_finite_steps += len(found["not finite"])
-        elif self.not_finite_since is not None:
-            text = (f"finite again; {self.not_finite_steps} steps from step "
-                    f"{self.not_finite_since} on were not, and were skipped")
-            texts.append(text)
+        all_losses = np.where(np.isfinite(losses), losses, np.inf)
+        ranks, worst = all_losses.argmax(0), all_losses.max(0)
+        anomalies, texts = [], []
+        if bad.any():
+            first = int(bad.argmax())
+            value = losses[ranks[first], first] if np.isinf(worst[first]) else norms[first]
+            anomalies.append(Anomaly(
+                "not finite", int(steps[first]), int(ranks[first]), float(value), 0.0,
+                int(bad.sum()), again=self.not_finite_since is not None))
+            self.not_finite_since = self.not_finite_since or int(steps[first])
+            self.not_finite_steps += int(bad.sum())
+        elif self.not_finite_since:
+            texts.append(f"finite again; {self.not_finite_steps} steps from step "
+                         f"{self.not_finite_since} on were not, and were skipped")
             self.not_finite_since, self.not_finite_steps = None, 0
+        for name, values in (("loss", worst), ("gradient", norms)):
+            median, limit = self.usual(name)
+            high = ~bad & (values > limit)
+            if high.any():
+                i = int(np.where(high, values, -np.inf).argmax())
+                anomalies.append(Anomaly(f"{name} spike", int(steps[i]), int(ranks[i]),
+                                         float(values[i]), median, int(high.sum())))
+            self.recent[name].extend(values[~bad].tolist())
         if np.any(excess):
             texts.append(spikes.describe(steps, excess, losses.mean(0), norms))
-        anomalies = [self.worst(kind, items) for kind, items in found.items()]
         return anomalies if self.report else [], texts
 
-    def spikes(self, name: str, values: np.ndarray, bad: np.ndarray) -> list[tuple[int, float]]:
-        """[(index, median before)] of the spikes; all finite values join the window."""
-        recent, found = self.recent[name], []
-        if len(recent) >= MIN_VALUES:
-            median = quantile(recent, 0.5)
-            # 1.4826 median absolute deviations are one standard deviation of a normal distribution
-            spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
-            limit = max(SPIKE_FACTOR[name] * median, median + 10 * spread)
-            found = [(i, median) for i in np.flatnonzero(~bad & (values > limit))]
-        recent.extend(values[~bad].tolist())
-        return found
-
-    def worst(self, kind: str, items: list) -> Anomaly:
-        """The first non-finite step, or the largest spike."""
-        value, median, step, rank = items[0] if kind == "not finite" else max(items)
-        again = kind == "not finite" and self.not_finite_since is not None
-        if kind == "not finite" and not again:
-            self.not_finite_since = int(step)
-        return Anomaly(kind, int(step), int(rank), value, median, len(items), again)
+    def usual(self, name: str) -> tuple[float, float]:
+        """(median of the newest values, what is a spike: infinity while too few are known)."""
+        recent = self.recent[name]
+        if len(recent) < MIN_VALUES:
+            return 0.0, math.inf
+        median = quantile(recent, 0.5)
+        # 1.4826 median absolute deviations are one standard deviation of a normal distribution
+        spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
+        return median, max(SPIKE_FACTOR[name] * median, median + 10 * spread)

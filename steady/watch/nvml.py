@@ -28,7 +28,7 @@ class Gpu:
             raise ValueError(f"NVML error {asked} for GPU-{uuid}")
 
     def read(self) -> dict[str, float]:
-        """Columns of metrics.jsonl, without those that this GPU does not tell.
+        """Columns of metrics.jsonl, without those that this GPU does not report.
 
         throttled_by_…: 1 if that holds its clocks down at this moment.
         """

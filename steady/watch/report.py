@@ -113,13 +113,12 @@ def vocab_size(run_dir: Path) -> int | None:
 
 
 def why_unjudged(detector: SlowdownDetector, logs: int, interval: int) -> str:
-    """Why there is nothing to say of the speed after so many logs, each so many steps; "" if there
-    is."""
+    """Why the speed cannot be judged after so many logs, each of so many steps; "" if it can."""
     if detector.normal:
         return ""
     if logs and detector.tflop is None:
         return "speed not judged: the logs have no times of phases"
-    if not logs:  # which says nothing of how many steps are between them
+    if not logs:  # so the log interval is unknown
         return "run too short to judge speed (no log)"
     needed = logs + (BASELINE - len(detector.points)) * math.ceil(MIN_STEPS / interval)
     return f"run too short to judge speed ({logs} log{'s' * (logs != 1)}, needs {needed})"
@@ -213,6 +212,6 @@ def report_text(out: dict) -> str:
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
         steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
         lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
-    told = [line for text in out["verdict"] for line in text.splitlines()]
-    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(told)]
+    verdict_lines = "\n".join(out["verdict"]).splitlines()
+    lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(verdict_lines)]
     return "\n".join(lines)

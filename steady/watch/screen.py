@@ -65,15 +65,15 @@ def describe(run) -> str:
 
 
 def crowded() -> str:
-    """A line for the start of a run where others want more than the cores that are left; or "".
+    """A line for the start of a run on a machine whose cores are all in use by others; or "".
 
-    The load average says it minutes later; of five looks the middle one, as a moment says little.
+    By the threads that are runnable now, the median of five readings: load averages lag by minutes.
     """
-    looks = []
+    runnable = []
     for _ in range(5):
-        looks.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
+        runnable.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
         time.sleep(0.01)
-    others = sorted(int(look or 0) for look in looks)[2] - 1  # this thread is one of them
+    others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
     cores = os.cpu_count()
     if others < cores:
         return ""

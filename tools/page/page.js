@@ -548,7 +548,7 @@ function drawConfig() {
     add(place, "p", differ.length ? "The runs differ in:" : "The runs have the same configuration.");
     if (differ.length) table(place, differ, "config");
   }
-  const details = add(place, "details", "", {open: !!open});  // as it was before a renewal
+  const details = add(place, "details", "", {open: !!open});  // as it was before a refresh
   add(details, "summary", "all options");
   table(details, all("config"), "config");
 }
@@ -563,11 +563,11 @@ function draw() {
   drawConfig();
 }
 
-// --- a run that goes on ---
+// --- a live run ---
 
 let newest = "";
 
-async function renew() {
+async function refresh() {
   try {
     const answer = await fetch("data"), text = await answer.text();
     if (answer.ok && text != newest) {
@@ -576,8 +576,8 @@ async function renew() {
       draw();
       scrollTo(0, at);
     }
-  } catch { /* the server is gone: the page stays as it is */ }
-  setTimeout(renew, 1000 * page.again_s);
+  } catch { /* the server has ended: the page stays as it is */ }
+  setTimeout(refresh, 1000 * page.again_s);
 }
 
 let width = 0;
@@ -585,4 +585,4 @@ new ResizeObserver(() => { if (width != (width = byId("charts").clientWidth)) la
 byId("zoom").onclick = () => setZoom(null);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
-if (page.again_s) setTimeout(renew, 1000 * page.again_s);
+if (page.again_s) setTimeout(refresh, 1000 * page.again_s);
