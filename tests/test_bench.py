@@ -105,9 +105,7 @@ def test_several_at_once_make_one_table_and_one_file(tmp_path):
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("loading", "million", "training")]
                          + ["faults"])
 def test_every_benchmark_runs(name):
-    told = bench(name, "--quick")
-    if name == "scaling":
-        assert "| 1,024 | 24,576 |" in told and "computed" in told
+    bench(name, "--quick")
 
 
 def test_a_part_that_fails_says_why_in_a_line(tmp_path):

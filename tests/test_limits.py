@@ -212,6 +212,24 @@ def test_disk_growth_is_found_across_restarts():
     assert [e.at_step for e in events] == [25_000]
 
 
+OCCASIONS = dict(saves=100, evaluations=500, samples=0)
+
+
+@pytest.mark.parametrize("value, occasions, found", [
+    (lambda s: 1 + 0.001 * s, OCCASIONS, ""),
+    (lambda s: 1 + 0.1 * ((s - 1) // 100), OCCASIONS, "saves"),
+    (lambda s: 1 + 0.5 * ((s - 1) // 500), OCCASIONS, "evaluations"),
+    (lambda s: 1 + 0.1 * ((s - 1) // 100) + 0.0002 * s, OCCASIONS, ""),
+    (lambda s: 1 + 0.1 * ((s - 1) // 100), dict(saves=100, evaluations=100),
+     "saves or evaluations"),
+    (lambda s: 1 + 0.1 * ((s - 1) // 100), dict(saves=10), ""),  # at each log: who knows
+])
+def test_growth_at_saves_or_evaluations_is_told_from_that_of_every_step(value, occasions, found):
+    """A log comes before what else is due at its step."""
+    [event] = watch(lambda s: value(s) + noise(0.001), occasions=occasions)
+    assert event.occasion == found
+
+
 def test_memory_stays_flat():
     trends = ResourceTrends(10**9, LIMITS)
     watch(lambda s: 6 + s * 1e-9, trends=trends, rows=5000)
@@ -229,6 +247,8 @@ def test_the_sentence():
         "host memory grows by 1 MB/step since about step 120: at the limit of 8.0 GB at about "
         "step 23,000 of 100,000; look for what the loop keeps, such as losses that are never "
         "detached")
+    assert "MB/step, nearly all of it at saves, since about" in str(
+        replace(event, occasion="saves"))
     files = replace(event, code="open files", per_step=0.04, limit=1024)
     assert str(files).startswith("open files grow by 40 every 1,000 steps since about step 120: "
                                  "at the limit of 1,024 at")

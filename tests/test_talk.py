@@ -54,7 +54,10 @@ def test_prompts_of_several_lengths_together_are_answered_as_alone(tmp_path, cap
         assert generation.main([*flags, *source]) == 0
         parts = re.split(r"--- \d of 4\n", capsys.readouterr().out)[1:]
         assert parts == alone
-    assert generation.main([*flags, "--prompt_file", "none"]) == 2
+    (tmp_path / "empty").touch()
+    several = [str(tmp_path / "p.txt"), "--prompt", "a"]
+    for refused in (["none"], [str(tmp_path / "empty")], several):
+        assert generation.main([*flags, "--prompt_file", *refused]) == 2
 
 
 def test_text_that_is_not_utf8_is_refused_in_one_line(capsys):

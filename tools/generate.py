@@ -100,9 +100,9 @@ def generate_or_export(argv: list[str]):
     require_utf8("--system" if command == "chat" else "--prompt",
                  [options.system] if command == "chat" else options.prompt)
     if command == "chat":
-        talk(Writer(source, options), options.system)
-    else:
-        write_text(Writer(source, options), options)
+        return talk(Writer(source, options), options.system)
+    prompts = prompts_of(options)
+    write_text(Writer(source, options), options, prompts)
 
 
 def require_utf8(option: str, texts: list[str]):
@@ -112,6 +112,23 @@ def require_utf8(option: str, texts: list[str]):
             text.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"{option} {text!r:.99}: expected text in UTF-8") from None
+
+
+def prompts_of(options: GenerateOptions) -> list[str]:
+    """What to continue. Raises ConfigError."""
+    if not options.prompt_file:
+        return options.prompt
+    name = f"--prompt_file {options.prompt_file}"
+    if options.prompt != GenerateOptions().prompt:
+        raise ConfigError(f"{name}: not with --prompt")
+    try:
+        with open(options.prompt_file, encoding="utf-8-sig") as file:
+            prompts = [line.removesuffix("\n") for line in file]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{name}: {getattr(e, 'strerror', None) or e}") from None
+    if not prompts:
+        raise ConfigError(f"{name}: is empty")
+    return prompts
 
 
 # --- text from a model -----------------------------------------------------------------------
@@ -189,16 +206,9 @@ class Writer:
                 for row in out[:, longest:].tolist()]
 
 
-def write_text(writer: Writer, options: GenerateOptions):
+def write_text(writer: Writer, options: GenerateOptions, prompts: list[str]):
     """Continue the prompts: a single one as it is written, several together."""
-    tokenizer, prompts = writer.tokenizer, options.prompt
-    if options.prompt_file:
-        try:
-            with open(options.prompt_file, encoding="utf-8-sig") as file:
-                prompts = [line.removesuffix("\n") for line in file]
-        except (OSError, UnicodeDecodeError) as e:
-            why = getattr(e, "strerror", None) or e
-            raise ConfigError(f"--prompt_file {options.prompt_file}: {why}") from None
+    tokenizer = writer.tokenizer
     if options.chat and not tokenizer.chat_template:
         raise ConfigError(f"--chat: the tokenizer of {writer.source} has no chat template")
     if options.chat:
@@ -282,16 +292,16 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
             model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
             huggingface.load_initial(model, str(source), Shards())
         return model, load_tokenizer(str(folder), needs_end=False)
-    path = checkpoint_of(source)
-    state, run_dir = path.state(), path.run_dir
+    checkpoint = checkpoint_of(source)
+    state, run_dir = checkpoint.state(), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
-    model = model_of(state, cfg, path)
+    model = model_of(state, cfg, checkpoint)
     if state["tokenizer"] == "bytes":
         return model, byte_tokenizer()
     if not run_dir or not (run_dir / "tokenizer").is_dir():
-        raise ConfigError(f"{path}: its run has no tokenizer, only token ids")
+        raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
     return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
 
 
@@ -300,16 +310,19 @@ def first_not_finite(named_tensors) -> str | None:
                  if tensor.is_floating_point() and not tensor.isfinite().all()), None)
 
 
-def model_of(state: dict, cfg: Config, path: Checkpoint):
+def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
     """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
     is_foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
-    model = foreign.HFModel(cfg, None if adapted else path) if is_foreign else Transformer(cfg)
+    if is_foreign:
+        model = foreign.HFModel(cfg, None if adapted else checkpoint)
+    else:
+        model = Transformer(cfg)
     if not adapted:
         model.load_state_dict(state["model"])
     elif is_foreign:
-        huggingface.merge_checkpoint(model, state, path, Shards())
+        huggingface.merge_checkpoint(model, state, checkpoint, Shards())
     else:
-        huggingface.load_initial(model, str(path), Shards())
+        huggingface.load_initial(model, str(checkpoint), Shards())
     return model
 
 
@@ -341,27 +354,28 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     """
     from safetensors import SafetensorError
 
-    path = checkpoint_of(source)
-    state, run_dir = path.state(), path.run_dir
+    checkpoint = checkpoint_of(source)
+    state, run_dir = checkpoint.state(), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
     if bad := first_not_finite(state["model"].items()):
-        raise ConfigError(f"{path}: non-finite weights, first in {bad}; not exported")
+        raise ConfigError(f"{checkpoint}: non-finite weights, first in {bad}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
-        raise ConfigError(f"{path}: --adapter: it was trained without --lora_rank")
+        raise ConfigError(f"{checkpoint}: --adapter: it was trained without --lora_rank")
     if adapter and huggingface.own_checkpoint(cfg.init_from):
-        raise ConfigError(f"{path}: --adapter: its base is a run, which peft cannot load; leave "
-                          "--adapter out, or train on a folder that export has made of the base")
+        raise ConfigError(f"{checkpoint}: --adapter: its base is a run, which peft cannot load; "
+                          "leave --adapter out, or train on a folder that export has made of the "
+                          "base")
     if cfg.qk_norm and cfg.qkv_bias:
-        raise ConfigError(f"{path}: no Hugging Face model has both --qk_norm and "
+        raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
     is_foreign, model = cfg.model == "transformers", None
     if adapter:
         with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
             model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
-        model = model_of(state, cfg, path)
+        model = model_of(state, cfg, checkpoint)
     try:
         out.mkdir(parents=True, exist_ok=True)
         tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)  # weights come last
@@ -382,7 +396,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None
-    return f"{path} at step {state['step']} to {out}: {tokenizer}"
+    return f"{checkpoint} at step {state['step']} to {out}: {tokenizer}"
 
 
 def warn_of_changes(weights: dict, cfg: Config):

@@ -1,4 +1,4 @@
-"""python model.py chat: a talk with a model, which remembers what was said.
+"""python model.py chat: a conversation with a model, which keeps its history.
 
 Where the input is not a terminal, all of it is one prompt, and only the answer is printed.
 """
@@ -9,7 +9,7 @@ import sys
 
 from steady.options import ConfigError
 
-HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D ends the talk"
+HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D quits"
 
 
 def talk(writer, system: str):
@@ -64,7 +64,7 @@ def with_system(system: str) -> list[dict]:
 
 
 def fit(writer, system: str, history: list[dict]) -> list[int]:
-    """The ids of the talk, without its oldest turns if it leaves no room for an answer."""
+    """The ids of the conversation, without its oldest turns where they leave no room to answer."""
     while True:
         ids = writer.chat_ids([*with_system(system), *history])
         context = writer.context(len(ids))

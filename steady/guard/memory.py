@@ -52,7 +52,7 @@ def usual_micro_batch(cfg, device_bytes: int, shards: int = 1) -> int:
     and the weights take less than half of a GPU's memory (0: not a GPU), by a rough upper bound.
     """
     tokens = MICRO_BATCH_TOKENS
-    if device_bytes and cfg.model != "transformers":
+    if device_bytes and cfg.model != "transformers" and cfg.attention != "math":
         C, F, V, L = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.n_layer
         weights = L * (4 * C * cfg.n_head * cfg.head_dim + 3 * C * F) + 2 * C * V
         # bytes a token, of what --estimate adds up in bf16: within 26 C + 8 F for a block

@@ -112,7 +112,9 @@ class Resources:
         self.cfg, self.run_dir, self.device = cfg, run_dir, device
         # checkpoints take more and more space until old ones are deleted
         settled = (cfg.keep_checkpoints + 2) * cfg.save_interval
-        self.trends = ResourceTrends(cfg.max_steps, settled_step=settled)
+        occasions = dict(saves=cfg.save_interval, evaluations=cfg.eval_interval,
+                         samples=cfg.sample_interval)
+        self.trends = ResourceTrends(cfg.max_steps, None, settled, occasions)
         self.limits_known, self.allocations = False, None
         for row in kept:
             self.trends.add(row)  # what it returns was said by the earlier process
@@ -156,6 +158,7 @@ class RunsOut:
     at_step: int
     found: int  # the step of the row with which it was found
     last_step: int
+    occasion: str = ""  # at which nearly all of it comes: saves, evaluations, samples
 
     def __str__(self) -> str:
         _, limit, unit, advice = RESOURCES[self.code]
@@ -163,7 +166,8 @@ class RunsOut:
         amount = f"{self.limit:.1f} GB" if unit else f"{self.limit:,.0f}"
         end = f"at the limit of {amount}" if limit else "none left"
         at = float(f"{self.at_step:.3g}")
-        return (f"{self.code} {verb} by {rate(self.per_step, unit)} since about step "
+        when = f", nearly all of it at {self.occasion}," if self.occasion else ""
+        return (f"{self.code} {verb} by {rate(self.per_step, unit)}{when} since about step "
                 f"{self.since:,}: {end} at about step {at:,.0f} of {self.last_step:,}; {advice}")
 
 
@@ -191,11 +195,14 @@ class ResourceTrends:
     """Finds resources whose growth would end the run before its last step.
 
     limits: {"limit/host_gb": GB, …}, which rows may bring, too. settled_step: until here new
-    checkpoints take disk space and none is deleted, which says nothing about later.
+    checkpoints take disk space and none is deleted, which says nothing about later. occasions:
+    name → steps between them.
     """
 
-    def __init__(self, last_step: int, limits: dict | None = None, settled_step: int = 0):
+    def __init__(self, last_step: int, limits: dict | None = None, settled_step: int = 0,
+                 occasions: dict[str, int] | None = None):
         self.last_step, self.settled_step = last_step, settled_step
+        self.occasions = occasions or {}
         self.given = self.limits = limits or {}
         self.samples, self.reported = {}, set()
 
@@ -236,7 +243,22 @@ class ResourceTrends:
             return []
         k, slope, at = found
         return [RunsOut(name, round(float(steps[k])), slope, limit, max(round(at), row["step"]),
-                        row["step"], self.last_step)]
+                        row["step"], self.last_step,
+                        occasion(steps[k:], used[k:], self.occasions))]
+
+
+def occasion(steps: np.ndarray, used: np.ndarray, occasions: dict[str, int]) -> str:
+    """The rarest of occasions at which nearly all of the growth comes; "" if it is at any step.
+
+    Samples are taken before what else is due at their step.
+    """
+    rises, found = np.diff(used), {}
+    for name, every in occasions.items():
+        came = np.diff((steps - 1) // every) > 0 if every else np.zeros(0, bool)
+        if 2 <= came.sum() <= len(came) / 2 and rises[came].sum() > 0.9 * rises.sum():
+            found[name] = every
+    rarest = max(found.values(), default=0)
+    return " or ".join(name for name, every in found.items() if every == rarest)
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:

@@ -27,7 +27,7 @@ from tests.bench.common import Figure, picture, table
 NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "parallel",
          "loading", "resume", "preparation", "documents", "million", "slowdowns", "startup",
          "scaling"]
-ON_REQUEST = ["compiler", "crash", "diagnosis", "faults", "gpu"]
+ON_REQUEST = ["compiler", "diagnosis", "faults", "gpu"]
 
 
 def machine() -> dict:
