@@ -402,12 +402,12 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     checkpoint = None if cfg.lora_rank else checkpoint  # which holds only adapters
     if cfg.model == "transformers":
         model = foreign.HFModel(cfg, checkpoint)
-        shards.divide(huggingface.adapt(model, cfg, dtype), dtype)
+        shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
     memory.refuse_too_large(cfg, shards.size)
     with torch.device("meta"):
         model = huggingface.adapt(Transformer(cfg), cfg, dtype)
-    shards.divide(model, dtype)
+    shards.shard(model, dtype)
     model.to_empty(device=device)
     torch.manual_seed(cfg.seed)
     with parallel.WholeDraws(shards):

@@ -276,7 +276,7 @@ def test_a_step_sends_what_the_estimate_says(corpus, tmp_path):
             out = plain(run, step_loss)
             if run.progress.step == 1:
                 count.__exit__(None, None, None)
-                print("sent", json.dumps(count.exchanged), flush=True)
+                print("sent", json.dumps(count.collectives), flush=True)
             if run.progress.step == 0:
                 count.__enter__()
             return out

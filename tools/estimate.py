@@ -61,7 +61,7 @@ class Live(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.bytes, self.peak, self.exchanged = {}, 0, 0, {}
+        self.sizes, self.bytes, self.peak, self.collectives = {}, 0, 0, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -89,9 +89,9 @@ class Live(TorchDispatchMode):
         group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
         n = dist.ProcessGroup.unbox(group).size()
         most = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-        calls, sent = self.exchanged.get(name, (0, 0.0))
+        calls, sent = self.collectives.get(name, (0, 0.0))
         rounds = 2 if name == "allreduce_" else 1  # a reduction that is scattered, then gathered
-        self.exchanged[name] = calls + 1, sent + rounds * most * (n - 1) / n
+        self.collectives[name] = calls + 1, sent + rounds * most * (n - 1) / n
 
 
 @contextlib.contextmanager
@@ -133,18 +133,18 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
             with FakeTensorMode():
                 with torch.device("meta" if divided > 1 else "cpu"):
                     transformer = adapt(Transformer(cfg), cfg, dtype)
-                shards.divide(transformer, dtype)
+                shards.shard(transformer, dtype)
                 if divided > 1:
                     transformer.to_empty(device="cpu")
                 shards.hold(transformer)
                 with live:
-                    need, exchanged = steps(cfg, transformer, shards, live, dtype, micro_batch,
+                    need, collectives = steps(cfg, transformer, shards, live, dtype, micro_batch,
                                             accumulation, make_optimizers)
     finally:
         layers.on_cpu = on_cpu
     if world_size > divided and accumulation > 1:  # summed up beside the buckets of ddp
         need["gradients"] *= 2
-    return need, exchanged
+    return need, collectives
 
 
 def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
@@ -160,9 +160,9 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
     no_mask = takes_varlen(cfg, dtype)
     documents = trial_documents(tokens, no_mask) if cfg.data_mode == "packed" else None
-    exchanged = []
+    collectives = []
     for micro_batches in (1, min(2, accumulation)):
-        live.exchanged, live.peak = {}, live.bytes
+        live.collectives, live.peak = {}, live.bytes
         for i in range(micro_batches):
             with (
                 shards.micro_batch(transformer, last=i == micro_batches - 1),
@@ -175,12 +175,12 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
         shards.norms([p.grad for p in held])
         for optimizer in optimizers:
             optimizer.step()
-        exchanged.append(live.exchanged)
+        collectives.append(live.collectives)
         state = sum(t.numel() * t.element_size() for o in optimizers for s in o.state.values()
                     for t in s.values() if isinstance(t, torch.Tensor))
         for p in held:
             p.grad = None
-    first, second = exchanged
+    first, second = collectives
     total = {}
     for name, (calls, sent) in first.items():
         more = accumulation - 1  # micro-batches, each of which adds what the second one did
@@ -190,7 +190,7 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
     return need | dict(activations=live.peak - sum(need.values())), total
 
 
-def exchanged_by_ddp(transformer: nn.Module, world_size: int) -> dict:
+def collectives_of_ddp(transformer: nn.Module, world_size: int) -> dict:
     """As `simulate` says it: gradients are all-reduced in buckets, once a step."""
     parameters = [p for p in transformer.parameters() if p.requires_grad][::-1]
     size = sum(p.numel() * p.element_size() for p in parameters)
@@ -214,17 +214,17 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     )
     for checkpointing in CHECKPOINTING:
         each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
-        found[checkpointing], found["exchanged"] = {}, {}
+        found[checkpointing], found["collectives"] = {}, {}
         for way in WAYS:
             if way != "ddp" and together == 1:  # nothing is sharded
                 found[checkpointing][way] = found[checkpointing]["ddp"]
-                found["exchanged"][way] = found["exchanged"]["ddp"]
+                found["collectives"][way] = found["collectives"]["ddp"]
                 continue
-            found[checkpointing][way], found["exchanged"][way] = simulate(
+            found[checkpointing][way], found["collectives"][way] = simulate(
                 each, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
             if way == "ddp" and world_size > 1:
-                found["exchanged"]["ddp"] = exchanged_by_ddp(shape, world_size)
-    found["sent"] = {way: sum(sent for _, sent in found["exchanged"][way].values())
+                found["collectives"]["ddp"] = collectives_of_ddp(shape, world_size)
+    found["sent"] = {way: sum(sent for _, sent in found["collectives"][way].values())
                      for way in WAYS}
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
@@ -278,7 +278,7 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         total(", recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
         line("collectives a step", (
-            sum(calls for calls, _ in found["exchanged"][way].values()) for way in WAYS)),
+            sum(calls for calls, _ in found["collectives"][way].values()) for way in WAYS)),
         f"fits    micro-batches of up to {found['fits']} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
         f"kept for fragments and libraries: --parallel {cfg.parallel}, "
         f"--activation_checkpointing {cfg.activation_checkpointing}",

@@ -21,8 +21,8 @@ class Muon(torch.optim.Optimizer):
     are skipped on the device. The default model on 2 cores without bf16: 13 ms against 31 ms.
 
     Several ranks share the work (shards: parallel.Shards). Where each holds some rows of every
-    matrix, these are exchanged for whole matrices, orthogonalized by one rank each, and back; where
-    all hold the same matrices on one host, each orthogonalizes some of them.
+    matrix, an all-to-all gives each rank some whole matrices to orthogonalize, and another one
+    brings the rows back; where all hold the same matrices on one host, each does some of them.
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does

@@ -75,7 +75,7 @@ class Shards:
         each = -(-n // self.size)
         return slice(min(n, self.rank * each), min(n, (self.rank + 1) * each))
 
-    def divide(self, model: nn.Module, dtype: torch.dtype):
+    def shard(self, model: nn.Module, dtype: torch.dtype):
         """Shard a model in place, which may be on the meta device; its `forward` then gathers.
 
         Each block is a unit of its own, gathered in dtype, the one of autocast, and so is the head,
@@ -202,7 +202,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's rows, of a tensor that fully_shard has divided (a DTensor) or not."""
+    """This rank's rows, of a tensor that fully_shard has sharded (a DTensor) or not."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -213,15 +213,15 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """For calling methods of a divided model other than `forward`, on all ranks together.
+    """For calling methods of a sharded model other than `forward`, on all ranks together.
 
     Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
-    divided = is_sharded(model)
+    sharded = is_sharded(model)
     parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
     compiled = [vars(part).pop("forward") for part in parts]
-    if divided:
+    if sharded:
         model.unshard()
     try:
         yield
@@ -317,7 +317,7 @@ FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", 
 
 
 class WholeDraws(TorchFunctionMode):
-    """While active, a parameter is initialized as if it were not divided, whatever the ranks.
+    """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
     Each is drawn whole on the CPU, one at a time, from the same generator on every rank, which
     keeps its rows.
@@ -342,7 +342,7 @@ class WholeDraws(TorchFunctionMode):
 
 def distribute(model: nn.Module, device: torch.device, world_size: int,
                deterministic: bool) -> nn.Module:
-    """Wrap the finished model for training on several ranks, unless it is divided among them."""
+    """Wrap the finished model for training on several ranks, unless it is sharded."""
     if world_size == 1 or is_sharded(model):
         return model
     ddp = nn.parallel.DistributedDataParallel

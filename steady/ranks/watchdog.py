@@ -2,7 +2,7 @@
 
 A process alone, which torchrun will not restart, is only warned.
 
-A second thread looks after the training thread and judges, a third exchanges notes with the other
+A second thread looks after the training thread and judges, a third swaps notes with the other
 ranks through torchrun's store, where it may block as a network is gone. So they also run while
 training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: they
 read its number, and the phase from a clock if there is one. steady/ranks/hangs.py says

@@ -125,7 +125,7 @@ def why_unjudged(detector: SlowdownDetector, logs: int, interval: int) -> str:
 
 
 def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
-    """Wall time since the run began, by kind; training divided among phases in proportion to ms."""
+    """Wall time since the run began, by kind; training split over phases in proportion to ms."""
     measured = sum(ms.values())
     training = seconds["training"]
     return {

@@ -49,8 +49,9 @@ OFFSETS = ("from host steady/ranks/parallel.py norms",
 def go(corpus, tmp_path):
     """go(*flags) → (printed, steps): a run in tmp_path with SMALL and the corpus.
 
-    steps[n]: what host and device exchanged in step n, as {kind and function: times}. ranks:
-    processes; steps are those of rank 0. hook: called first in each. memory: bytes of the device.
+    steps[n]: the transfers and waits between host and device in step n, {kind and function: times}.
+    ranks: processes; steps are those of rank 0. hook: called first in each. memory: bytes of the
+    device.
     """
 
     def go(*flags, bare=False, ranks=1, hook=None, memory=80 * 10**9, expect=0):
@@ -86,7 +87,7 @@ def without_lines(counts: dict) -> dict:
     return out
 
 
-def exchanged(counts: dict) -> dict:
+def transfers(counts: dict) -> dict:
     return {name: n for name, n in counts.items() if name not in (*COUNTERS, *OFFSETS)}
 
 
@@ -104,7 +105,7 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
             continue
         expected = {BATCH: tensors * (micro_batches + (step == 1))}
         read = total(LOG if step in logs else {}, GUARD if step in logs and step > 1 else {})
-        assert exchanged(counts) == total(expected, read), step
+        assert transfers(counts) == total(expected, read), step
         assert not counts.get("frees") or step == 1, step
 
 
@@ -242,13 +243,13 @@ def targets_count():
 def test_evaluation_and_health_of_packed_rows(go):
     _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitor", "full",
                   hook=targets_count)
-    assert exchanged(steps[2]) == {BATCH: 3}
-    found = exchanged(steps[3])
+    assert transfers(steps[2]) == {BATCH: 3}
+    found = transfers(steps[3])
     del found[COPIED]  # a new best is saved
     n = found.pop(PAGEABLE_BATCH)
     assert found == total({BATCH: 3}, EVALUATION, SAVE) and n % 3 == 0
     assert flash_kernels(steps[3]) == (LAYERS * (1 + n // 3), LAYERS)
-    assert exchanged(steps[4]) == total({BATCH: 3}, READ, SAVED)
+    assert transfers(steps[4]) == total({BATCH: 3}, READ, SAVED)
     assert flash_kernels(steps[4]) == (2 * LAYERS, LAYERS)  # one more for the output
 
 
@@ -293,7 +294,7 @@ def test_large_models(go, corpus, tmp_path, flags):
 def test_evaluation_sample_and_checkpoint(go, tmp_path):
     _, steps = go("--eval_interval", "3", "--eval_steps", "2", "--sample_interval", "5",
                   "--save_interval", "7", "--out_dir", tmp_path / "r", hook=targets_count)
-    found = {step: exchanged(counts) for step, counts in steps.items()}
+    found = {step: transfers(counts) for step, counts in steps.items()}
     assert found[2] == {BATCH: 1}
     copies = found[3].pop(COPIED)  # a new best is saved
     assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 2}, EVALUATION, SAVE)
@@ -389,7 +390,7 @@ def test_ddp_waits_in_its_first_steps_alone(go):
 
 def waited(counts: dict) -> dict:
     """But for copies from page-locked memory, as fully_shard makes some of its own."""
-    return {name: n for name, n in exchanged(counts).items() if not name.startswith("from host")}
+    return {name: n for name, n in transfers(counts).items() if not name.startswith("from host")}
 
 
 def compile_quickly():
