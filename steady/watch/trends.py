@@ -250,11 +250,14 @@ class ResourceTrends:
 def occasion(steps: np.ndarray, used: np.ndarray, occasions: dict[str, int]) -> str:
     """The rarest of occasions at which nearly all of the growth comes; "" if it is at any step.
 
-    Samples are taken before what else is due at their step.
+    Samples are taken before what else is due at their step; means of several rows reach half way
+    to the next.
     """
-    rises, found = np.diff(used), {}
+    rises, half, found = np.diff(used), np.diff(steps) / 2, {}
     for name, every in occasions.items():
-        came = np.diff((steps - 1) // every) > 0 if every else np.zeros(0, bool)
+        if not every:
+            continue
+        came = (steps[1:] + half - 1) // every > (steps[:-1] - half - 1) // every
         if 2 <= came.sum() <= len(came) / 2 and rises[came].sum() > 0.9 * rises.sum():
             found[name] = every
     rarest = max(found.values(), default=0)
