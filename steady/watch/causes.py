@@ -28,6 +28,7 @@ LOWER_CLOCKS = 0.97  # of a GPU's clock before
 SLOWER_RANK = 1.1  # times the work of the others
 LOADER = "data.py", "loader"  # in which the loop waits for loader processes: the cause "data"
 LINE_SURE = 1.5  # times half of its 95 % interval, as the surest of some ten lines is picked
+LINE_LEFT = 0.7  # of that half interval: less than this left to explain is not worth a name
 
 CAUSES = {  # code → words
     "work": "longer sequences or a larger batch: more work, not slower",
@@ -213,7 +214,8 @@ def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list
         times = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
         looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
         for line in longer_lines(phase, times, looks, factor):
-            if line.ms > LINE_SURE * line.error and function_of(line.place) != LOADER:
+            sure = line.ms > LINE_SURE * line.error and left.ms[phase] > LINE_LEFT * line.error
+            if sure and function_of(line.place) != LOADER:
                 left.take("line", line.ms, [phase], line=line)
 
 

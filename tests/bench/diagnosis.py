@@ -225,7 +225,8 @@ def score(o: dict, events) -> dict:
         file, first, last, function = o["line"]
         place, _, of = line.place.partition(" < ")[0].rpartition(" ")
         name, _, number = place.rpartition(":")
-        return file.endswith(name) and of.endswith(function) and first <= int(number) <= last + 1
+        same = (file.endswith(name) or name.endswith(file)) and of.endswith(function)
+        return same and first <= int(number) <= last + 1
 
     found = [e for e in events if near(e) or creeps and e.since > began - LOG]
     # a neighbour may come at the same time, and be named as well
