@@ -255,7 +255,7 @@ class Config:
         300, "seconds without progress before the stuck rank is named and the run ends; six times "
         "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
-        0, "steps between checks that replicas hold the same weights; 0: never", at_least=0)
+        1000, "steps between checks that replicas hold the same weights; 0: never", at_least=0)
 
 
 def train_parser():
@@ -276,8 +276,11 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     preset = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
     saved, file = (cli.yaml_flags(parser, Config, path, drop) if path else []
                    for path in (saved, given.config))
-    flags = cli.read_sources(parser, (saved, preset, file, argv), "max_steps", "epochs")
-    cfg = Config(**vars(flags))
+    cfg = Config(**vars(cli.read_flags(parser, [*saved, *preset, *file, *argv])))
+    if cfg.epochs:
+        if cli.read_flags(parser, [*preset, *file, *argv]).max_steps:
+            raise ConfigError("--epochs and --max_steps: expected one of them")
+        cfg.max_steps = None  # that of the run which is continued
     cli.check_bounds(cfg)
     return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
                            "check_checkpoints")

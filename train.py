@@ -17,7 +17,7 @@ import contextlib
 import gc
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -375,7 +375,7 @@ def set_up(argv: list[str]) -> Run:
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
-        restore(run, start)
+        load_checkpoint(run, start)
     elif cfg.eval_only and not cfg.init_from:
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     return run
@@ -416,18 +416,6 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     if cfg.init_from and not checkpoint:
         huggingface.load_initial(model, cfg.init_from, shards)
     return model
-
-
-def restore(run: Run, checkpoint: Checkpoint):
-    """Continue from a checkpoint. Raises ConfigError where it does not belong to this run."""
-    saved, step = load_checkpoint(run, checkpoint), run.progress.step
-    if run.ranks.rank or run.cfg.eval_only:
-        return
-    if run.cfg.max_steps != saved["max_steps"] and run.cfg.max_steps > step:
-        old = replace(run.cfg, **{k: saved[k] for k in ("max_steps", "warmup_steps")})
-        before, now = (learning_rate(step, cfg) for cfg in (old, run.cfg))
-        print(f"resume  max_steps {old.max_steps} -> {run.cfg.max_steps}: the schedule has its new "
-              f"length; the learning rate goes from {before:.2e} to {now:.2e}")
 
 
 @faults.setting_up()

@@ -170,12 +170,9 @@ def add_option(group, f: dataclasses.Field):
     group.add_argument(f"--{f.name}", **how)
 
 
-def read_flags(parser: Parser, argv: list[str], into=None) -> argparse.Namespace:
-    """Parse; raises ConfigError, for an unknown name with the nearest one that exists.
-
-    into: what was read before; flags in argv replace it.
-    """
-    args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv], into)
+def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """Parse; raises ConfigError, for an unknown name with the nearest one that exists."""
+    args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE")
     if unknown:
@@ -184,23 +181,6 @@ def read_flags(parser: Parser, argv: list[str], into=None) -> argparse.Namespace
         raise ConfigError(f"unknown option {flag}{nearest(flag, known)}")
     values = [x for v in vars(args).values() for x in (v if isinstance(v, list) else [v])]
     given_texts.update(x for x in values if isinstance(x, str))
-    return args
-
-
-def read_sources(parser: Parser, sources, *either: str) -> argparse.Namespace:
-    """Parse lists of flags; what a later one says wins.
-
-    either: options that exclude one another in a list, and replace one another between lists.
-    """
-    args = argparse.Namespace()
-    for source in sources:
-        alone = vars(read_flags(parser, source))
-        given = [name for name in either if alone[name] is not None]
-        if len(given) > 1:
-            raise ConfigError(f"--{' and --'.join(sorted(given))}: expected one of them")
-        if given:
-            vars(args).update(dict.fromkeys(either))
-        args = read_flags(parser, source, args)
     return args
 
 

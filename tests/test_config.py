@@ -52,7 +52,7 @@ def test_defaults_then_preset_then_yaml_then_flags(tmp_path):
     assert cfg.precision == "fp32"  # from the preset alone
 
 
-def test_epochs_stand_in_for_max_steps_and_the_later_one_wins(tmp_path):
+def test_epochs_stand_in_for_max_steps(tmp_path):
     steps, epochs, both = (str(tmp_path / f"{name}.yaml") for name in ("steps", "epochs", "both"))
     for path, text in ((steps, "max_steps: 77"), (epochs, "epochs: 3"),
                        (both, "epochs: 3\nmax_steps: 77")):
@@ -60,9 +60,6 @@ def test_epochs_stand_in_for_max_steps_and_the_later_one_wins(tmp_path):
             file.write(text)
     for flags, expected in (
         (["--epochs", "2"], (2, None)),
-        (["--epochs", "2", "--config", steps], (2, None)),
-        (["--max-steps", "9", "--config", epochs], (None, 9)),
-        (["--config", epochs, "--preset", "debug"], (3, None)),
         (["--config", epochs, "--epochs=2"], (2, None)),
     ):
         cfg = parsed(*flags)
@@ -70,7 +67,8 @@ def test_epochs_stand_in_for_max_steps_and_the_later_one_wins(tmp_path):
     assert config.parse(["--epochs", "2"], saved=steps).max_steps is None
     assert config.parse(["--config", epochs], saved=steps).epochs == 3
     assert config.parse([], saved=steps).max_steps == 77
-    for flags in (["--epochs", "2", "--max-steps=9"], ["--config", both]):
+    for flags in (["--epochs", "2", "--max-steps=9"], ["--config", both],
+                  ["--config", steps, "--epochs", "2"]):
         assert "--epochs and --max_steps: expected one of them" in refused(*flags)
     assert "at least 1" in refused("--epochs", "0") and "at least 1" in refused("--max_steps", "0")
     assert "--eval_interval above 0" in refused("--patience", "1", "--eval_interval", "0")
