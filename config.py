@@ -12,6 +12,7 @@ from typing import Literal
 
 from steady import options as cli
 from steady.conflicts import refuse_conflicts
+from steady.guard.deadline import SETTING_STEP, UNKNOWN
 from steady.options import ConfigError, option
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
@@ -76,6 +77,9 @@ class Config:
     verify_resume: int = option(
         0, "train 2 K steps, then K, resume for K more, compare every tensor and exit",
         saved=False, metavar="K", at_least=0)
+    json: bool = option(
+        False, "end with a line of JSON: step, losses, seconds, memory, verdict, checkpoint",
+        saved=False)
     estimate: int = option(
         0, "print estimated memory, communication and time on N devices, then exit",
         saved=False, metavar="N", at_least=0)
@@ -165,6 +169,9 @@ class Config:
     epochs: int | None = option(
         None, "passes over the data, in place of max_steps",
         at_least=1, at_most=10**6, saved=False)
+    max_minutes: float | None = option(
+        None, "end in this time, or with the Slurm job, with the schedule complete: step 100 sets "
+        "max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
@@ -179,16 +186,20 @@ class Config:
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
-    lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
-        None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
+    lr_schedule: Literal["cosine", "wsd", "plateau", "constant"] | None = option(
+        None, "wsd is stable, then a linear decay; plateau is wsd whose decay begins earlier, once "
+        "--patience runs out (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(
-        0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
+        0.7, "share of max_steps that wsd and plateau spend decaying", at_least=0, at_most=1)
     weight_decay: float = option(
         0.1, "decoupled weight decay, on 2-D block weights only", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
     grad_clip: float = option(
         1.0, "global gradient norm to clip to; 0: off", at_least=0)
+    ema: float = option(
+        0.0, "decay of averaged weights, which are evaluated, sampled from and exported; 0: none",
+        at_least=0, below=1)
     on_nonfinite: Literal["skip", "rollback", "abort"] = option(
         "skip", "after max_nonfinite consecutive non-finite steps, all skipped: keep skipping, "
         "rollback to the newest checkpoint and go on with later samples, or abort")
@@ -205,8 +216,8 @@ class Config:
     eval_steps: int = option(
         64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
         at_least=0)
-    patience: int = option(0, "stop after this many evaluations in a row without a new best "
-                           "loss; 0: never", at_least=0)
+    patience: int = option(0, "stop, or with the schedule plateau begin to decay, after this many "
+                           "evaluations in a row without a new best loss; 0: never", at_least=0)
     sample_interval: int | None = option(
         None, "steps between samples of generated text, and one at the end; 0: none (default: one "
         "at the end)", at_least=0)
@@ -277,10 +288,12 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     saved, file = (cli.yaml_flags(parser, Config, path, drop) if path else []
                    for path in (saved, given.config))
     cfg = Config(**vars(cli.read_flags(parser, [*saved, *preset, *file, *argv])))
-    if cfg.epochs:
-        if cli.read_flags(parser, [*preset, *file, *argv]).max_steps:
-            raise ConfigError("--epochs and --max_steps: expected one of them")
-        cfg.max_steps = None  # that of the run which is continued
+    given = cli.read_flags(parser, [*preset, *file, *argv])
+    ends = {name: getattr(given, name) for name in ("max_steps", "epochs", "max_minutes")}
+    if any(ends.values()):  # in place of how the run ends that is continued
+        vars(cfg).update(ends)
+    if sum(map(bool, ends.values())) > 1:
+        raise ConfigError("--max_steps, --epochs and --max_minutes: expected one of them")
     cli.check_bounds(cfg)
     return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
                            "check_checkpoints")
@@ -297,6 +310,9 @@ def resolve(cfg: Config) -> Config:
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
     cli.check_bounds(cfg)
+    if cfg.max_minutes:
+        cfg.max_steps = UNKNOWN
+        cfg.warmup_steps = SETTING_STEP if cfg.warmup_steps is None else cfg.warmup_steps
     cfg.max_steps = cfg.max_steps or (None if cfg.epochs else 1000)  # `load_data` knows of epochs
     if cfg.warmup_steps is None and cfg.max_steps:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)

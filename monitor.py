@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import Config
+from steady.guard.deadline import UNKNOWN
 from steady.models.device import peak_flops
 from steady.options import due
 from steady.ranks.parallel import gathered
@@ -304,6 +305,8 @@ class Monitor:
         last = self.cfg.max_steps
         forms = LINE | FULL_LINE if self.cfg.monitor == "full" else LINE
         shown = [in_form(form, row[name]) for name, form in forms.items() if name in row]
+        if last == UNKNOWN:
+            return " | ".join([f"step {step}/?", *shown])
         left = duration((last - step) * row["perf/step_ms"] / 1e3)
         return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
 

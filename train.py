@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import contextlib
 import gc
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -43,10 +44,12 @@ from steady.checkpoints.state import (
     save_checkpoint,
 )
 from steady.guard import faults, memory, process
+from steady.guard.deadline import Deadline
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.models import device as devices
 from steady.models import float8, foreign, huggingface, lora
+from steady.models.ema import Ema
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
@@ -54,6 +57,7 @@ from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
 from steady.watch import screen
 from steady.watch.evaluation import Means
+from steady.watch.report import summary
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -62,11 +66,12 @@ def train(run: "Run", batches):
     """Train until the last step or a signal to stop. `progress.step` counts the updates made."""
     cfg, ranks, progress, guard, stop = run.cfg, run.ranks, run.progress, run.guard, run.ranks.stop
     monitor = run.monitor  # every line that names it may go: nothing below depends on one
-    first_step = progress.step + 1
+    first_step, deadline = progress.step + 1, Deadline(cfg.max_minutes)
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
-        lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
+        lr = set_learning_rate(run.optimizers,
+                               learning_rate(progress.step, cfg, progress.decay_from))
         size = run.train_data.size(progress.position, cfg.batch_size, ranks.micro_batch,
                                    ranks.world_size)
         # the loss is the mean over all targets of the step; DDP divides by world_size itself
@@ -80,13 +85,14 @@ def train(run: "Run", batches):
                 losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
-            run.scaler.scale(loss).backward()
+            ranks.scaler.scale(loss).backward()
             step_loss = step_loss + loss.detach()
             monitor.add_losses(losses.detach(), batch, run.train_data)
         finish_copy(run)
         monitor.phase("optimizer")
         grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
         run.advance(size)  # step, position and tokens together
+        deadline.set_max_steps(run)  # with --max_minutes, once
         monitor.phase("other")
         monitor.after_update(run.model, batch)
         collect_garbage(progress.step, first_step)
@@ -106,18 +112,26 @@ def train(run: "Run", batches):
         guard.check(progress.step, ended=True)
 
 
-def learning_rate(step: int, cfg: Config) -> float:
-    """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
+def learning_rate(step: int, cfg: Config, decay_from: int = 0) -> float:
+    """The learning rate of update number `step` + 1: linear warm-up, then the schedule.
+
+    decay_from: the step at which the schedule `plateau` began to decay; 0 while it has not.
+    """
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
     share = 1.0
     if cfg.lr_schedule == "cosine":
         done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * done))
-    elif cfg.lr_schedule == "wsd":
-        decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
-        share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))
+    elif cfg.lr_schedule in ("wsd", "plateau"):
+        decay = decay_steps(cfg)
+        end = decay_from + decay if decay_from else cfg.max_steps
+        share = min(1.0, (end - step) / max(1.0, decay))
     return cfg.min_learning_rate + share * (cfg.learning_rate - cfg.min_learning_rate)
+
+
+def decay_steps(cfg: Config) -> float:
+    return min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
 
 
 def set_learning_rate(optimizers, lr: float) -> float:
@@ -149,11 +163,11 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
     shards = run.ranks.shards
     shards.move_gradients()
     for optimizer in run.optimizers:
-        run.scaler.unscale_(optimizer)  # a no-op except in fp16
+        run.ranks.scaler.unscale_(optimizer)  # a no-op except in fp16
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
     grad_norm = shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
-    parallel.agree_on_scale(run.scaler, run.optimizers, found_inf)
+    parallel.agree_on_scale(run.ranks.scaler, run.optimizers, found_inf)
     divisor = (grad_norm / (run.cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, step_loss, grad_norm)
     run.monitor.before_update(run.progress.step + 1)
@@ -167,7 +181,7 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
             torch._foreach_div_([g for g in grads if g is not None], divisor)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    run.scaler.update()
+    run.ranks.scaler.update()
     return grad_norm
 
 
@@ -212,18 +226,22 @@ def evaluation_due(run: "Run") -> bool:
 def evaluate(run: "Run") -> float:
     """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none.
 
-    Another metric is one more line: `means.add("val/NAME", values, batch)`, values of [B, T].
+    With --ema that of the averaged weights. Another metric is one more line:
+    `means.add(f"val/NAME{of}", values, batch)`, values of [B, T].
     """
     cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
     previous = run.monitor.phase("evaluation")
     run.model.eval()
     means, n = Means(data, ranks), eval_samples(cfg, data)
-    batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device)
-    for batch in batches:
-        run.monitor.phase("evaluation")  # a sign of progress
-        with ranks.autocast:
-            losses = run.model(batch.tokens, batch.targets, batch.documents)
-        means.add("val/loss", losses, batch)
+    for of in ("", "_ema") if run.ema else ("",):
+        batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
+                               ranks.device)
+        with run.ema.in_place(run.guard) if of else contextlib.nullcontext():
+            for batch in batches:
+                run.monitor.phase("evaluation")  # a sign of progress
+                with ranks.autocast:
+                    losses = run.model(batch.tokens, batch.targets, batch.documents)
+                means.add(f"val/loss{of}", losses, batch)
     run.model.train()
     parallel.release(run.model)
     row, shown = means.row(n, with_counts=cfg.eval_only)
@@ -232,17 +250,19 @@ def evaluate(run: "Run") -> float:
     if ranks.rank == 0:
         print(f"step {step}: validation {shown}", flush=True)
     run.monitor.write(step, row)
-    return row.get("val/loss", math.nan)
+    return row.get(f"val/loss{of}", math.nan)
 
 
 def keep_best(run: "Run", val_loss: float):
-    progress, rank = run.progress, run.ranks.rank
+    cfg, progress, rank = run.cfg, run.progress, run.ranks.rank
     best = run.dir.writer.best() if rank == 0 else None  # a save of a better one may have failed
     progress.best_loss, progress.best_step = run.ranks.broadcast(best)
     progress.waited += 1
     if val_loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
         save(run, is_best=True)
+    elif cfg.lr_schedule == "plateau" and progress.waited >= cfg.patience:
+        progress.decay_from = progress.decay_from or progress.step
 
 
 def save(run: "Run", is_best: bool = False):
@@ -273,7 +293,8 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data
     prompt = data.prompt().to(run.ranks.device)
-    with run.ranks.autocast, parallel.gathered(run.model):
+    weights = run.ema.in_place(run.guard) if run.ema else contextlib.nullcontext()
+    with weights, run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
@@ -297,8 +318,8 @@ class Run:
     model: Transformer
     ddp: nn.Module  # the model, wrapped where there are several ranks
     optimizers: list
-    scaler: torch.amp.GradScaler
     guard: Guard
+    ema: Ema | None = None  # with --ema
     monitor: Monitor | None = None
 
     @property
@@ -307,9 +328,12 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """max_steps, or this one where --patience has run out."""
-        waited = 0 < self.cfg.patience <= self.progress.waited
-        return self.progress.step if waited else self.cfg.max_steps
+        """max_steps, or an earlier one after --patience: this one, or where a decay ends."""
+        cfg, progress = self.cfg, self.progress
+        if progress.decay_from:
+            return min(cfg.max_steps, math.ceil(progress.decay_from + decay_steps(cfg)))
+        stops = cfg.lr_schedule != "plateau" and 0 < cfg.patience <= progress.waited
+        return progress.step if stops else cfg.max_steps
 
     @property
     def compiled(self) -> bool:
@@ -320,6 +344,8 @@ class Run:
         self.progress.step += 1
         self.progress.position += self.cfg.batch_size
         self.progress.tokens += size.real_tokens
+        if self.ema:
+            self.ema.update(self.progress.step)
         self.guard.update_made()
 
 
@@ -368,9 +394,9 @@ def set_up(argv: list[str]) -> Run:
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         guard=Guard(cfg, ranks),
     )
+    run.ema = Ema(model, shards, cfg.ema) if cfg.ema else None
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
@@ -473,6 +499,8 @@ def main(argv: list[str]) -> int:
     if not stop.signal and cfg.sample_interval != 0:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")
+    if cfg.json and ranks.rank == 0:
+        print(json.dumps(summary(run_dir.path)))
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0

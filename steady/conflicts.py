@@ -38,6 +38,7 @@ def refuse_conflicts(cfg):
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
          "--log_interval above 0, since steps are checked at a log")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
+    need(cfg.patience or cfg.lr_schedule != "plateau", "lr_schedule", "--patience above 0")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):

@@ -69,7 +69,7 @@ def test_epochs_stand_in_for_max_steps(tmp_path):
     assert config.parse([], saved=steps).max_steps == 77
     for flags in (["--epochs", "2", "--max-steps=9"], ["--config", both],
                   ["--config", steps, "--epochs", "2"]):
-        assert "--epochs and --max_steps: expected one of them" in refused(*flags)
+        assert "--epochs and --max_minutes: expected one of them" in refused(*flags)
     assert "at least 1" in refused("--epochs", "0") and "at least 1" in refused("--max_steps", "0")
     assert "--eval_interval above 0" in refused("--patience", "1", "--eval_interval", "0")
     assert "cannot be combined" in refused("--resume", "x.pt", "--auto_resume")

@@ -206,10 +206,10 @@ def test_what_happens_once_a_step_on_each_of_two_ranks(corpus, tmp_path):
             ddp.register_comm_hook(None, reduce)
             return ddp
 
-        def learning_rate(step, cfg):
+        def learning_rate(step, *how):
             running[:] = [step]
             print("drawn", json.dumps(drawn()), flush=True)
-            return rate(step, cfg)
+            return rate(step, *how)
 
         parallel.distribute, train.learning_rate = distribute_and_count, learning_rate
 
@@ -475,9 +475,9 @@ def update(optimizers, parameters, scaler, clip):
     """`train.update` of a run that consists of these."""
     cfg, shards = tiny_config(grad_clip=clip), parallel.Shards()
     shards.parameters = {str(i): p for i, p in enumerate(parameters)}
-    ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"))
+    ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"), scaler=scaler)
     run = SimpleNamespace(
-        cfg=cfg, optimizers=optimizers, scaler=scaler, ranks=ranks, progress=Progress(),
+        cfg=cfg, optimizers=optimizers, ranks=ranks, progress=Progress(),
         monitor=SimpleNamespace(before_update=lambda step: None), guard=train.Guard(cfg, ranks))
     return train.update(run, torch.tensor(1.0))
 

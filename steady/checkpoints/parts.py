@@ -110,6 +110,6 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
         return torch.cat(found) if len(found) > 1 or copy else found[0]
 
     state = dict(states[0])
-    for name in ("model", "optimizers"):
-        state[name] = walk([each[name] for each in states])
+    for name in ("model", "ema", "optimizers"):
+        state[name] = walk([each.get(name, {}) for each in states])
     return state

@@ -10,6 +10,7 @@ import torch
 from steady.checkpoints.checkpoint import FORMAT, Checkpoint, best_checkpoint, checkpoint_at
 from steady.checkpoints.parts import join, require_shared
 from steady.checkpoints.writer import PartWriter, Writer
+from steady.guard.deadline import UNKNOWN
 from steady.models import lora
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
@@ -28,6 +29,8 @@ class Progress:
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
     waited: int = 0  # evaluations since that of best_step
+    decay_from: int = 0  # with the schedule `plateau`, since its decay began
+    max_steps: int = UNKNOWN  # as --max_minutes has set it
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
 
     def state(self) -> tuple:
@@ -77,7 +80,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
-        scaler=run.scaler.state_dict(),
+        ema=run.ema.tensors if run.ema else {},
+        scaler=run.ranks.scaler.state_dict(),
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint,
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
@@ -105,6 +109,9 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     shards, progress, guard = run.ranks.shards, run.progress, run.guard
     state = join(states, shards.rows, copy=True)
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors))
+    if run.ema:  # which begins here where the checkpoint has none
+        averages = {name: state["model"][name] for name in run.ema.tensors}
+        copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)
     release(run.model)
     held = [parameter_names(run, optimizer) for optimizer in run.optimizers]
     if [set(names) for names in held] != [set(names) for names in state["optimizer_names"]]:
@@ -118,16 +125,18 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
         # Learning rate, decay and betas are those of this run's flags, not the saved ones.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
-    if state["scaler"] and run.scaler.is_enabled():
-        run.scaler.load_state_dict(state["scaler"])
-    for name in vars(progress):
-        setattr(progress, name, state[name])
+    if state["scaler"] and run.ranks.scaler.is_enabled():
+        run.ranks.scaler.load_state_dict(state["scaler"])
+    for name, value in vars(progress).items():
+        setattr(progress, name, state.get(name, value))
     guard.nonfinite.copy_(state["nonfinite"])
     if guard.spikes:
         guard.spikes.restore(state["spikes"])
     guard.replicas.agreed = progress.step
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
+    progress.max_steps = min(cfg.max_steps, progress.max_steps) if cfg.max_minutes else UNKNOWN
+    cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))

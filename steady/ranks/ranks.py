@@ -66,6 +66,7 @@ class Ranks:
     def __post_init__(self):
         enabled = self.dtype != torch.float32
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=enabled)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def broadcast(self, value):
         """Rank 0's value, on every rank."""

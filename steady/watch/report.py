@@ -14,8 +14,8 @@ from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
 from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector, worth_saying
 
-FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
-           "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
+FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
+           "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 ADVICE = {  # phase → (the share of the time that is worth a line, what to try)
     "data": (0.1, DATA_ADVICE),
     "waiting": (0.15, "look at the network, and for a rank that is slower than the others"),
@@ -215,3 +215,18 @@ def report_text(out: dict) -> str:
     verdict_lines = "\n".join(out["verdict"]).splitlines()
     lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(verdict_lines)]
     return "\n".join(lines)
+
+
+def summary(run_dir: Path) -> dict:
+    """What a program asks of a run that has ended; null for what is not known."""
+    out = report(run_dir)
+    figures, folder = out["figures"], run_dir / "checkpoints"
+    names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
+             "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
+             "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",
+             "peak_gb": "memory/peak_gb"}
+    newest, best = (max(map(str, folder.glob(pattern)), default=None)
+                    for pattern in ("step_*[0-9].pt", "best*"))
+    return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
+                seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
+                checkpoint=newest, best=best)

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.private import untested
 from steady.watch import proc
@@ -17,6 +18,9 @@ def early_end(cfg, progress, signal_number: int) -> str:
     if signal_number:
         return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
                 "--auto_resume continues from there")
+    if progress.step < cfg.max_steps and progress.decay_from:
+        return (f"stopped at step {progress.step}: the decay that a plateau began at step "
+                f"{progress.decay_from} has ended (--patience {cfg.patience})")
     if progress.step < cfg.max_steps:
         return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
                 f"had a lower loss (--patience {cfg.patience})")
@@ -30,7 +34,10 @@ def describe(run) -> str:
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
+    steps = f"{cfg.max_steps} steps"
     epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
+    if cfg.max_steps == UNKNOWN:
+        epochs, steps = ["?"] * len(epochs), f"{cfg.max_minutes:g} minutes"
     sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
     if len(epochs) > 1:
         total = sum(d.weight for d in data.datasets)
@@ -52,7 +59,7 @@ def describe(run) -> str:
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {sources} in {cfg.max_steps} steps, {ranks.workers} loader processes a rank",
+        f"data    {sources} in {steps}, {ranks.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}"

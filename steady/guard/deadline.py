@@ -1,0 +1,50 @@
+"""--max_minutes: how many steps fit into the time, set once, so that the schedule ends with it."""
+
+import os
+import time
+
+from steady.watch.proc import process_age_seconds
+
+UNKNOWN = 10**12  # max_steps until it is set
+SETTING_STEP = 100  # at which it is set
+LEAST_STEPS = 20  # of this process, that the time of a step is the mean of
+RESERVE = 0.02, 2.0  # of the time, and seconds, for the end: a checkpoint, the sample, the report
+
+
+class Deadline:
+    """minutes: since this process was started, or None. A Slurm job may end earlier."""
+
+    def __init__(self, minutes: float | None):
+        self.ends, self.first = time.monotonic(), None
+        if minutes:
+            seconds = 60 * minutes - process_age_seconds()
+            job_ends = os.environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970
+            if job_ends.isdecimal():
+                seconds = min(seconds, int(job_ends) - time.time())
+            self.ends += seconds
+
+    def set_max_steps(self, run):
+        """At SETTING_STEP, on all ranks, set cfg.max_steps for the rest of the run.
+
+        An evaluation is taken to last a third of training on as many sequences.
+        """
+        cfg, progress, now = run.cfg, run.progress, time.monotonic()
+        if cfg.max_steps != UNKNOWN:
+            return
+        if self.first is None:  # which compiles
+            self.first = now, progress.step
+        began, first = self.first
+        if progress.step < max(SETTING_STEP, first + LEAST_STEPS):
+            return
+        seconds = (now - began) / (progress.step - first)  # a step, with logs and saves
+        evaluation = 0.0
+        if run.val_data and cfg.eval_interval:
+            batches = cfg.eval_steps or run.val_data.n_samples / cfg.batch_size
+            evaluation = seconds * batches / 3 * (2 if cfg.ema else 1)
+        left = (self.ends - now) * (1 - RESERVE[0]) - RESERVE[1] - evaluation
+        steps = left / (seconds + (evaluation / cfg.eval_interval if cfg.eval_interval else 0.0))
+        progress.max_steps = run.ranks.broadcast(progress.step + max(1, int(steps)))
+        cfg.max_steps = progress.max_steps
+        if run.ranks.rank == 0:
+            print(f"step {progress.step}: {cfg.max_steps} steps fit into --max_minutes "
+                  f"{cfg.max_minutes:g}, at {seconds * 1e3:.3g} ms/step", flush=True)

@@ -1,0 +1,231 @@
+"""How a run ends, and with which weights: averages, the clock, a plateau, a line for programs."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, column, rows
+
+import config
+import train
+from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.guard import deadline
+
+WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
+
+
+def load(path, step):
+    return torch.load(path / f"checkpoints/step_{step:08d}.pt", weights_only=True)
+
+
+def assert_same_end(a, b, step):
+    one, two = load(a, step), load(b, step)
+    for key in ("model", "ema", "optimizers", "max_steps", "decay_from", "best_loss"):
+        assert compare(one[key], two[key], key)[1] == []
+
+
+# --- averages --------------------------------------------------------------------------------
+
+
+def test_averages_follow_the_weights_and_are_evaluated_and_resumed(run, tmp_path):
+    """Also with a tied head, and as the mean loss of a model that has them as its weights."""
+    flags = ["--ema", 0.7, "--save_interval", 1, "--keep_checkpoints", 99, "--eval_interval", 6,
+             "--tie_embeddings", "--learning_rate", 0.02]
+    run(*flags, "--out_dir", "r")
+    first, last = load(tmp_path / "r", 1), load(tmp_path / "r", 12)
+    assert first["model"].keys() - {"cos", "sin"} == last["ema"].keys()
+    torch.manual_seed(1337)  # the initial weights
+    cfg = config.Config(**last["config"])
+    model = train.Transformer(cfg)
+    torch.manual_seed(1337)
+    model.init_weights()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(1, 13):
+        weights = load(tmp_path / "r", step)["model"]
+        decay = min(0.7, (1 + step) / (10 + step))
+        for name, average in expected.items():
+            average.lerp_(weights[name], 1 - decay)
+    for name, average in expected.items():
+        assert torch.equal(last["ema"][name], average), name
+        assert not torch.equal(average, last["model"][name])
+    loss, averaged = (column(tmp_path / "r", f"val/{name}") for name in ("loss", "loss_ema"))
+    assert list(averaged) == [6, 12] and averaged != loss
+    assert last["best_loss"] == min(averaged.values())
+
+    state = dict(last, model=last["model"] | last["ema"], ema={})
+    model.load_state_dict(state["model"])
+    data = train.load_data(cfg)[1]
+    with torch.no_grad():
+        batch = next(train.eval_batches(data, 16, 16, 0, 1, torch.device("cpu")))
+        assert averaged[12] == pytest.approx(model.eval()(*batch[:2]).mean().item(), rel=1e-5)
+
+    shutil.copytree(tmp_path / "r", tmp_path / "s")
+    for step in range(6, 13):
+        (tmp_path / f"s/checkpoints/step_{step:08d}.pt").unlink()
+    run("--auto_resume", "--out_dir", "s", bare=True)
+    assert_same_end(tmp_path / "r", tmp_path / "s", 12)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+def test_averages_on_two_ranks_are_those_of_one(run, tmp_path, way):
+    flags = ["--ema", 0.9, "--eval_interval", 6, "--optimizer", "adamw", "--save_interval", 6]
+    run(*flags, "--out_dir", "one")
+    run(*flags, "--out_dir", "two", "--parallel", way, ranks=2)
+    one, two = (column(tmp_path / name, "val/loss_ema") for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5) and list(one) == [6, 12]
+    _, checkpoint = list_checkpoints(tmp_path / "two/checkpoints")
+    one, two = load(tmp_path / "one", 12)["ema"], checkpoint.state()["ema"]
+    assert one.keys() == two.keys()
+    for name, average in one.items():
+        torch.testing.assert_close(two[name], average, rtol=1e-3, atol=1e-5)
+    run("--auto_resume", "--out_dir", "two", "--max_steps", 14, bare=True)  # on one rank
+
+
+def test_averages_may_begin_later_and_end_earlier(run, tmp_path):
+    run("--out_dir", "r")
+    run("--auto_resume", "--out_dir", "r", "--ema", 0.5, "--max_steps", 13, bare=True)
+    before, after = load(tmp_path / "r", 12)["model"], load(tmp_path / "r", 13)
+    for name, average in after["ema"].items():
+        torch.testing.assert_close(average, before[name].lerp(after["model"][name], 0.5))
+    run("--auto_resume", "--out_dir", "r", "--ema", 0, "--max_steps", 14, bare=True)
+    assert load(tmp_path / "r", 14)["ema"] == {}
+
+
+def test_weights_are_back_after_an_evaluation_that_fails(run, tmp_path, monkeypatch):
+    """And the save of the last completed step has the trained ones."""
+    run("--ema", 0.5, "--eval_interval", 0, "--out_dir", "whole", "--save_interval", 6)
+    plain = train.Means.add
+
+    def add(self, name, *values):
+        if name == "val/loss_ema":
+            raise RuntimeError("of a fork")
+        plain(self, name, *values)
+
+    monkeypatch.setattr(train.Means, "add", add)
+    run("--ema", 0.5, "--eval_interval", 6, "--save_interval", 0, "--out_dir", "r", expect=1)
+    one, two = load(tmp_path / "whole", 6), load(tmp_path / "r", 6)
+    for key in ("model", "ema"):
+        assert compare(one[key], two[key], key)[1] == []
+
+
+# --- the clock -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A step takes two seconds, and the process began 10 s ago; steps are set at step 4."""
+    now = [0.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0],
+                                                          time=lambda: 1000.0 + now[0]))
+    monkeypatch.setattr(deadline, "process_age_seconds", lambda: 10.0)
+    monkeypatch.setattr(deadline, "SETTING_STEP", 4)
+    monkeypatch.setattr(deadline, "LEAST_STEPS", 2)
+    plain = train.Run.advance
+
+    def advance(self, size):
+        now[0] += 2.0
+        plain(self, size)
+
+    monkeypatch.setattr(train.Run, "advance", advance)
+    return now
+
+
+def test_steps_fit_into_the_minutes_and_a_resume_keeps_them(run, corpus, tmp_path, clock):
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
+             "--save_interval", 3]
+    told = run(*flags, "--out_dir", "r", bare=True)
+    # 50 s are left at the start, 42 at step 4; less 2 % and 2 s
+    last = 4 + int((42 * 0.98 - 2) / 2)
+    assert f"step 4: {last} steps fit into" in told and "step 1/?" in told
+    rates = column(tmp_path / "r", "train/learning_rate")
+    assert max(rates) == last and 0 < rates[last] < 0.1 * max(rates.values())  # all of the schedule
+    assert load(tmp_path / "r", last)["max_steps"] == last
+
+    run(*flags, "--out_dir", "whole", "--keep_checkpoints", 99, bare=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "s")
+    for checkpoint in list_checkpoints(tmp_path / "s/checkpoints"):
+        if checkpoint.step > 6:
+            checkpoint.delete()
+    run("--auto_resume", "--out_dir", "s", bare=True)
+    assert_same_end(tmp_path / "whole", tmp_path / "s", last)
+    assert "nothing to do" in run("--auto_resume", "--out_dir", "s", bare=True)
+    run("--auto_resume", "--out_dir", "s", "--max_steps", last + 2, bare=True)  # in its place
+    assert load(tmp_path / "s", last + 2)["max_steps"] == deadline.UNKNOWN
+
+
+def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, monkeypatch):
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--save_interval", 0]
+    told = run(*flags, "--max_minutes", 1, "--eval_interval", 10, bare=True)
+    evaluation = 2 * 2 / 3  # of two batches, without a backward pass
+    steps = 4 + int((42 * 0.98 - 2 - evaluation) / (2 + evaluation / 10))
+    assert f"step 4: {steps} steps fit into" in told
+    clock[0] = 0.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1030")
+    told = run(*flags, "--max_minutes", 1, "--eval_interval", 0, bare=True)
+    assert f"step 4: {4 + int((22 * 0.98 - 2) / 2)} steps fit into" in told
+    clock[0] = 0.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1001")  # it is late: one step more, and the end
+    assert "step 4: 5 steps fit into" in run(*flags, "--max_minutes", 1, bare=True)
+
+
+def test_two_ranks_set_the_same_steps(run, corpus, tmp_path, clock):
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 0.5, "--eval_interval", 0]
+    run(*flags, "--out_dir", "r", bare=True, ranks=2)
+    assert max(column(tmp_path / "r", "train/loss")) == 4 + int((12 * 0.98 - 2) / 2)
+
+
+@pytest.mark.parametrize("flags", [("--max_steps", 5), ("--epochs", 1)])
+def test_a_run_has_one_end(run, corpus, flags):
+    told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, *flags, bare=True, expect=2)
+    assert told.count("\n") == 1 and "--max_minutes" in told
+
+
+# --- a plateau -------------------------------------------------------------------------------
+
+
+def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, monkeypatch):
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.1, 12: 2.0, 14: 2.5}
+
+    def evaluate(run):
+        run.progress.evaluated_step = run.progress.step
+        return losses.get(run.progress.step, math.inf)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    flags = ["--max_steps", 30, "--decay_fraction", 0.2, "--lr_schedule", "plateau", "--patience",
+             2, "--eval_interval", 2, "--save_interval", 1, "--keep_checkpoints", 99,
+             "--log_interval", 1, "--learning_rate", 1e-3]
+    told = run(*flags, "--out_dir", "r", ranks=2)
+    rates = column(tmp_path / "r", "train/learning_rate")
+    # two evaluations without a new best at step 8: from there 6 steps of decay
+    assert rates == pytest.approx({1: 5e-4, **dict.fromkeys(range(2, 10), 1e-3),
+                                   **{8 + n: 1e-3 * (1 - (n - 1) / 6) for n in range(1, 7)}})
+    assert told.count("stopped at step 14") == 1 and "plateau" in told
+    assert load(tmp_path / "r", 14)["decay_from"] == 8
+    shutil.copytree(tmp_path / "r", tmp_path / "s")
+    for checkpoint in list_checkpoints(tmp_path / "s/checkpoints"):
+        if checkpoint.step > 9:
+            checkpoint.delete()
+    run("--auto_resume", "--out_dir", "s", bare=True, ranks=2)
+    assert_same_end(tmp_path / "r", tmp_path / "s", 14)
+    losses |= {step: 30 - step for step in range(2, 31, 2)}  # always better: as wsd
+    run(*flags, "--out_dir", "t")
+    rates = column(tmp_path / "t", "train/learning_rate")
+    assert max(rates) == 30 and rates[24] == 1e-3 and rates[30] == pytest.approx(1e-3 / 6)
+    assert "--patience" in run("--lr_schedule", "plateau", expect=2)
+
+
+# --- a line for programs ---------------------------------------------------------------------
+
+
+def test_the_last_line_is_json(run, tmp_path):
+    told = run("--json", "--out_dir", "r", "--eval_interval", 6)
+    found = json.loads(told.splitlines()[-1])
+    row = [row for row in rows(tmp_path / "r") if "train/loss" in row][-1]
+    assert found["step"] == 12 and found["train_loss"] == row["train/loss"]
+    assert found["val_loss"] == column(tmp_path / "r", "val/loss")[12]
+    assert found["checkpoint"] == "r/checkpoints/step_00000012.pt"
+    assert found["best"] == "r/checkpoints/best.pt" and found["seconds"] > 0
+    assert isinstance(found["verdict"], list) and found["val_loss_ema"] is None
