@@ -47,6 +47,7 @@ from steady.guard import faults, memory, process
 from steady.guard.deadline import Deadline
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
+from steady.guard.replay import Miscalculated, replay
 from steady.models import device as devices
 from steady.models import float8, foreign, huggingface, lora
 from steady.models.ema import Ema
@@ -88,6 +89,8 @@ def train(run: "Run", batches):
             ranks.scaler.scale(loss).backward()
             step_loss = step_loss + loss.detach()
             monitor.add_losses(losses.detach(), batch, run.train_data)
+        if due(progress.step + 1, cfg.replay_interval):
+            replay(run, batch, partial(seed_everything, cfg.seed, progress.step, ranks.rank))
         finish_copy(run)
         monitor.phase("optimizer")
         grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
@@ -528,10 +531,12 @@ def train_with_recovery(run: Run) -> str:
             break
         except NotFinite as e:
             faults.roll_back(run, e)
+        except Miscalculated:
+            raise  # without a save
         except ReplicasDiffer as e:
             if ranks.rank == 0:
                 faults.set_doubtful_aside(run.dir.writer, e)
-            raise  # without a save
+            raise
         except BaseException as e:
             faults.rescue(run, e)
             if memory.out_of_memory(e):
