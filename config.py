@@ -77,6 +77,11 @@ class Config:
     verify_resume: int = option(
         0, "train 2 K steps, then K, resume for K more, compare every tensor and exit",
         saved=False, metavar="K", at_least=0)
+    audit: str | None = option(
+        None, "train random segments of RUN again, compare every bit, and exit", saved=False,
+        metavar="RUN")
+    segments: int = option(6, "segments between checkpoints that --audit trains again",
+                           saved=False, at_least=1)
     json: bool = option(
         False, "end with a line of JSON: step, losses, seconds, memory, verdict, checkpoint",
         saved=False)
@@ -299,7 +304,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
         raise ConfigError("--max_steps, --epochs and --max_minutes: expected one of them")
     cli.check_bounds(cfg)
     return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
-                           "check_checkpoints")
+                           "check_checkpoints", "audit")
 
 
 def resolve(cfg: Config) -> Config:

@@ -18,6 +18,7 @@ import gc
 import json
 import math
 import random
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -471,10 +472,10 @@ def open_run_dir(run: Run):
 def main(argv: list[str]) -> int:
     """What `python train.py` does; returns the exit code."""
     cfg = config.parse(argv)
-    if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate:
+    if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate or cfg.audit:
         from tools.verify import look
 
-        return look(argv, cfg, main, make_optimizers)
+        return look(argv, cfg, sys.modules[__name__])
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
@@ -494,6 +495,10 @@ def main(argv: list[str]) -> int:
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
+        if run_dir.resumed_from:
+            from tools.continuity import check_continuity
+
+            check_continuity(run, train)
         report = train_with_recovery(run)
         if ranks.world_size > 1:
             dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves

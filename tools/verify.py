@@ -1,4 +1,4 @@
-"""Flags of train.py that only look or test: --check_checkpoints, --verify_resume, --estimate."""
+"""Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
 import os
 import shutil
@@ -17,17 +17,21 @@ from steady.options import ConfigError
 from steady.ranks.ranks import rank_and_world
 
 
-def look(argv: list[str], cfg: Config, train, make_optimizers) -> int:
-    """Do what one of these flags says; returns the exit code. train: train.py's `main`."""
+def look(argv: list[str], cfg: Config, train) -> int:
+    """Do what one of these flags says; returns the exit code. train: the module train.py."""
     if cfg.check_checkpoints:
         text, valid = check_checkpoints(Path(cfg.check_checkpoints))
         print(text)
         return 0 if valid else 1
     if cfg.verify_resume:
-        return verify_resume(argv, cfg, train)
+        return verify_resume(argv, cfg, train.main)
+    if cfg.audit:
+        from tools.audit import audit
+
+        return audit(Path(cfg.audit), cfg.segments, train)
     from tools.estimate import estimate_run
 
-    print(estimate_run(cfg, make_optimizers))
+    print(estimate_run(cfg, train.make_optimizers))
     return 0
 
 

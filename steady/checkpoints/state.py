@@ -12,6 +12,7 @@ from steady.checkpoints.parts import join, require_shared
 from steady.checkpoints.writer import PartWriter, Writer
 from steady.guard.deadline import UNKNOWN
 from steady.models import lora
+from steady.models.device import device_name
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
 from steady.ranks.ranks import shared_notes
@@ -86,8 +87,18 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         data=data.fingerprint,
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
+        machine=machine_of(run.ranks),
+        trail=torch.stack(run.guard.trail or [torch.zeros(2)])[: len(run.guard.trail)],
+        trail_from=run.guard.trail_from,
     )
+    run.guard.new_trail(progress.step)
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None)
+
+
+def machine_of(ranks) -> dict:
+    """What the bits of a step depend on besides the run itself."""
+    return dict(torch=str(torch.__version__), device=device_name(ranks.device),
+                ranks=ranks.world_size)
 
 
 def parameter_names(run, optimizer) -> list[str]:
@@ -133,6 +144,7 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     if guard.spikes:
         guard.spikes.restore(state["spikes"])
     guard.replicas.agreed = progress.step
+    guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
     progress.max_steps = min(cfg.max_steps, progress.max_steps) if cfg.max_minutes else UNKNOWN

@@ -12,6 +12,7 @@ from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
+TRAIL_STEPS = 5  # of which losses and gradient norms are kept, for tools/continuity.py
 PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 
 
@@ -32,6 +33,7 @@ class Guard:
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
+        self.trail, self.trail_from = [], 0  # as new_trail
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
                                  cfg.check_replicas_interval)
 
@@ -42,7 +44,13 @@ class Guard:
         times the number of ranks; grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
+        if len(self.trail) < TRAIL_STEPS:
+            self.trail.append(torch.stack((loss, grad_norm)).float())
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf
+
+    def new_trail(self, step: int):
+        """Begin to keep the first results after a checkpoint of this step."""
+        self.trail, self.trail_from = [], step
 
     def update_made(self):
         self.clean = True
