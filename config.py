@@ -235,13 +235,12 @@ class Config:
         None, "keep a copy of the newest checkpoint and the logs at this URL: file://, s3:// or "
         "another that fsspec supports", metavar="URL")
 
-    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option(
+    device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
     half_residual: bool = option(
         False, "the residual stream in the type of products, not in fp32: less memory, less exact")
-    float8: bool = option(False, "matrix products of the blocks in float8 (H100 and later)")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(
         False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")

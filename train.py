@@ -46,7 +46,7 @@ from steady.guard import faults, memory, process
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.models import device as devices
-from steady.models import float8, foreign, huggingface, lora
+from steady.models import foreign, huggingface, lora
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
@@ -362,7 +362,6 @@ def set_up(argv: list[str]) -> Run:
     ranks.micro_batch = memory.micro_batch_size(cfg, world_size, ranks.minimum(most), uneven)
     # the model, and what updates it
     model = make_model(cfg, train_data, start, device, dtype, shards)
-    float8.convert(model, cfg, device, dtype)
     shards.hold(model)
     run = Run(
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,

@@ -45,7 +45,7 @@ class SamplingOptions:
     top_p: float | None = option(
         None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
-    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option("auto", "where to compute")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
