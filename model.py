@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from config import Config
 from steady.models import layers
@@ -109,11 +110,12 @@ class Block(nn.Module):
         self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.recomputed = cfg.activation_checkpointing
+        self.recomputed = cfg.activation_checkpointing == "full"
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        how = self.recomputed if self.training else "none"
-        return layers.recomputing(self.compute, how, x, where, cache)
+        if self.recomputed and self.training:  # keeps x alone for the backward pass
+            return checkpoint(self.compute, x, where, use_reentrant=False)
+        return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))
