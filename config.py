@@ -239,8 +239,6 @@ class Config:
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
-    half_residual: bool = option(
-        False, "the residual stream in the type of products, not in fp32: less memory, less exact")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(
         False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")

@@ -31,8 +31,9 @@ OPTIONS = dict(
     norm_eps="rms_norm_eps", max_position="max_position_embeddings",
     tie_embeddings="tie_word_embeddings",
 )
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor",
-               "original_max_position_embeddings")
+# By rope_type: the names of what our rope_scaling holds.
+ROPE = dict(default=(), linear=("factor",), llama3=(
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
 # The defaults of a run that starts from existing weights.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
                    lr_schedule="cosine")
@@ -79,17 +80,8 @@ def tokenizer_folder(name: str) -> Path:
 
 @functools.cache  # of one start, which asks several times: verified once
 def own_checkpoint(name: str) -> Checkpoint | None:
-    """The checkpoint that --init_from names: itself, or the newest valid one of a run directory.
-
-    None for a Hugging Face folder or name. Raises ConfigError where none is valid.
-    """
-    path = Path(name)
-    if (path / "config.json").exists():
-        return None
-    checkpoint = find_checkpoint(path)
-    if not checkpoint and (path / "checkpoints").is_dir():
-        raise ConfigError(f"--init_from {name}: the run has no checkpoint")
-    return checkpoint
+    """What --init_from names: a checkpoint, or a run's newest valid one; None for other models."""
+    return None if (Path(name) / "config.json").exists() else find_checkpoint(Path(name))
 
 
 def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
@@ -149,11 +141,10 @@ def read_config(cfg):
         found = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as e:  # a config.json can be wrong in many ways
         raise ConfigError(f"--init_from {cfg.init_from}: {reason(e)}") from None
-    quantized = getattr(found, "quantization_config", None)
-    if quantized:
-        method = dict(quantized).get("quant_method", "an unnamed method")
+    if quantized := getattr(found, "quantization_config", None):
+        method = dict(quantized).get("quant_method", "unnamed")
         raise ConfigError(f"--init_from {cfg.init_from}: its weights are quantized ({method}); "
-                          "expected fp32, bf16 or fp16: take the original model, or dequantize it")
+                          "expected fp32, bf16 or fp16")
     return found
 
 
@@ -163,14 +154,9 @@ def native_shape(found) -> dict | None:
     max_position: at most the sliding window of the model's attention, which ours does not have.
     """
     rope = getattr(found, "rope_parameters", None) or {}
-    kind, scaling = rope.get("rope_type", "default"), []
-    if kind == "linear":
-        scaling = [rope["factor"]]
-    elif kind == "llama3":
-        scaling = [rope[name] for name in LLAMA3_ROPE]
-    ours = found.model_type in NATIVE and kind in ("default", "linear", "llama3")
+    kind = rope.get("rope_type", "default")
     biased = getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
-    if not ours or biased or found.hidden_act != "silu":
+    if found.model_type not in NATIVE or kind not in ROPE or biased or found.hidden_act != "silu":
         return None
     shape = {mine: getattr(found, theirs, None) for mine, theirs in OPTIONS.items()}
     window = getattr(found, "sliding_window", None)
@@ -179,7 +165,7 @@ def native_shape(found) -> dict | None:
         tie_embeddings=bool(shape["tie_embeddings"]),
         max_position=min(shape["max_position"], window or 1 << 60),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rope_scaling=[float(x) for x in scaling],
+        rope_scaling=[float(rope[name]) for name in ROPE[kind]],
         qkv_bias=found.model_type == "qwen2", qk_norm=found.model_type == "qwen3",
     )
 
@@ -340,13 +326,11 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)
                for theirs, (ours, rows) in hf_key_map(cfg).items()}
     kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
-    rope = dict(rope_type="default", rope_theta=cfg.rope_theta)
-    if len(cfg.rope_scaling) == 1:
-        rope |= dict(rope_type="linear", factor=cfg.rope_scaling[0])
-    elif cfg.rope_scaling:
-        *factors, original = cfg.rope_scaling
-        rope |= dict(zip(LLAMA3_ROPE, [*factors, int(original)], strict=True))
-        rope["rope_type"] = "llama3"
+    scaled = next(name for name, values in ROPE.items() if len(values) == len(cfg.rope_scaling))
+    rope = dict(zip(ROPE[scaled], cfg.rope_scaling, strict=True))
+    rope |= dict(rope_type=scaled, rope_theta=cfg.rope_theta)
+    if scaled == "llama3":
+        rope["original_max_position_embeddings"] = int(cfg.rope_scaling[-1])
     shape = {theirs: getattr(cfg, ours) for ours, theirs in OPTIONS.items()}
     shape["max_position_embeddings"] = cfg.max_position or cfg.seq_len
     AutoConfig.for_model(
@@ -364,17 +348,16 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
 
 def linear_parts(model: nn.Module) -> lora.Parts:
     """The linear layers in the blocks of our Transformer or of a foreign model."""
-    if model.cfg.model == "transformers":
-        blocks = {id(module) for module in model.blocks.modules()}
-        return {name: [(name.removeprefix("module."), range(module.out_features))]
-                for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and id(module) in blocks}
-    parts, linears = {}, dict(model.named_modules())
-    for theirs, (name, rows) in hf_key_map(model.cfg).items():
-        ours = name.removesuffix(".weight")
-        if name.startswith("blocks.") and isinstance(linears.get(ours), nn.Linear):
-            place = range(*rows.indices(linears[ours].out_features))
-            parts.setdefault(ours, []).append((theirs.removesuffix(".weight"), place))
+    in_blocks, parts = {*model.blocks.modules()}, {}
+    linears = {f"{name}.weight": module.out_features for name, module in model.named_modules()
+               if isinstance(module, nn.Linear) and module in in_blocks}
+    names = {name.removeprefix("module."): (name, slice(None)) for name in linears}
+    if model.cfg.model != "transformers":
+        names = hf_key_map(model.cfg)
+    for theirs, (ours, rows) in names.items():
+        if ours in linears:
+            place = theirs.removesuffix(".weight"), range(*rows.indices(linears[ours]))
+            parts.setdefault(ours.removesuffix(".weight"), []).append(place)
     return parts
 
 

@@ -21,12 +21,6 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def as_products(x: Tensor) -> Tensor:
-    """x in the dtype that autocast multiplies in; outside of autocast as it is."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 @contextlib.contextmanager
 def without_cudnn():
     """For attention over keys that grow by one: cuDNN would make a plan for each length."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.models.weights import tensors_of
-from steady.options import ConfigError, nearest
+from steady.options import ConfigError
 
 # Our name of a linear layer → its parts from top to bottom: Hugging Face's name, and which rows.
 Parts = dict[str, list[tuple[str, range]]]
@@ -94,15 +94,13 @@ def alpha_of(cfg) -> float:
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
     """Hugging Face's names of layers, those that end in one of `targets`. Raises ConfigError."""
-    names = [theirs for each in parts.values() for theirs, _ in each]
-    kinds, found = sorted({name.rsplit(".", 1)[-1] for name in names}), set()
-    if not names:
-        raise ConfigError("--lora_rank: the blocks of this model have no linear layers")
+    names, found = [theirs for each in parts.values() for theirs, _ in each], set()
     for target in targets:
         matching = [n for n in names if target == EVERYTHING or f".{n}".endswith(f".{target}")]
         if not matching:
-            raise ConfigError(f"--lora_targets {target}: expected {EVERYTHING}, or some of "
-                              f"{' '.join(kinds)}{nearest(target, kinds)}")
+            kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise ConfigError(f"--lora_targets {target}: expected {EVERYTHING}, or linear layers "
+                              f"of the blocks: {' '.join(kinds) or 'this model has none'}")
         found.update(matching)
     return found
 
@@ -153,7 +151,7 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in WEIGHTS
 # Settings under which a file means something else than is read here.
-UNREAD = ("use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
+UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
           "alora_invocation_tokens")
 
@@ -168,11 +166,10 @@ def read_config(folder: Path) -> dict:
         found = json.loads((folder / CONFIG).read_text())
         base, rank = found["base_model_name_or_path"], int(found["r"])
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
-        odd = [name for name in UNREAD if found.get(name)]
-        odd += [found["peft_type"]] if found["peft_type"] != "LORA" else []
-        odd += ["bias"] if found.get("bias", "none") != "none" else []
-        if odd or not base or not math.isfinite(scale):
-            raise ValueError(f"it has {' '.join(odd) or f'the base {base}, the scale {scale}'}")
+        kind = found["peft_type"]
+        odd = " ".join(name for name in UNREAD if (found.get(name) or "none") != "none")
+        if kind != "LORA" or odd or not base or not math.isfinite(scale):
+            raise ValueError(f"{kind} with base {base}, scale {scale} {odd}")
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
         raise ConfigError(f"{folder / CONFIG}: expected a LoRA adapter with the name of its base, "
                           f"without biases or variants: {type(e).__name__}: {e}") from None

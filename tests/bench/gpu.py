@@ -230,8 +230,7 @@ def splits(device: torch.device, tiny: bool):
     flags = [*(TINY if tiny else ["--model", "gpt2-124m"]), "--compile"]
     batch = 4 if tiny else largest_run(flags, 64).cfg.batch_size
     yield from choices(f"gpt2-124m, compiled, batch of {batch}", flags, batch, 2 if tiny else 20, {
-        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],),
-        "residual stream in half": (["--half_residual"],)})
+        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],)})
 
 
 ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
