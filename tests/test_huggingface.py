@@ -113,23 +113,20 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     for more, words in ((["--n_layer", 3], "--n_layer 3: "), (["--seq_len", 999], "context of 128"),
                         (["--model", "1b"], "--model 1b: the shape is that")):
         assert words in run(*flags, *more, bare=True, expect=2)
-    told = run("--init_from", tmp_path / "none", bare=True, expect=2)
-    assert "no folder or hub model called" in told
     (tmp_path / "empty").mkdir()
-    assert "--init_from" in run("--init_from", tmp_path / "empty", bare=True, expect=2)
-    cfg = json.loads((tmp_path / "m/config.json").read_text())
-    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers="two")))
+    for name, words in (("none", "no folder or hub model called"), ("empty", "--init_from empty")):
+        assert words in run("--init_from", name, bare=True, expect=2)
+    path = tmp_path / "m/config.json"
+    cfg = json.loads(path.read_text())
+    path.write_text(json.dumps(cfg | dict(num_hidden_layers="two")))
     assert "--init_from" in run(*flags, bare=True, expect=2)
     del cfg["layer_types"]
-    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=3)))
-    with pytest.raises(ConfigError, match="has no model.layers.2"):
-        ours_of(tmp_path / "m")
-    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(intermediate_size=80)))
-    with pytest.raises(ConfigError, match=r"mlp.\w+_proj.weight is .*; expected"):
-        ours_of(tmp_path / "m")
-    (tmp_path / "m/config.json").write_text(json.dumps(cfg | dict(num_hidden_layers=1)))
-    with pytest.raises(ConfigError, match="no place for model.layers.1.* and 9 more"):
-        ours_of(tmp_path / "m")
+    for change, words in ((dict(num_hidden_layers=3), "has no model.layers.2"),
+                          (dict(num_hidden_layers=1), "no place for model.layers.1.* and 9 more"),
+                          (dict(intermediate_size=80), r"mlp.\w+_proj.weight is .*; expected")):
+        path.write_text(json.dumps(cfg | change))
+        with pytest.raises(ConfigError, match=words):
+            ours_of(tmp_path / "m")
 
 
 def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):

@@ -171,10 +171,9 @@ def test_defaults_of_fine_tuning(tmp_path):
         assert (cfg.optimizer, cfg.lr_schedule, cfg.learning_rate) == expected
 
 
-@pytest.mark.parametrize("family", [
-    FAMILIES["llama"](), pytest.param(FAMILIES["qwen2, tied"](), marks=pytest.mark.slow),
-    pytest.param(PHI3, marks=pytest.mark.slow)], ids=["llama", "tied", "phi3"])
-def test_new_ids_get_the_mean_of_the_old_rows(tmp_path, tune, tokens, family):
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2, tied", marks=pytest.mark.slow)])
+def test_new_ids_get_the_mean_of_the_old_rows(tmp_path, tune, kind):
+    family = FAMILIES[kind]()
     small = type(family)(**family.to_dict() | dict(vocab_size=200, eos_token_id=1, pad_token_id=1))
     base = save_random(tmp_path / "m", small)
     flags = ["--init_from", "m", "--max_steps", 2]

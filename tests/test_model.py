@@ -66,19 +66,6 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
     )
 
 
-def test_dropout_is_where_the_help_says_and_in_training_alone(monkeypatch):
-    model, tokens, found = make(dropout=0.25), some_tokens(), []
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "dropout", lambda x, p, training, *more: (
-        found.append(p * training) or dropout(x, p, training, *more)))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **how: (
-        found.append(how["dropout_p"]) or attention(*x, **how)))
-    assert not torch.equal(model.hidden(tokens), model.hidden(tokens))
-    assert found == [0.25] * 2 * (1 + 3 * 2)  # embeddings; attention and both outputs of a block
-    model.eval()
-    assert torch.equal(model.hidden(tokens), model.hidden(tokens))
-
-
 def test_padding_changes_neither_loss_nor_gradient():
     model, tokens = make(), some_tokens()
     x, y = tokens[:, :20], tokens[:, 1:21].clone()

@@ -36,16 +36,6 @@ def module_with_weights(folder: Path, trust: bool) -> nn.Module:
     return module
 
 
-@torch.no_grad()
-def grow(module: nn.Module, n: int):
-    """Give a module of transformers n token ids: new rows are the mean of the old ones."""
-    old = module.get_input_embeddings().num_embeddings
-    if n > old:
-        module.resize_token_embeddings(n, mean_resizing=False)
-        for layer in filter(None, (module.get_input_embeddings(), module.get_output_embeddings())):
-            layer.weight[old:] = layer.weight[:old].mean(0)
-
-
 class HFModel(nn.Module):
     """A causal language model of transformers with the interface that train.py needs."""
 
@@ -62,8 +52,6 @@ class HFModel(nn.Module):
                 self.module = module_with_weights(folder, cfg.trust_remote_code)
         except (OSError, ValueError) as e:
             raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
-        if cfg.resize_embeddings:
-            grow(self.module, cfg.vocab_size)
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:
             try:  # with images, some need more than tokens

@@ -178,9 +178,11 @@ def foreign_shape(found, cfg) -> dict:
     if not (n_layer and width and vocab) or getattr(found, "is_encoder_decoder", False):
         raise ConfigError(f"--init_from {cfg.init_from}: a {found.model_type} cannot be trained "
                           "here; expected a causal language model")
-    if cfg.data_mode == "packed":
-        raise ConfigError(f"--data_mode packed: not with a {found.model_type}, which is trained "
-                          "through transformers' own module")
+    for option, given in (("data_mode packed", cfg.data_mode == "packed"),
+                          ("resize_embeddings", cfg.resize_embeddings)):
+        if given:
+            raise ConfigError(f"--{option}: not with a {found.model_type}, which is trained "
+                              "through transformers' own module")
     heads = heads or 1
     return dict(n_layer=n_layer, n_head=heads, n_kv_head=heads, d_ff=1, d_model=width,
                 vocab_size=vocab, head_dim=width // heads, max_position=longest or 1 << 60)
