@@ -166,7 +166,6 @@ class Transformer(nn.Module):
 
         documents [B, T]: for packed rows, the number of each token's document, also of those in the
         caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
-        Raises TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -180,21 +179,15 @@ class Transformer(nn.Module):
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
-        if documents.dtype == torch.bool:
-            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)
         mask, here = packing.document_mask(documents, start)
         return Where(self.cos[here], self.sin[here], mask)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., C] → fp32 logits [..., V], without the padding of the vocabulary."""
-        return self.head(hidden)
-
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""
-        return self.logits(self.hidden(tokens, documents=documents))
+        return self.head(self.hidden(tokens, documents=documents))
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
                 with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -265,7 +258,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
         if padding is not None:  # is document number 0
             place = torch.arange(start, tokens.shape[1], device=tokens.device)
             documents = (place >= padding[:, None]).int()
-        logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
+        logits = model.head(model.hidden(unseen, caches, documents)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
             new = new.masked_fill(ended[:, None], stop[0])

@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
 
 
 def test_losses_and_logits_are_those_of_the_fused_path():
-    """In values and gradients, also of packed documents; a mask is no documents."""
+    """In values and gradients, also of packed documents."""
     model, tokens = make(), some_tokens()
     targets = tokens.roll(-1, 1)
     targets[:, :3] = IGNORE
@@ -123,8 +123,6 @@ def test_losses_and_logits_are_those_of_the_fused_path():
         assert torch.equal(logits, model.predict(tokens, given)) and logits.shape == (3, 32, 257)
         for a, b in zip((losses, *found), (fused, *expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError):
-        model(tokens, targets, documents.bool())
 
 
 def plain_losses(hidden, weight, targets, vocab):
@@ -251,7 +249,7 @@ def continued(model, tokens, new):
     for _ in range(new):
         if tokens.shape[1] - start > 32:
             start = tokens.shape[1] - 16
-        logits = model.logits(model.hidden(tokens[:, start:])[:, -1])
+        logits = model.head(model.hidden(tokens[:, start:])[:, -1])
         tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
     return tokens
 
@@ -268,7 +266,7 @@ def test_generation_with_a_cache_is_that_without(changes, prompt_length, new):
 
 def test_sampling_follows_the_distribution():
     model, prompt = make(), some_tokens(B=1, T=4).repeat(4000, 1)
-    logits = model.logits(model.hidden(prompt[:1])[:, -1])[0]
+    logits = model.head(model.hidden(prompt[:1])[:, -1])[0]
 
     torch.manual_seed(0)
     new, top = generate(model, prompt, 1, temperature=0.7, top_k=3)[:, -1], logits.topk(3)

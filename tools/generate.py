@@ -319,10 +319,10 @@ def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
         model = Transformer(cfg)
     if not adapted:
         model.load_state_dict(state["model"])
-    elif is_foreign:
-        huggingface.merge_checkpoint(model, state, checkpoint, Shards())
-    else:
-        huggingface.load_initial(model, str(checkpoint), Shards())
+        return model
+    if not is_foreign:
+        huggingface.load_initial(model, cfg.init_from, Shards())
+    huggingface.merge_checkpoint(model, state, cfg, checkpoint)
     return model
 
 

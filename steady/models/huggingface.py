@@ -8,7 +8,6 @@ import functools
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -191,9 +190,9 @@ def foreign_shape(found, cfg) -> dict:
 def shape_of_checkpoint(checkpoint: Checkpoint, cfg) -> dict:
     """The options that fix the model of a checkpoint of ours. Raises ConfigError."""
     saved = checkpoint.states("meta")[0]["config"]
-    if saved["model"] == "transformers" or cfg.resize_embeddings:
-        raise ConfigError(f"--init_from {checkpoint}: a run, which has to be of our architecture "
-                          "and without --resize_embeddings; expected a folder that python model.py "
+    if saved["model"] == "transformers" or saved.get("lora_rank") or cfg.resize_embeddings:
+        raise ConfigError(f"--init_from {checkpoint}: not a run of all weights of our architecture "
+                          "without --resize_embeddings; expected a folder that python model.py "
                           "export has made of it")
     shape = {name: saved[name] for kind in ("weights", "function")
              for name in fixed_options(type(cfg), kind)
@@ -270,13 +269,8 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
     if not checkpoint:
         load_weights(model, fetch(name), shards)
         return merge_adapters(model, name, shards)
-    states = checkpoint.states(mmap=True)
-    saved = states[0]["config"]
-    if states[0].get("base"):
-        load_initial(model, saved["init_from"], shards)
-        return merge_checkpoint(model, join(states), checkpoint, shards)
     tensors = shards.tensors_of(model).items()
-    copy_weights(checkpoint, join(states, shards.rows)["model"],
+    copy_weights(checkpoint, join(checkpoint.states(mmap=True), shards.rows)["model"],
                  {name: tensor for name, tensor in tensors if not lora.is_adapter(name)})
 
 
@@ -393,10 +387,10 @@ def merge_adapters(model: nn.Module, name: str, shards: Shards):
                    lora.read_config(folder)["scale"], str(folder))
 
 
-def merge_checkpoint(model: nn.Module, state: dict, path: Checkpoint, shards: Shards):
+def merge_checkpoint(model: nn.Module, state: dict, cfg, path: Checkpoint):
     """Merge the adapters in a checkpoint into the weights of their base. Raises ConfigError."""
-    saved, parts = SimpleNamespace(**state["config"]), linear_parts(model)
-    if fingerprint(saved.init_from) != state["base"]:
-        raise ConfigError(f"{path}: adapts other weights than {saved.init_from} now has")
-    lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, saved),
-               lora.alpha_of(saved) / saved.lora_rank, str(path))
+    if fingerprint(cfg.init_from) != state["base"]:
+        raise ConfigError(f"{path}: adapts other weights than {cfg.init_from} now has")
+    parts, shards = linear_parts(model), Shards()
+    lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, cfg),
+               lora.alpha_of(cfg) / cfg.lora_rank, str(path))
