@@ -49,12 +49,10 @@ def load(folder):
 # --- weights ---
 
 
-@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
-def test_quantized_weights_are_refused(run, tmp_path, found):
-    save_random(tmp_path / "m", found)
+def test_quantized_weights_are_refused(run, tmp_path):
+    save_random(tmp_path / "m", FAMILIES["qwen3"]())
     change_json(tmp_path / "m/config.json", quantization_config=dict(quant_method="fp8"))
-    told = run("--init_from", "m", bare=True, expect=2)
-    assert "quantized (fp8)" in told
+    assert "quantized (fp8)" in run("--init_from", "m", bare=True, expect=2)
 
 
 @pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])

@@ -1,6 +1,5 @@
 """Adapters beside frozen weights, added rows of a vocabulary, and the defaults of fine-tuning."""
 
-import dataclasses
 import json
 import os
 import resource
@@ -279,44 +278,13 @@ def test_half_precision_on_several_ranks(tmp_path, tune):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "phi3"])
-def test_peft_computes_and_trains_the_same(tmp_path, tune, corpus, tokens, kind):
+def test_peft_computes_the_same(tmp_path, tune, tokens, kind):
     peft = pytest.importorskip("peft")
-    save_random(tmp_path / "m", PHI3 if kind == "phi3" else FAMILIES[kind]())
+    base = save_random(tmp_path / "m", PHI3 if kind == "phi3" else FAMILIES[kind]())
     byte_tokenizer().save_pretrained(tmp_path / "m")
-
-    def their_base():
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-
-    tune(*LORA, "--out_dir", "r", "--lr_schedule", "constant", "--weight_decay", 0)
-    saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
-    cfg = dataclasses.replace(saved, init_from=str(tmp_path / "m"))
-    train_data, _ = load_data(cfg)
-    ours = train.make_model(cfg, train_data, None, torch.device("cpu"), torch.float32, Shards())
-    (tmp_path / "first").mkdir()
-    pairs = lora.pairs_of(ours.state_dict(), huggingface.linear_parts(ours), cfg)
-    lora.save(tmp_path / "first", pairs, cfg, torch.float32)
-    theirs = peft.PeftModel.from_pretrained(their_base(), tmp_path / "first", is_trainable=True)
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trained) == sum(
-        p.numel() for p in ours.parameters() if p.requires_grad)
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(cfg.beta1, cfg.beta2), weight_decay=0)
-    losses = column(tmp_path / "r", "train/loss")
-    furthest = 0.0
-    for step in range(20):
-        optimizer.param_groups[0]["lr"] = train.learning_rate(step, cfg)
-        batch = train_data.batch(8 * step, 8 * step + 8).to(torch.device("cpu"))
-        found = theirs(batch.tokens).logits.flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(found, batch.targets.flatten())
-        furthest = max(furthest, abs(loss.item() - losses[step + 1]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"losses of 20 steps differ by at most {furthest:.1e}")
-    assert furthest < 1e-4 and losses[20] < losses[1] - 0.1
-
-    assert generation.main(["export", "r", "mine", "--adapter"]) == 0
-    back = peft.PeftModel.from_pretrained(their_base(), tmp_path / "mine").eval()
-    assert relative(back(tokens).logits, logits(tmp_path / "r", tokens)) < 1e-4
+    tune(*LORA, "--out_dir", "r")
+    assert generation.main(["export", "r", "ours", "--adapter"]) == 0
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert relative(theirs(tokens).logits, logits(tmp_path / "r", tokens)) < 1e-4
     theirs.save_pretrained(tmp_path / "theirs")
-    assert relative(logits(tmp_path / "theirs", tokens), theirs.eval()(tokens).logits) < 1e-4
+    assert relative(logits(tmp_path / "theirs", tokens), theirs(tokens).logits) < 1e-4
