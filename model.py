@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from config import Config
@@ -225,9 +226,12 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
 
 # --- generation ------------------------------------------------------------------------------
 
+# For keys that grow by one, cuDNN would make a plan for each length.
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 @torch.no_grad()
-@layers.without_cudnn()
+@sdpa_kernel(WITHOUT_CUDNN)
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
              on_token=None, padding: Tensor | None = None) -> Tensor:

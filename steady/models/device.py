@@ -38,8 +38,6 @@ PEAK_TFLOPS = {
     "NVIDIA A10G": (70, 35),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
     "NVIDIA GeForce RTX 3090": (71, 35.6),
-    "Tesla V100-SXM2-16GB": (125, 15.7),
-    "Tesla V100-SXM2-32GB": (125, 15.7),
     "Tesla T4": (65, 8.1),
 }
 

@@ -4,7 +4,6 @@ The compiler is given the plain formulas, which it fuses by itself. Outside of i
 many passes over memory of them; the functions here, equal up to rounding, make fewer.
 """
 
-import contextlib
 import math
 
 import torch
@@ -19,17 +18,6 @@ from steady.tokens.files import IGNORE
 def on_cpu(x: Tensor) -> bool:
     """Whether a CPU computes x. `--estimate`, which imagines a GPU, says no."""
     return x.device.type == "cpu"
-
-
-@contextlib.contextmanager
-def without_cudnn():
-    """For attention over keys that grow by one: cuDNN would make a plan for each length."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class RMSNorm(nn.RMSNorm):
