@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from config import Config
 from steady.models import layers
@@ -109,11 +111,12 @@ class Block(nn.Module):
         self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.recomputed = cfg.activation_checkpointing
+        self.recomputed = cfg.activation_checkpointing == "full"
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        how = self.recomputed if self.training else "none"
-        return layers.recomputing(self.compute, how, x, where, cache)
+        if self.recomputed and self.training:  # keeps x alone for the backward pass
+            return checkpoint(self.compute, x, where, use_reentrant=False)
+        return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))
@@ -164,12 +167,9 @@ class Transformer(nn.Module):
 
         documents [B, T]: for packed rows, the number of each token's document, also of those in the
         caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
-        Raises TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
-        if self.cfg.half_residual:
-            x = layers.as_products(x)
         where = self.where(documents, tokens.shape, start)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, where, cache)
@@ -180,21 +180,15 @@ class Transformer(nn.Module):
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
-        if documents.dtype == torch.bool:
-            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)
         mask, here = packing.document_mask(documents, start)
         return Where(self.cos[here], self.sin[here], mask)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., C] → fp32 logits [..., V], without the padding of the vocabulary."""
-        return self.head(hidden)
-
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""
-        return self.logits(self.hidden(tokens, documents=documents))
+        return self.head(self.hidden(tokens, documents=documents))
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
                 with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -232,9 +226,12 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
 
 # --- generation ------------------------------------------------------------------------------
 
+# For keys that grow by one, cuDNN would make a plan for each length.
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 @torch.no_grad()
-@layers.without_cudnn()
+@sdpa_kernel(WITHOUT_CUDNN)
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
              on_token=None, padding: Tensor | None = None) -> Tensor:
@@ -265,7 +262,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
         if padding is not None:  # is document number 0
             place = torch.arange(start, tokens.shape[1], device=tokens.device)
             documents = (place >= padding[:, None]).int()
-        logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
+        logits = model.head(model.hidden(unseen, caches, documents)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
             new = new.masked_fill(ended[:, None], stop[0])

@@ -50,7 +50,7 @@ from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.guard.replay import Miscalculated, replay
 from steady.models import device as devices
-from steady.models import float8, foreign, huggingface, lora
+from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
@@ -392,7 +392,6 @@ def set_up(argv: list[str]) -> Run:
     ranks.micro_batch = memory.micro_batch_size(cfg, world_size, ranks.minimum(most), uneven)
     # the model, and what updates it
     model = make_model(cfg, train_data, start, device, dtype, shards)
-    float8.convert(model, cfg, device, dtype)
     shards.hold(model)
     run = Run(
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,

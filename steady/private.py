@@ -15,7 +15,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.options import ConfigError
@@ -119,16 +118,6 @@ def sdpa_choice(*tensors, **how) -> int | None:
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and int(choose(*tensors, **how))
-
-
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype,
-              fast: bool = False) -> Tensor:
-    """The product of two float8 matrices. Without it: torch.nn.functional.scaled_mm."""
-    if hasattr(torch, "_scaled_mm"):  # which is the same, and has a kernel on CPUs
-        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
-    whole = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale_a, whole, scale_b, whole, output_dtype=out_dtype,
-                       use_fast_accum=fast)
 
 
 def compile_deterministically():

@@ -82,7 +82,7 @@ def alone(net, documents):
     for ids, mask in documents:
         ids, mask = torch.tensor([ids[: SEQ_LEN + 1]]), torch.tensor(mask[1 : SEQ_LEN + 1])
         if ids.shape[1] > 1:
-            logits = net.logits(net.hidden(ids[:, :-1]))[0]
+            logits = net.head(net.hidden(ids[:, :-1]))[0]
             losses = F.cross_entropy(logits, ids[0, 1:], reduction="none")
             yield (losses * mask).sum().item(), mask.sum().item()
 

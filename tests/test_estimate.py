@@ -66,7 +66,6 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
 
 @pytest.mark.parametrize("optimizer, accumulation, checkpointing", [
     ("adamw", 1, "none"), ("adamw", 2, "full"), ("muon", 1, "full"), ("muon", 2, "none"),
-    ("adamw", 1, "selective"),
 ])
 def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, checkpointing):
     cfg = config.resolve(config.parse([
@@ -112,9 +111,8 @@ def test_parts_are_exact(run):
     assert one["optimizer"] == pytest.approx(8 * parameters, rel=0.001)
     assert found["none"]["zero3"]["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.001)
     assert found["sent"]["ddp"] == pytest.approx(4 * parameters, rel=0.01)  # 2 (n - 1) / n, n = 2
-    full, selective, none = (found[how]["ddp"]["activations"] for how in
-                             ("full", "selective", "none"))
-    assert full <= selective < 0.9 * none and full < 0.7 * none
+    full, none = (found[how]["ddp"]["activations"] for how in ("full", "none"))
+    assert full < 0.7 * none
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -80,7 +80,7 @@ BY_LAYER = '''    layers = {}
     return [torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=fused)]
 '''
 
-TEACHER = '''    float8.convert(model, cfg, device, dtype)
+TEACHER = '''    shards.hold(model)
     from tools.generate import open_model
     model.__dict__["teacher"] = open_model(Path("teacher"), cfg.seq_len)[0].to(device)
 '''
@@ -101,7 +101,7 @@ FORKS = {  # name → [(file, text, its replacement)]
     "distillation": [
         ("model.py", "        return self.losses(self.hidden(tokens, documents=documents), "
                      "targets)\n", DISTILLED),
-        ("train.py", "    float8.convert(model, cfg, device, dtype)\n", TEACHER)],
+        ("train.py", "    shards.hold(model)\n", TEACHER)],
     "generated data": [snippet("Generated data")],
     "rates by layer": [("train.py", "    return optimizers\n", BY_LAYER)],
     "no monitor": [],

@@ -307,7 +307,7 @@ def test_a_tokenizer_that_is_nowhere_is_looked_for_once(tmp_path, made, monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     told = made(source, "--tokenizer", "a/b", expect=2)
-    assert told == "data.py: error: no folder or hub model called a/b (the hub is offline)\n"
+    assert told == "data.py: error: no folder or hub model called a/b (offline)\n"
 
 
 def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenizer, monkeypatch):

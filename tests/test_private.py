@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import ROOT, TINY, column, processes, tiny_config
 from torch import nn
 
@@ -105,21 +104,6 @@ def test_compilations_and_profilers_are_unknown(monkeypatch):
         assert private.is_profiling()
         monkeypatch.delattr(torch.autograd, "_profiler_enabled")
         assert not private.is_profiling()
-
-
-def test_float8_products_without_the_private_one(monkeypatch):
-    a, one = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(())
-    given = {}
-
-    def public(a, b, *scales, **options):
-        given.update(scales=scales, **options)
-        return a.float() @ b.float()
-
-    monkeypatch.delattr(torch, "_scaled_mm")
-    monkeypatch.setattr(F, "scaled_mm", public)
-    assert private.scaled_mm(a, a.t(), one, one, torch.float32, fast=True).sum() == 16
-    whole = F.ScalingType.TensorWise
-    assert given["scales"] == (one, whole, one, whole) and given["use_fast_accum"]
 
 
 def test_marks_and_determinism_do_nothing(monkeypatch):

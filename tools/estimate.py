@@ -34,7 +34,7 @@ from steady.watch.sinks import duration
 MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
 DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
-CHECKPOINTING = ("none", "selective", "full")  # --activation_checkpointing
+CHECKPOINTING = ("none", "full")  # --activation_checkpointing
 
 
 def estimate_run(cfg: Config, make_optimizers) -> str:
@@ -271,10 +271,8 @@ def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) ->
         memory("gradients", "gradients", "none"),
         memory("optimizer", "optimizer", "none"),
         memory("activations and temporaries", "activations", "none"),
-        memory("  selectively recomputed", "activations", "selective"),
         memory("  with blocks recomputed", "activations", "full"),
         total("", "none"),
-        total(", selectively recomputed", "selective"),
         total(", recomputed", "full"),
         line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
         line("collectives a step", (

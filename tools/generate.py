@@ -45,7 +45,7 @@ class SamplingOptions:
     top_p: float | None = option(
         None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
-    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = option("auto", "where to compute")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
@@ -319,10 +319,10 @@ def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
         model = Transformer(cfg)
     if not adapted:
         model.load_state_dict(state["model"])
-    elif is_foreign:
-        huggingface.merge_checkpoint(model, state, checkpoint, Shards())
-    else:
-        huggingface.load_initial(model, str(checkpoint), Shards())
+        return model
+    if not is_foreign:
+        huggingface.load_initial(model, cfg.init_from, Shards())
+    huggingface.merge_checkpoint(model, state, cfg, checkpoint)
     return model
 
 

@@ -38,8 +38,6 @@ PEAK_TFLOPS = {
     "NVIDIA A10G": (70, 35),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
     "NVIDIA GeForce RTX 3090": (71, 35.6),
-    "Tesla V100-SXM2-16GB": (125, 15.7),
-    "Tesla V100-SXM2-32GB": (125, 15.7),
     "Tesla T4": (65, 8.1),
 }
 
@@ -53,17 +51,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device of this process. Raises ConfigError if torch finds none of that kind.
-
-    auto: the accelerator that torch finds, if it is one of those below, or the CPU.
-    """
+    """The device of this process. Raises ConfigError if torch finds none of that kind."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    found = found.type if found and found.type in ("cuda", "mps", "xpu") else "cpu"
+    found = found.type if found and found.type in ("cuda", "mps") else "cpu"
     name = found if name == "auto" else name
     if name not in ("cpu", found):
-        built = torch.accelerator.current_accelerator()
-        raise ConfigError(f"--device {name}: torch {torch.__version__}, which is built for "
-                          f"{built.type if built else 'cpu alone'}, finds none on this machine")
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds none here")
     if name == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
     return torch.device(name, local_rank if name == "cuda" else None)
@@ -73,8 +66,6 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Whether the hardware itself multiplies bf16; emulation is 4 times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "xpu":
-        return torch.xpu.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         able = torch.cpu.get_capabilities()
         return any(able.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
@@ -88,12 +79,10 @@ def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type in ("cuda", "xpu"):
-        return getattr(torch, device.type).get_device_name(device)
-    name = platform.processor() or platform.machine()
-    name = next(iter(re.findall(r"model name\s*: (.*)", read("proc/cpuinfo"))), name)
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = re.search(r"model name\s*: (.*)", read("proc/cpuinfo"))
+    return f"{model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def usable_cores() -> int:
@@ -158,24 +147,14 @@ def set_attention_backend(name: str):
         enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
 
 
-BACKEND_NAMES = {
-    SDPBackend.MATH.value: "math",
-    SDPBackend.FLASH_ATTENTION.value: "flash",
-    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
-    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
-    SDPBackend.OVERRIDEABLE.value: "overrideable",  # Intel's own, on xpu
-}
-
-
 VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of T x T
 
 
 def takes_varlen(cfg, dtype: torch.dtype) -> bool:
     """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
-    heads = cfg.head_dim in range(8, 257, 8)  # that flash attention takes
-    suits = heads and cfg.dropout == 0 and cfg.attention in ("auto", "flash")
-    packed = cfg.data_mode == "packed"
-    return packed and suits and dtype != torch.float32 and torch.version.hip is None
+    return (cfg.data_mode == "packed" and cfg.attention in ("auto", "flash") and cfg.dropout == 0
+            and cfg.head_dim in range(8, 257, 8)  # which flash attention takes
+            and dtype != torch.float32 and torch.version.hip is None)
 
 
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
@@ -186,20 +165,19 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     T, D = cfg.seq_len, cfg.head_dim
     q = torch.empty(1, cfg.n_head, T, D, device=device, dtype=dtype, requires_grad=True)
     kv = torch.empty(1, cfg.n_kv_head, T, D, device=device, dtype=dtype)
+    packed, grouped = cfg.data_mode == "packed", cfg.n_kv_head != cfg.n_head
     if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
-            SDPAParams(q, kv, kv, None, 0.0, True, cfg.n_kv_head != cfg.n_head)):
+            SDPAParams(q, kv, kv, None, 0.0, True, grouped)):
         return VARLEN
-    packed = cfg.data_mode == "packed"
     mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if packed else None
     used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
-        choice = private.sdpa_choice(
-            q, kv, kv, mask, dropout_p=cfg.dropout, is_causal=mask is None,
-            enable_gqa=cfg.n_kv_head != cfg.n_head,
-        )
-        used = cfg.attention if choice is None else BACKEND_NAMES.get(choice)
+        choice = private.sdpa_choice(q, kv, kv, mask, dropout_p=cfg.dropout,
+                                     is_causal=mask is None, enable_gqa=grouped)
+        used = cfg.attention
+        if choice is not None:
+            used = SDPBackend(choice).name.lower().removesuffix("_attention")
     if used is None or cfg.attention not in ("auto", used):
-        rows = " with --data_mode packed" if packed else ""
         raise ConfigError(f"--attention {cfg.attention}: not available on {device.type} for "
-                          f"{dtype} heads of width {D}{rows}; expected one that is, or auto")
+                          f"{dtype} heads of width {D}; expected one that is, or auto")
     return used

@@ -7,62 +7,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint
-from steady.models.huggingface import KEPT, fetch, merge_adapter
+from steady.models.huggingface import KEPT, fetch, merge_adapters
 from steady.models.weights import reason, shorten
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
 
-def module_of_config(folder: Path, trust_remote_code: bool) -> nn.Module:
+def module_of_config(folder: Path, trust: bool) -> nn.Module:
     """A module of transformers with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32,
-                                              trust_remote_code=trust_remote_code)
+    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32, trust_remote_code=trust)
     if (folder / "generation_config.json").exists():
         module.generation_config = GenerationConfig.from_pretrained(folder)
     return module
 
 
-def module_with_weights(cfg) -> nn.Module:
-    """The module of transformers in --init_from. Raises ConfigError if its weights do not fit."""
+def module_with_weights(folder: Path, trust: bool) -> nn.Module:
+    """The module of transformers in a folder. Raises ConfigError if its weights do not fit."""
     from transformers import AutoModelForCausalLM
 
     module, found = AutoModelForCausalLM.from_pretrained(
-        fetch(cfg.init_from, cfg.trust_remote_code), dtype=torch.float32,
-        trust_remote_code=cfg.trust_remote_code, output_loading_info=True,
-    )
+        folder, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True)
     for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
-        if found[f"{kind}_keys"]:
-            names = shorten(sorted(found[f"{kind}_keys"]))
-            raise ConfigError(f"{cfg.init_from}: {problem} {names}")
+        if names := sorted(found[f"{kind}_keys"]):
+            raise ConfigError(f"{folder}: {problem} {shorten(names)}")
     return module
-
-
-@torch.no_grad()
-def grow(module: nn.Module, n: int):
-    """Give a module of transformers n token ids: new rows are the mean of the old ones."""
-    old = module.get_input_embeddings().num_embeddings
-    if n > old:
-        module.resize_token_embeddings(n, mean_resizing=False)
-        for layer in filter(None, (module.get_input_embeddings(), module.get_output_embeddings())):
-            layer.weight[old:] = layer.weight[:old].mean(0)
-
-
-class Streamer:
-    """Passes each new token of transformers' `generate` on; the first it is given is the prompt."""
-
-    def __init__(self, on_token):
-        self.on_token, self.begun = on_token, False
-
-    def put(self, tokens: Tensor):
-        if self.begun:
-            self.on_token(tokens)
-        self.begun = True
-
-    def end(self):
-        pass
 
 
 class HFModel(nn.Module):
@@ -72,17 +43,15 @@ class HFModel(nn.Module):
         """checkpoint: one that will be loaded, so that no weights are needed here."""
         super().__init__()
         self.cfg = cfg
-        run_dir = checkpoint and checkpoint.run_dir
-        kept = run_dir and run_dir / KEPT
+        kept = checkpoint and checkpoint.run_dir and checkpoint.run_dir / KEPT
         try:
             if kept and (kept / "config.json").exists():
                 self.module = module_of_config(kept, cfg.trust_remote_code)
             else:
-                self.module = module_with_weights(cfg)
+                folder = fetch(cfg.init_from, cfg.trust_remote_code)
+                self.module = module_with_weights(folder, cfg.trust_remote_code)
         except (OSError, ValueError) as e:
             raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
-        if cfg.resize_embeddings:
-            grow(self.module, cfg.vocab_size)
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:
             try:  # with images, some need more than tokens
@@ -90,10 +59,7 @@ class HFModel(nn.Module):
             except Exception as e:  # whatever its code raises
                 raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
                                   f"trained on text alone: {reason(e)}") from None
-        if cfg.activation_checkpointing == "selective":
-            raise ConfigError("--activation_checkpointing selective: expected none or full for "
-                              f"{cfg.init_from}, which is trained through transformers' own module")
-        if cfg.activation_checkpointing == "full":
+        if cfg.activation_checkpointing != "none":  # transformers has but one kind
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)
             (enable or self.module.gradient_checkpointing_enable)()
@@ -106,7 +72,7 @@ class HFModel(nn.Module):
         self.__dict__["head"] = self.module.get_output_embeddings()
         self.__dict__["embedding"] = self.module.get_input_embeddings()
         if not checkpoint:
-            merge_adapter(self, cfg.init_from, Shards())
+            merge_adapters(self, cfg.init_from, Shards())
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → fp32 logits [B, T, V]."""
@@ -124,13 +90,18 @@ class HFModel(nn.Module):
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None,
                  padding: Tensor | None = None) -> Tensor:
         """As `generate` in model.py."""
+        def show(ids: Tensor, scores) -> Tensor:
+            on_token(ids[:, -1])
+            return torch.zeros_like(ids[:, 0], dtype=torch.bool)  # does not stop
+
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
         how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
         how |= dict(temperature=temperature) if temperature > 0 else {}
+        how |= dict(stopping_criteria=[show]) if on_token else {}
         context, unseen, seen = self.context(), tokens[:, :0], torch.ones_like(tokens)
         if padding is not None:
-            seen = torch.arange(tokens.shape[1], device=tokens.device) >= padding[:, None]
-            seen = seen.long()
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            seen = (place >= padding[:, None]).long()
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
             seen = seen[:, -(context // 2) :]
@@ -138,8 +109,7 @@ class HFModel(nn.Module):
         self.eval()
         tokens = self.module.generate(
             tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
-            attention_mask=seen, pad_token_id=stop[0] if stop else 0, **how,
-            streamer=on_token and Streamer(on_token))
+            attention_mask=seen, pad_token_id=stop[0] if stop else 0, **how)
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.options import ConfigError, nearest
+from steady.models.weights import tensors_of
+from steady.options import ConfigError
 
 # Our name of a linear layer → its parts from top to bottom: Hugging Face's name, and which rows.
 Parts = dict[str, list[tuple[str, range]]]
@@ -93,15 +94,13 @@ def alpha_of(cfg) -> float:
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
     """Hugging Face's names of layers, those that end in one of `targets`. Raises ConfigError."""
-    names = [theirs for each in parts.values() for theirs, _ in each]
-    kinds, found = sorted({name.rsplit(".", 1)[-1] for name in names}), set()
-    if not names:
-        raise ConfigError("--lora_rank: the blocks of this model have no linear layers")
+    names, found = [theirs for each in parts.values() for theirs, _ in each], set()
     for target in targets:
         matching = [n for n in names if target == EVERYTHING or f".{n}".endswith(f".{target}")]
         if not matching:
-            raise ConfigError(f"--lora_targets {target}: expected {EVERYTHING}, or some of "
-                              f"{' '.join(kinds)}{nearest(target, kinds)}")
+            kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
+            raise ConfigError(f"--lora_targets {target}: expected {EVERYTHING}, or linear layers "
+                              f"of the blocks: {' '.join(kinds) or 'this model has none'}")
         found.update(matching)
     return found
 
@@ -134,10 +133,10 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
             if theirs not in left:
                 continue
             a, b = (t.to(weight.device, torch.float32) for t in left.pop(theirs))
-            if (len(b), a.shape[1]) != (len(rows), weight.shape[1]) or len(a) != b.shape[1]:
+            expected = [len(rows), weight.shape[1]]
+            if [len(b), a.shape[1]] != expected:
                 raise ConfigError(f"{name}: the adapter of {theirs} is {list(b.shape)} x "
-                                  f"{list(a.shape)}; expected a product of "
-                                  f"{[len(rows), weight.shape[1]]}")
+                                  f"{list(a.shape)}; expected a product of {expected}")
             first, last = max(rows.start, held.start), min(rows.stop, held.stop)
             if first < last:
                 some = weight[first - held.start : last - held.start]
@@ -152,7 +151,7 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in WEIGHTS
 # Settings under which a file means something else than is read here.
-UNREAD = ("use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
+UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
           "alora_invocation_tokens")
 
@@ -162,48 +161,33 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict:
-    """adapter_config.json. Raises ConfigError for what is not a plain LoRA adapter."""
+    """base, rank and scale of an adapter. Raises ConfigError for what is not a plain LoRA one."""
     try:
         found = json.loads((folder / CONFIG).read_text())
-        kind, base = found["peft_type"], found["base_model_name_or_path"]
-        rank, alpha = int(found["r"]), float(found["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{folder / CONFIG}: not the configuration of an adapter "
-                          f"({type(e).__name__}: {e})") from None
-    odd = [name for name in UNREAD if found.get(name)]
-    odd += ["bias"] if found.get("bias", "none") != "none" else []
-    if kind != "LORA" or odd or not base or rank < 1:
-        raise ConfigError(f"{folder / CONFIG}: {kind} {' '.join(odd)}".rstrip() + "; expected "
-                          "LORA with the name of its base, and neither biases nor variants")
-    scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
-    if not math.isfinite(scale):
-        raise ConfigError(f"{folder / CONFIG}: lora_alpha {alpha}; expected a finite number")
+        base, rank = found["base_model_name_or_path"], int(found["r"])
+        scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
+        kind = found["peft_type"]
+        odd = " ".join(name for name in UNREAD if (found.get(name) or "none") != "none")
+        if kind != "LORA" or odd or not base or not math.isfinite(scale):
+            raise ValueError(f"{kind} with base {base}, scale {scale} {odd}")
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
+        raise ConfigError(f"{folder / CONFIG}: expected a LoRA adapter with the name of its base, "
+                          f"without biases or variants: {type(e).__name__}: {e}") from None
     return dict(base=base, rank=rank, scale=scale)
 
 
 def read_pairs(folder: Path) -> Pairs:
     """The adapters in a folder. Raises ConfigError."""
-    import safetensors.torch
-
-    try:
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    except (OSError, safetensors.SafetensorError) as e:
-        raise ConfigError(f"{folder / WEIGHTS}: cannot be read: {e}") from None
-    found = {}
-    for name, tensor in tensors.items():
-        layer, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")[::2]
-        if kind not in ("A", "B") or not layer:
-            raise ConfigError(f"{folder / WEIGHTS}: holds {name}; expected names that end in "
-                              "lora_A.weight or lora_B.weight")
-        found.setdefault(layer, {})[kind] = tensor
-    rank = read_config(folder)["rank"]
+    rank, found = read_config(folder)["rank"], {}
+    for name, shape, tensor in tensors_of(folder / WEIGHTS):
+        layer, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        if len(shape) != 2 or kind not in ("A", "B") or shape[kind == "B"] != rank:
+            raise ConfigError(f"{folder / WEIGHTS}: {name} is {shape}; expected names that end in "
+                              f"lora_A.weight [{rank}, n] or lora_B.weight [n, {rank}]")
+        found.setdefault(layer, {})[kind] = tensor[:]
     for layer, pair in found.items():
         if len(pair) < 2:
             raise ConfigError(f"{folder / WEIGHTS}: {layer} has only one of A and B")
-        a, b = list(pair["A"].shape), list(pair["B"].shape)
-        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank):
-            raise ConfigError(f"{folder / WEIGHTS}: A and B of {layer} are {a} and {b}; expected "
-                              f"the rank of {CONFIG}, r = {rank}")
     return {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
 
 

@@ -1,9 +1,9 @@
 """The files with the weights of a model, as Hugging Face lays them out, read tensor by tensor."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
+import safetensors
 import torch
 from torch import Tensor
 
@@ -17,19 +17,15 @@ def reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def with_mean_rows(read, n: int):
-    """Reads as `read`, but n rows: those beyond its own are their mean."""
-    def rows(wanted: slice) -> Tensor:
-        old = read(slice(None))
-        mean = old.float().mean(0, keepdim=True).to(old.dtype)
-        return torch.cat((old, mean.expand(n - len(old), -1)))[wanted]
-
-    return rows
-
-
 def shorten(names) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
+    """n rows: those of a tensor, then their mean."""
+    mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+    return torch.cat((tensor, mean.expand(n - len(tensor), -1)))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -44,35 +40,27 @@ def weight_files(folder: Path) -> list[Path]:
                 return [file]
             continue
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            files = [folder / name for name in json.loads(index.read_text())["weight_map"].values()]
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(f"{index}: not an index of weights") from None
-        for name in names:
-            if name != Path(name).name or "\\" in name:
-                raise ConfigError(f"{index}: lists {name}; expected names of files beside it")
-            if not (folder / name).exists():
-                raise ConfigError(f"{index}: lists {name}, which is missing")
-        return [folder / name for name in names]
+        for file in files:
+            if file.parent != folder or not file.exists():
+                raise ConfigError(f"{index}: lists {file}; expected names of files beside it")
+        return sorted(set(files))
     raise ConfigError(f"{folder}: no model.safetensors and no pytorch_model.bin in there")
 
 
-def tensors_of(file: Path) -> Iterator[tuple]:
-    """(name, shape, function that reads rows) of each tensor in a safetensors or torch file."""
-    if file.suffix == ".bin":
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as e:  # of pickle, zipfile and torch
-            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
-        for name in list(state):
-            yield name, list(state[name].shape), lambda rows, name=name: state.pop(name)[rows]
-        return
-    import safetensors
+def tensors_of(file: Path) -> list[tuple]:
+    """(name, shape, what gives its rows for a slice) of each tensor in a file. Raises ConfigError.
 
+    Only the rows that are asked for are read of safetensors.
+    """
     try:
+        if file.suffix == ".bin":
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            return [(name, list(tensor.shape), tensor) for name, tensor in state.items()]
         opened = safetensors.safe_open(file, "pt")
-    except (OSError, safetensors.SafetensorError) as e:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
+        return [(name, rows.get_shape(), rows) for name, rows in slices.items()]
+    except Exception as e:  # of safetensors, or of pickle, zipfile and torch
         raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
-    with opened as tensors:
-        for name in tensors.keys():
-            tensor = tensors.get_slice(name)
-            yield name, tensor.get_shape(), lambda rows, tensor=tensor: tensor[rows]

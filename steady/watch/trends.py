@@ -60,7 +60,7 @@ def memory_used(device: torch.device) -> dict[str, float]:
         "memory/workers_rss_gb": sum(proc.rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
         "memory/open_files": len(proc.names("proc/self/fd")),
     }
-    if device.type in ("cuda", "xpu"):
+    if device.type == "cuda":
         stats = torch.accelerator.memory_stats(device)
         out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
         out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9

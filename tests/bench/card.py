@@ -147,7 +147,7 @@ def sampled(device: torch.device, tiny: bool, warm_run):
     """Tokens one at a time, without cuDNN's attention and with it, which plans each length."""
     run = warm_run(TINY if tiny else ["--model", "gpt2-124m"], 1)
     prompt, n = torch.zeros(1, 1, dtype=torch.long, device=device), 20 if tiny else 400
-    plain = generate.__wrapped__.__wrapped__  # without `no_grad` and `without_cudnn`
+    plain = generate.__wrapped__.__wrapped__  # without `no_grad` and `sdpa_kernel`
 
     def write(call):
         with torch.no_grad(), run.ranks.autocast:

@@ -36,7 +36,6 @@ import train
 from model import flops_per_token
 from steady.checkpoints.run_dir import provenance
 from steady.guard import faults
-from steady.models import float8
 from steady.models.device import device_name, multiplies_bf16, peak_flops, pick_device
 from tests.bench import card
 from tests.bench.card import TINY, Failure, Note, one_line
@@ -127,15 +126,6 @@ def peaks(device: torch.device, tiny: bool):
     x = torch.empty(n * n * 4, device=device)  # 1 GB
     copied = 8 * x.numel() / time_of(repeat(partial(torch.empty_like(x).copy_, x), device))
     yield compare("copy", "an H200", [copied / 1e12], [4.8], "{:.3g} TB/s")
-    if float8.unable(device):
-        yield Failure(f"float8 product: {float8.unable(device)}")
-        return
-    a, b = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
-    product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16,
-                      use_fast_accum=True)
-    yield compare("float8 product: time", half(device), [time_of(repeat(product, device)) * 1e3],
-                  [took * 1e3], "{:.3g} ms")
 
 
 def memory_gb() -> list[float]:
@@ -240,8 +230,7 @@ def splits(device: torch.device, tiny: bool):
     flags = [*(TINY if tiny else ["--model", "gpt2-124m"]), "--compile"]
     batch = 4 if tiny else largest_run(flags, 64).cfg.batch_size
     yield from choices(f"gpt2-124m, compiled, batch of {batch}", flags, batch, 2 if tiny else 20, {
-        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],),
-        "residual stream in half": (["--half_residual"],)})
+        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],)})
 
 
 ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
@@ -274,7 +263,6 @@ PROGRAMME = {  # in each part the most important ones first, in case the time ru
         "micro-batches": splits,
         "attention": attention,
         "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
-        "1b, float8": partial(mfu, "1b", [*ADAMW, "--float8"]),
         "350m": partial(mfu, "350m", ADAMW),
     },
 }

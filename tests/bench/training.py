@@ -11,13 +11,13 @@ import itertools
 import tempfile
 import threading
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import config
 from model import Transformer, flops_per_token, generate
 from steady.models import device as devices
+from steady.ranks.parallel import Shards
 from tests.bench.common import (
     CPU,
     Figure,
@@ -127,7 +127,7 @@ def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
 
     Without the padding token in the prompt, for which transformers would take a slower path.
     """
-    from steady.models.huggingface import config_from_hf, load_weights
+    from steady.models.huggingface import config_from_hf, load_initial
 
     torch.manual_seed(0)
     theirs = qwen2_model(resolved(our_flags(1, 1024))[0]).eval()
@@ -138,7 +138,7 @@ def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
         with tempfile.TemporaryDirectory() as folder:
             theirs.save_pretrained(folder)
             model = Transformer(config.resolve(config_from_hf(config.Config(init_from=folder))))
-            load_weights(model, Path(folder))
+            load_initial(model, folder, Shards())
         devices.keep_freed_memory(CPU)
         write = partial(generate, model.to(devices.DTYPES[dtype]), prompt, new_tokens,
                         temperature=0)

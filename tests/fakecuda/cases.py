@@ -135,14 +135,6 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
     assert sorted(steps) == list(range(13))
 
 
-@pytest.mark.parametrize("flags", [
-    [], ["--optimizer", "adamw", "--qkv_bias"], ["--activation_checkpointing", "full"],
-], ids=" ".join)
-def test_float8(go, flags):
-    _, steps = go("--float8", *flags)
-    check(steps, logs=[1, 4, 8])
-
-
 def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     """Checks fail, times are of nothing: the file is written all the same."""
     file = tmp_path / "found.json"
