@@ -1,7 +1,6 @@
 """The ranks of a run: how they meet, what rank 0 decides for all, numbers gathered from each."""
 
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -9,7 +8,6 @@ import socket
 import sys
 import time
 import uuid
-import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -211,7 +209,6 @@ def say_once(text: str):
 
 
 def leave_group():
-    """Leave the process group, if there is one: a command that only looks has none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -229,6 +226,9 @@ def lost_connection(e: Exception) -> bool:
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
+
+
+FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; it is the watchdog that sees hangs
 
 
 def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
@@ -249,8 +249,7 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
-    # rank 0 may upload for hours while the others wait at the end
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return dist.new_group(backend="gloo", timeout=FOR_EVER)
 
 
 def check_shard_size(shard_size: int, world_size: int):
@@ -284,11 +283,9 @@ def scalar(value):
 
 
 def on_device(values: list, device: torch.device) -> Tensor:
-    """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.detach().to(device, torch.float32).reshape(())
-                        if isinstance(value, Tensor) else next(numbers) for value in values])
+    """Numbers and tensors of a single element as [n] in fp32."""
+    return torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device)
+                        .detach().reshape(()) for value in values])
 
 
 def gather(values: Tensor, names: list[str], group=None) -> Tensor:
@@ -300,26 +297,18 @@ def gather(values: Tensor, names: list[str], group=None) -> Tensor:
     """
     if not dist.is_initialized():
         return values[None]
-    code = torch.tensor([zlib.crc32(json.dumps(names).encode()), len(values)])
-    codes = all_gather(code, group)
-    if (codes != codes[0]).any():
-        of_ranks = [None] * len(codes)
-        dist.all_gather_object(of_ranks, names, group)
-        raise RuntimeError(f"{differing(of_ranks)}: all ranks must log the same metrics")
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, names, group)
+    alone = {}  # metric that not all of the ranks have → those that have it
+    for metric in sorted(set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)):
+        alone[metric] = rank_list([rank for rank, have in enumerate(of_ranks) if metric in have])
+    if alone:
+        found = "; ".join(f"{metric} is logged by {have} alone" for metric, have in alone.items())
+        raise RuntimeError(f"{found}: all ranks must log the same metrics")
     return all_gather(values)
 
 
-def all_gather(values: Tensor, group=None) -> Tensor:
+def all_gather(values: Tensor) -> Tensor:
     table = values.new_empty(dist.get_world_size(), len(values))
-    dist.all_gather(list(table), values, group)
+    dist.all_gather(list(table), values)
     return table
-
-
-def differing(of_ranks: list[list[str]]) -> str:
-    """Which metrics only some of the ranks have."""
-    found = []
-    for metric in sorted(set().union(*of_ranks)):
-        ranks = [rank for rank, have in enumerate(of_ranks) if metric in have]
-        if len(ranks) < len(of_ranks):
-            found.append(f"{metric} is logged by {rank_list(ranks)} alone")
-    return "; ".join(found)
