@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -124,7 +123,7 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
     new process of a rank: the others have to be started again, too. Without torchrun, which has a
     port for each launch, it may as well be of another launch, which must not end this one.
     """
-    mine, answered, deadline = uuid.uuid4().hex, set(), time.monotonic() + patience
+    mine, answered, deadline = os.urandom(8).hex(), set(), time.monotonic() + patience
     signs = [f"rank {each}" for each in range(world_size)]
     if rank == 0 and store.check(signs[:1]):
         store.set(f"{store.get(signs[0]).decode()}/{RESTARTED}", "0")
@@ -152,11 +151,9 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
                 store.set(f"{attempt}/{RESTARTED}", str(rank))
         time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
     missing = [each for each, sign in enumerate(signs) if not store.check([sign])]
-    if not missing:  # of those that left a sign, one has died: the first, or one without an answer
-        missing = [each for each in range(1, world_size) if rank == 0 and not store.check(
-            [f"{mine} {store.get(signs[each]).decode()}"])] or [0]
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
-                       f"{world_size} to start")
+    whom = rank_list(missing) if missing else "one that has died since"
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {whom} of {world_size} ranks "
+                       "to start")
 
 
 RESTARTED = "restarted"  # the key, among those of an attempt, with the rank that has a new process
@@ -167,23 +164,23 @@ def from_rank0(store, make):
     if store is None:
         return make()
     from_rank0.calls += 1
-    rank, key, found, error = rank_and_world()[0], f"found {from_rank0.calls}", None, None
+    rank, key = rank_and_world()[0], f"found {from_rank0.calls}"
     if rank == 0:
         try:
             found = make()
         except ConfigError as e:
-            error = e
-        store.set(key, pickle.dumps((found, error)))
+            found = e
+        store.set(key, pickle.dumps(found))
     try:
         while rank and not store.check([key]):
             if store.check([RESTARTED]):
                 raise RanksMissing(was_restarted(store))
             time.sleep(0.02)
-        found, error = pickle.loads(store.get(key))
+        found = pickle.loads(store.get(key))
     except dist.DistError as e:
         raise RanksMissing(f"rank {rank} has lost rank 0: {str(e).splitlines()[0]}") from None
-    if error:
-        raise error
+    if isinstance(found, ConfigError):
+        raise found
     return found
 
 

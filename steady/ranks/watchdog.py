@@ -241,10 +241,10 @@ class Watchdog:
 
     def last_words(self, hang: hangs.Hang | None):
         if hang and self.store and hang.code != "store":  # which would block
-            mine = f"{hang.code}, says rank {self.rank}"
+            self.verdict = mine = f"{hang.code}, says rank {self.rank}"
             with contextlib.suppress(Exception):
                 self.verdict = self.store.compare_set("verdict", "", mine).decode()
-            hang = hang if self.verdict in ("", mine) else None  # the first one speaks
+            hang = hang if self.verdict == mine else None  # the first one speaks
         self.report(hang)
         if self.run_dir and self.run_dir.writer:
             self.run_dir.writer.wait()  # for a checkpoint on its way to the disk

@@ -308,7 +308,7 @@ def on_one_host(folder: Path, plan: dict, flags: list) -> tuple[int | None, floa
         return code, None
     pids = [path.read_text() for path in folder.glob("pid.*")]
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: all(hangs.state_of(pid) in ("", "Z") for pid in pids), 60)
+        wait_until(lambda: all(hangs.state_of(pid) == "dead" for pid in pids), 60)
     gone = time.time()
     return code_of(launch(folder, plan, flags)), gone
 
