@@ -7,18 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, after_updates, column, poison, processes, rows, torchrun_sets
+from conftest import TINY, after_updates, column, poison, processes, rows
 from torch import nn
 
 import config
 import train
 from model import Transformer
-from steady.checkpoints.checkpoint import (
-    Checkpoint,
-    checkpoint_at,
-    compare,
-    list_checkpoints,
-)
+from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
 from steady.guard import memory
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
@@ -146,7 +141,6 @@ UNEVEN = [
     (3, 8, ["--micro_batch_size", 1, "--monitor", "full"]),  # a rank's last micro-batch is a dummy
     (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
     (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
-    (3, 8, ["--data_mode", "documents", "--micro_batch_size", 2, "--group_window", 4]),
     (3, 8, ["--micro_batch_size", 1, "--data_mode", "packed"]),
     (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"]),
 ]
@@ -181,40 +175,6 @@ def test_a_new_run_whose_batch_does_not_divide_is_refused(run):
     told = run("--auto_resume", ranks=3, expect=2)
     assert told.count("\n") == 1
     assert "--batch_size 8: expected a multiple of 3 (3 processes); the nearest is 6 or 9" in told
-
-
-@pytest.mark.slow
-def test_a_new_run_is_refused_however_often_torchrun_starts_it(corpus, tmp_path):
-    """But not once it has a directory, although there is no checkpoint in it yet."""
-    flags = [*TINY, *FLAGS, "--data", corpus, "--save_interval", 0, "--eval_interval", 0]
-    attempts = [(0, 3, 2), (1, 3, 2), (1, 2, 0), (2, 3, 0)]  # (attempt, ranks, exit code)
-    for attempt, ranks, code in attempts:
-        group = processes(tmp_path, ranks, flags, lambda rank, n=attempt: torchrun_sets(n))
-        assert [process.code() for process in group] == [code] * ranks, group[0].text()
-        refused = "expected a multiple of 3 (3 processes); the nearest is 6 or 9; once started"
-        assert (refused in group[0].text()) == bool(code)
-        for process in group:
-            process.log.unlink()
-    assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_an_anomaly_names_the_samples_of_an_unequal_share(run, corpus, tmp_path):
-    flags = [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r"]
-    run(*flags, "--max_steps", 2, bare=True)
-    for process in processes(tmp_path, 3, [*flags, "--auto_resume"], lambda rank: poison(34, 35)):
-        assert process.code() == 0, process.text()
-    (row,) = [row for row in rows(tmp_path / "r") if "anomaly" in row]
-    assert (row["step"], row["rank"], row["positions"]) == (5, 1, [34, 37])
-
-
-def test_one_process_continues_what_two_sharded_bit_for_bit(run, tmp_path):
-    """As it would have continued the same state in one file."""
-    run(*EXACT, "--out_dir", "ddp", ranks=2)
-    run(*EXACT, "--out_dir", "zero", "--parallel", "zero3", ranks=2)
-    for name in ("ddp", "zero"):
-        run(*EXACT, "--out_dir", name, "--auto_resume", "--max_steps", 8)
-    assert_equal_runs(tmp_path / "ddp", tmp_path / "zero")
 
 
 def test_what_else_a_run_does(run, tmp_path):
@@ -352,25 +312,6 @@ def test_metrics_that_only_some_ranks_log_are_named(corpus, tmp_path):
     assert newest(tmp_path / "r")["step"] == 4  # the step is done, and saved
 
 
-@pytest.mark.slow
-def test_compiled_blocks(run, tmp_path, monkeypatch):
-    """Also beside samples and measurements, for which they are not compiled."""
-    plain = torch.compile
-
-    def compiled(graph, inputs):
-        with open(tmp_path / "graphs.txt", "a") as file:
-            print(len(inputs), file=file)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: plain(f, backend=compiled))
-    flags = [*EXACT, "--sample_interval", 2, "--monitor", "full", "--parallel", "zero3"]
-    run(*flags, "--out_dir", "plain", ranks=2)
-    run(*flags, "--out_dir", "compiled", "--compile", ranks=2)
-    graphs = (tmp_path / "graphs.txt").read_text().splitlines()
-    assert 2 <= len(graphs) <= 2 * 2 * 2  # of each rank, training and evaluating
-    assert_equal_runs(tmp_path / "plain", tmp_path / "compiled", rel=1e-5)
-
-
 def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     class Mine(torch.optim.Adafactor):
         pass
@@ -385,29 +326,11 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     assert shards.checked(optimizers) == optimizers
 
 
-def test_a_refused_optimizer_leaves_nothing_behind(corpus, tmp_path):
-    def hook(rank):
-        train.make_optimizers = lambda model, cfg, device, parameters, shards: [
-            torch.optim.Adafactor(parameters.values(), lr=cfg.learning_rate)]
-
-    flags = [*TINY, *FLAGS, "--data", corpus, "--out_dir", "r", "--parallel", "zero3"]
-    group = processes(tmp_path, 2, flags, hook)
-    assert [process.code() for process in group] == [2, 2]
-    assert "Adafactor" in "".join(process.text() for process in group)
-    assert not (tmp_path / "r").exists()
-
-
 def test_sizes_that_do_not_divide_are_refused(run):
     told = run("--parallel", "zero3", "--shard_size", 2, "--batch_size", 6, ranks=3, expect=2)
     assert "--shard_size 2: expected a divisor of the 3 processes" in told
     assert "micro_batch_size auto" in run("--parallel", "zero3", "--micro_batch_size", "auto",
                                           expect=2)
-
-
-def test_shards_of_one_rank_are_whole(run, tmp_path):
-    run(*EXACT, "--out_dir", "ddp", ranks=2)
-    run(*EXACT, "--out_dir", "zero3", "--parallel", "zero3", "--shard_size", 1, ranks=2)
-    assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3")
 
 
 @pytest.mark.parametrize("unlucky", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -436,15 +359,6 @@ def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path, unlucky):
         assert process.code() == 0, process.text()
     assert compare(newest(tmp_path / "whole")["model"], newest(tmp_path / "r")["model"])[1] == []
 
-
-def test_parts_of_rows():
-    shards = parallel.Shards()
-    for n in (1, 2, 7, 64):
-        for shards.size in (1, 2, 3, 8):
-            chunks = [chunk.tolist() for chunk in torch.arange(n).chunk(shards.size)]
-            chunks += [[]] * (shards.size - len(chunks))
-            for shards.rank, expected in enumerate(chunks):
-                assert list(range(n))[shards.rows(n)] == expected
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -507,9 +421,11 @@ def test_ranks_with_the_same_weights_share_muons_work(corpus, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
-@pytest.mark.parametrize("how", ["selective", "full"])
-def test_compiled_blocks_that_compute_again(corpus, tmp_path, way, how):
-    flags = [*TINY, "--data", corpus, "--log_interval", "1", "--parallel", way, "--max_steps", "4"]
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_compiled_blocks(corpus, tmp_path, way, how):
+    """Beside samples and measurements, for which they are not compiled."""
+    flags = [*TINY, "--data", corpus, "--log_interval", "1", "--parallel", way, "--max_steps", "4",
+             "--sample_interval", "2", "--monitor", "full"]
     for out, more in (("plain", []), ("other", ["--compile", "--activation_checkpointing", how])):
         group = processes(tmp_path, 2, [*flags, *more, "--out_dir", out])
         assert [process.code(300) for process in group] == [0, 0], group[0].text()

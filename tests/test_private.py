@@ -48,29 +48,26 @@ def test_ranks_train_without_what_is_private(corpus, tmp_path):
         assert max(column(tmp_path / way, "train/loss")) == 3
 
 
-def test_attention_without_a_choice_is_as_asked_for(monkeypatch):
+def test_one_process_goes_on_without_them(monkeypatch):
+    import torch._dynamo.utils
+
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     assert attention_backend(tiny_config(), CPU, torch.float32) == "auto"
     assert attention_backend(tiny_config(attention="math"), CPU, torch.float32) == "math"
-
-
-def test_no_flight_record(monkeypatch):
-    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json", raising=False)
-    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
     assert private.flight_record() == []
-
-
-def test_compilations_and_profilers_are_unknown(monkeypatch):
-    import torch._dynamo.utils
-
     assert private.compilations() is not None
-    monkeypatch.delitem(torch._dynamo.utils.counters, "stats")
     monkeypatch.setattr(torch._dynamo.utils, "counters", {})
     assert private.compilations() is None
     with torch.profiler.profile():
         assert private.is_profiling()
         monkeypatch.delattr(torch.autograd, "_profiler_enabled")
         assert not private.is_profiling()
+    monkeypatch.delattr(torch._dynamo, "maybe_mark_dynamic")
+    private.mark_dynamic(torch.zeros(3), 0)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
+    private.compile_deterministically()
 
 
 def test_float8_products_without_the_private_one(monkeypatch):
@@ -86,10 +83,3 @@ def test_float8_products_without_the_private_one(monkeypatch):
     assert private.scaled_mm(a, a.t(), one, one, torch.float32, fast=True).sum() == 16
     whole = F.ScalingType.TensorWise
     assert given["scales"] == (one, whole, one, whole) and given["use_fast_accum"]
-
-
-def test_marks_and_determinism_do_nothing(monkeypatch):
-    monkeypatch.delattr(torch._dynamo, "maybe_mark_dynamic")
-    private.mark_dynamic(torch.zeros(3), 0)
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
-    private.compile_deterministically()
