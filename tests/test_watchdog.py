@@ -205,10 +205,10 @@ def test_one_rank_speaks_for_all(monkeypatch, capsys):
     """Two come to a verdict at once; without a store each speaks."""
     written = {}
     store = SimpleNamespace(compare_set=lambda key, _, text: written.setdefault(key, text.encode()))
-    for store, times in ((store, 1), (object(), 2)):
+    for each, times in ((store, 1), (object(), 2)):
         for rank in (0, 1):
             watchdog = watch_several(rank, {}, monkeypatch=monkeypatch)
-            watchdog.store, watchdog.period = store, 0.01
+            watchdog.store, watchdog.period = each, 0.01
             watchdog.last_words(hangs.Hang("mismatch", [], "a hang", ""))
             assert watchdog.mixed
         assert capsys.readouterr().err.count("no progress: a hang") == times
@@ -448,13 +448,12 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
 def test_a_bit_that_flips_changes_the_checksum():
     parameters = [torch.randn(30, 7), torch.randn(5), torch.randn(4, 4).bfloat16()]
     before = checksums(parameters)
-    assert before.shape == (6,) and before.lt(2**24).all() and before.ge(0).all()
     for k, tensor in enumerate(parameters):
         bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16).view(-1)
         for bit in range(8 * tensor.element_size()):
             mask = torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(bits.dtype)
             bits[3] ^= mask
-            differs = (checksums(parameters) != before).view(-1, 2).any(1)
+            differs = checksums(parameters) != before
             bits[3] ^= mask
             assert differs.tolist() == [i == k for i in range(3)]
     assert checksums(parameters).equal(before)
@@ -470,7 +469,7 @@ def test_a_bit_that_flips_changes_the_checksum():
 ])
 def test_which_rank_differs_in_what(size, bad, words, agreed):
     replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, size, 10, 20)
-    table = np.array([[1.0, 2.0, 3.0, 5.0 if rank in bad else 4.0] for rank in range(4)])
+    table = np.array([[1, 5 if rank in bad else 4] for rank in range(4)])
     if words is None:
         return replicas.compare(table, 30)
     with pytest.raises(ReplicasDiffer, match=words) as caught:

@@ -160,11 +160,6 @@ BY_ROWS = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.A
            optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether it is a unit of fully_shard: by a method of those, without importing their class."""
-    return hasattr(module, "unshard")
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's rows, of a tensor that fully_shard has sharded (a DTensor) or not."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -172,7 +167,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules of a sharded model whose parameters are gathered together."""
-    return [module for module in model.modules() if is_sharded(module)]
+    return [module for module in model.modules() if hasattr(module, "unshard")]
 
 
 @contextlib.contextmanager
@@ -182,10 +177,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
-    sharded = is_sharded(model)
     parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
     compiled = [vars(part).pop("forward") for part in parts]
-    if sharded:
+    if hasattr(model, "unshard"):
         model.unshard()
     try:
         yield
@@ -263,7 +257,7 @@ class WholeDraws(TorchFunctionMode):
 def distribute(model: nn.Module, device: torch.device, world_size: int,
                deterministic: bool) -> nn.Module:
     """Wrap the finished model for training on several ranks, unless it is sharded."""
-    if world_size == 1 or is_sharded(model):
+    if world_size == 1 or hasattr(model, "unshard"):
         return model
     ddp = nn.parallel.DistributedDataParallel
     # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
