@@ -371,7 +371,7 @@ def set_up(argv: list[str]) -> Run:
         guard=Guard(cfg, ranks),
     )
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
-        parallel.compile_in_place(model, train_data.row_lengths_vary, world_size)
+        parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         restore(run, start)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -561,6 +562,35 @@ def test_muon_matches_torch_optim_muon():
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0.01)  # one Newton-Schulz step fewer: 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_muon_compiled_is_the_same_and_compiles_once(monkeypatch, backend):
+    """At any learning rate, in a step that is skipped too, and with more sizes than the limit."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    shapes = [(24, 16)] * 3 + [(16, 40)] + [(12, 12)] * 10  # stacks of more than 8 are made apart
+    counts, found = [], []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for compiled in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+            muon = Muon(weights, lr=0.1, weight_decay=0.1)
+            if compiled:
+                muon.compile()
+            for step in range(1, 5):
+                muon.param_groups[0]["lr"] = muon.param_groups[1]["lr"] = 0.1 / step
+                for w in weights:
+                    w.grad = torch.randn(w.shape, generator=generator)
+                weights[0].grad[0, 0] = math.nan if step == 3 else 1.0
+                muon.grad_scale, muon.found_inf = torch.tensor(1.5), torch.tensor(float(step == 3))
+                muon.step()
+                counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            found.append([*weights, *(muon.state[w]["momentum"] for w in weights)])
+    assert counts == [counts[0]] * 4 + [counts[0] + 2 * 3] * 4
+    for eager, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-5, atol=1e-5)
 
 
 def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():

@@ -1,7 +1,7 @@
 """Why training stands still: what a rank says of itself, and what the notes of all say.
 
 A note is a dict: step, phase, age and limit (seconds in that phase, and allowed), host, pid; and of
-a rank without progress waits, at, groups and gone, which the functions of these names find.
+a rank without progress waits, at, groups and gone: see Watchdog.note.
 """
 
 import contextlib
@@ -22,10 +22,9 @@ STATES = {"T": "stopped", "t": "stopped", "Z": "dead"}
 # --- what a rank says of itself --------------------------------------------------------------
 
 
-def waits(phase: str, stack: list) -> bool:
-    """Whether a rank is waiting for others. stack: as of Watchdog.stack."""
-    near = [module for module, _, _, _ in stack[:NEAR]]
-    return phase == "waiting" or any(module.startswith("torch.distributed.") for module in near)
+def in_collective(stack: list) -> bool:
+    """Whether it is in torch's functions for several ranks. stack: as of Watchdog.stack."""
+    return any(module.startswith("torch.distributed.") for module, _, _, _ in stack[:NEAR])
 
 
 def takes_long(stack: list) -> bool:

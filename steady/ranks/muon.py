@@ -34,6 +34,7 @@ class Muon(torch.optim.Optimizer):
         self.shards = shards if shards and shards.size > 1 else None
         self.helpers = shards.helpers if shards else 1
         self.grad_scale = self.found_inf = None
+        self.average, self.apply, self.compiled = average, apply, False
         self.momenta = []  # of each group, stacked
         ranks, by_shape, groups = self.shards.size if self.shards else 1, {}, []
         for p in params:
@@ -45,20 +46,27 @@ class Muon(torch.optim.Optimizer):
             groups += [dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
 
+    def compile(self):
+        """Make one pass over memory of each function that is not a product."""
+        sizes = {(len(group["params"]), group["params"][0].shape) for group in self.param_groups}
+        limits = torch.compiler.config  # each size is compiled by itself; beyond it all is eager
+        limits.recompile_limit = max(limits.recompile_limit, 2 * len(sizes))
+        self.average = torch.compile(average, dynamic=False)
+        self.apply = torch.compile(apply, dynamic=False)
+        self.compiled = True
+
     @torch.no_grad()
     def step(self, closure=None):
         if not self.momenta:
             self.momenta = [self.stack_momenta(group["params"]) for group in self.param_groups]
-        go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
         for group, momentum in zip(self.param_groups, self.momenta, strict=True):
-            params, lr, weight = group["params"], group["lr"], group["momentum"]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            grad = stacked(grads, momentum.shape[1])
-            if self.found_inf is not None:
-                grad = grad.div_(self.grad_scale).nan_to_num_(0.0, 0.0, 0.0)
-            momentum += (grad - momentum) * ((1 - weight) * go)
-            direction = grad.lerp(momentum, weight).to(self.ns_dtype)  # Nesterov's look-ahead
+            params, lr = group["params"], group["lr"]
+            if self.compiled:
+                lr = torch.tensor(lr)  # on the CPU; as a number, each would be compiled anew
             rows = whole_rows(params[0])
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            direction = self.average(grads, momentum, group["momentum"], self.grad_scale,
+                                     self.found_inf, self.ns_dtype)
             if self.shards:
                 direction = self.orthogonalize_together(direction, rows)
             elif self.helpers > 1 and direction.numel() >= WORTH_SENDING:
@@ -66,9 +74,7 @@ class Muon(torch.optim.Optimizer):
             else:
                 direction = self.orthogonalize(direction)
             size = 0.2 * math.sqrt(max(rows, params[0].shape[1]))  # arXiv:2502.16982, section 2.2
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * go)
-            changes = direction.to(params[0].dtype) * (lr * size * go)
-            torch._foreach_sub_(params, list(changes[:, : len(params[0])].unbind()))
+            self.apply(params, direction, lr * size, lr * group["weight_decay"], self.found_inf)
 
     def stack_momenta(self, params: list[Tensor]) -> Tensor:
         """The momenta of a group in one tensor, of which the state of each matrix is a view."""
@@ -136,3 +142,23 @@ def stacked(parts: list[Tensor], rows: int) -> Tensor:
     """[n, rows, columns] of n matrices, with zeros added where a last rank has fewer rows."""
     stack = torch.stack(parts)
     return F.pad(stack, (0, 0, 0, rows - stack.shape[1])) if rows > stack.shape[1] else stack
+
+
+def average(grads: list[Tensor], momentum: Tensor, weight: float, divisor: Tensor | None,
+            found_inf: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Updates momentum [n, rows, columns] in place; returns Nesterov's look-ahead in dtype."""
+    grad, go = stacked(grads, momentum.shape[1]), 1.0
+    if found_inf is not None:
+        grad = grad.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
+        go = 1.0 - found_inf  # 0 skips the step
+    momentum += (grad - momentum) * ((1 - weight) * go)
+    return grad.lerp(momentum, weight).to(dtype)
+
+
+def apply(params: list[Tensor], direction: Tensor, rate: float | Tensor, decay: float | Tensor,
+          found_inf: Tensor | None):
+    """Moves params by rate times their part of direction [n, rows, columns]."""
+    go = 1.0 if found_inf is None else 1.0 - found_inf
+    torch._foreach_mul_(params, 1 - decay * go)
+    changes = direction.to(params[0].dtype) * (rate * go)
+    torch._foreach_sub_(params, list(changes[:, : len(params[0])].unbind()))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from steady import private
 from steady.models.layers import Head
 from steady.options import ConfigError
+from steady.ranks.muon import Muon
 from steady.ranks.ranks import FOR_EVER, rank_and_world
 
 
@@ -203,13 +204,16 @@ def watch_for_waiting(model: nn.Module, clock):
         first.register_post_accumulate_grad_hook(ready)
 
 
-def compile_in_place(model: nn.Module, lengths_vary: bool, world_size: int):
-    """Compile the model; names in checkpoints stay those of the module.
+def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
+    """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
 
     With several ranks each block by itself, one graph for all of them, and the loss: what ranks
     send each other between the blocks, weights or gradients, cannot be compiled, and in one graph
     would wait for the end of the backward pass.
     """
+    for optimizer in optimizers:
+        if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
+            optimizer.compile()
     how = dict(dynamic=True if lengths_vary else None)
     if world_size == 1:
         model.compile(**how)

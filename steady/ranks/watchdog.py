@@ -135,7 +135,8 @@ class Watchdog:
         return found
 
     def waits(self) -> bool:
-        return hangs.waits(self.where[1], self.stack())
+        """Whether it is waiting for other ranks."""
+        return self.where[1] == "waiting" or hangs.in_collective(self.stack())
 
     def note(self) -> dict:
         """What the other ranks should know of this one; more once it makes no progress."""

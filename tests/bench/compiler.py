@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 import train
 from model import flops_per_token
+from steady.ranks.muon import Muon
 from tests.bench.card import TINY
 from tests.bench.common import Countdown, Figure, Off, make_run
 from tests.bench.gpu import SIZES
@@ -129,6 +130,9 @@ def kernels(flags: list[str]) -> tuple[train.Run, dict[str, list[Kernel]]]:
     torch._inductor.config.benchmark_kernel = True  # then a kernel's description has its bytes
     run = make_run(["--device", "cuda", "--precision", "bf16", "--num_workers", "0",
                     "--cache_clear_interval", "0", *flags])
+    for optimizer in run.optimizers:  # also where the model is not, which takes long
+        if isinstance(optimizer, Muon):
+            optimizer.compile()
     run.monitor, found = Phases(), {part: [] for part in PARTS}
     run.ranks.stop = Countdown()
     run.ranks.stop.left = 2
