@@ -171,7 +171,6 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
     grad_norm = shards.norms(grads).norm()
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
-    parallel.agree_on_scale(run.ranks.scaler, run.optimizers, found_inf)
     divisor = (grad_norm / (run.cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, step_loss, grad_norm)
     run.monitor.before_update(run.progress.step + 1)
@@ -387,7 +386,7 @@ def set_up(argv: list[str]) -> Run:
     most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device), shards.size)
     if cfg.micro_batch_size == "auto":
         most = memory.largest_micro_batch(
-            lambda: make_model(cfg, train_data, start, device, dtype, shards.alone()), cfg,
+            lambda: make_model(cfg, train_data, start, device, dtype, shards), cfg,
             world_size, ranks.autocast, device, varlen)
     ranks.micro_batch = memory.micro_batch_size(cfg, world_size, ranks.minimum(most), uneven)
     # the model, and what updates it

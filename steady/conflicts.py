@@ -28,6 +28,8 @@ def refuse_conflicts(cfg):
     micro, workers = cfg.micro_batch_size, cfg.num_workers
     need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
          "a number of at least 1, or auto")
+    need(micro != "auto" or cfg.parallel == "ddp", "micro_batch_size",
+         "a number: with zero2 and zero3, a rank out of memory would leave the others waiting")
     need(workers == "auto" or re.fullmatch("[0-9]{1,3}", workers), "num_workers",
          "a number up to 999, or auto")
     names = [*(f.name for f in fields(cfg)), "tokenizer"]

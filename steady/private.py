@@ -1,60 +1,23 @@
 """What steady uses of torch that torch does not promise to keep: each in one function.
 
-Where torch lacks it, the function does what its docstring says and training goes on, or a
-ConfigError names an option that goes without it. When a new torch is out: run the tests, raise
-TESTED. Optimizers' `grad_scale` and `found_inf`, which are attributes of fused ones, are the one
-thing that is not here: see `train.update`.
+Where torch lacks it, the function does what its docstring says, and training goes on. Optimizers'
+`grad_scale` and `found_inf`, attributes of fused ones, are not here: see `train.update`.
 """
 
 import contextlib
 import importlib
 import json
-import math
-import re
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-
-from steady.options import ConfigError
-
-TESTED = (2, 15)  # the newest torch that all tests have passed with
-
-
-def untested() -> str:
-    """A line for the screen if this torch is newer than what was tested; else nothing."""
-    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-    newest = ".".join(map(str, TESTED))
-    return f"torch {torch.__version__}: tested up to {newest}" if version > TESTED else ""
-
 
 # --- ranks -----------------------------------------------------------------------------------
 
 
-def copy_timeout(groups: list, device_type: str):
-    """Give process groups the time-out of the default one, as init_device_mesh does not.
-
-    Public from torch 2.15 on as dist.set_timeout, but not how to read it. Without it they have
-    torch's own: on a GPU 10 minutes, after which a rank that waits longer fails.
-    """
-    with contextlib.suppress(AttributeError):
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        options = dist.group.WORLD._get_backend(torch.device(device_type)).options
-        for group in groups if options else ():  # an imagined group has none
-            set_timeout(options._timeout, group)
-
-
 def use_fake_backend():
-    """Register the backend "fake", whose collectives do nothing, for process groups.
-
-    Raises ConfigError without it.
-    """
-    try:
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    except ImportError:
-        raise ConfigError(f"--micro_batch_size auto: torch {torch.__version__} cannot try sizes "
-                          "for --parallel zero2 and zero3; expected a number") from None
+    """Register the backend "fake", whose collectives do nothing: as --estimate needs them."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
 
 def fix_buckets(ddp: nn.parallel.DistributedDataParallel):
@@ -85,27 +48,6 @@ def flight_record() -> list[dict]:
                 trace = json.loads(dump(includeCollectives=True, onlyActive=False))
                 entries += trace.get("entries", [])
     return entries
-
-
-def bucket_count(parameters: list[Tensor]) -> int:
-    """All-reduces of DDP in a step. Without it: a guess from the 25 MB of a bucket."""
-    try:
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
-        return len(dist._compute_bucket_assignment_by_size(parameters, limits)[0])
-    except AttributeError:
-        return math.ceil(sum(p.numel() * p.element_size() for p in parameters) / (25 * 2**20))
-
-
-def found_inf_flags(scaler: torch.amp.GradScaler, optimizer) -> list[Tensor]:
-    """What fp16's scaler found in the gradients of an optimizer, to be changed in place.
-
-    Raises ConfigError without it.
-    """
-    try:
-        return list(scaler._found_inf_per_device(optimizer).values())
-    except AttributeError:
-        raise ConfigError(f"--precision fp16: torch {torch.__version__} does not let ranks agree "
-                          "on a loss scale; expected bf16, fp32 or a single process") from None
 
 
 # --- kernels and compiler --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
     with hosts(2) as (a, b):
         process = b.popen(torchrun(a, b, 1, ["train.py"], nnodes=2), cwd=..., stdout=...)
-        b.shape("tbf rate 100mbit burst 32kb latency 50ms")
         b.cut_power()
 
 Each host has its own network interfaces, hostname (host-a, host-b, …) and mounts. Nothing has a
@@ -22,7 +21,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = "unshare", "nsenter", "setpriv", "ip", "tc", "mount", "hostname"
-MARK = "STEADY_HOSTS"  # in the environment of all processes on hosts: the process that made them
 PORT = 29400  # of the rendezvous
 
 
@@ -78,7 +76,9 @@ class Namespaces:
     def kill(self):
         """SIGKILL to everything inside, also what is forked meanwhile."""
         while pids := self.pids():
-            kill(pids)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.holder.poll()
             time.sleep(0.01)
         self.holder.wait()
@@ -91,16 +91,14 @@ class Host:
         self.mac = f"02:00:00:00:00:{number + 1:02x}"
         self.switch, self.port, self.boots = switch, "", 0
         self.script = f"mount --bind {files / 'hosts'} /etc/hosts"
-        self.disk = None  # where its own `private` lies
         if private:
-            self.disk = private.parent / f"{private.name}-{self.name}"
-            self.script += f"; mount --bind {self.disk} {private}"
+            disk = private.parent / f"{private.name}-{self.name}"
+            disk.mkdir(exist_ok=True)
+            self.script += f"; mount --bind {disk} {private}"
         self.boot()
 
     def boot(self):
         """Start it, also once more after its end."""
-        if self.disk:
-            self.disk.mkdir(exist_ok=True)
         self.boots += 1
         self.port = f"{self.name}.{self.boots}"  # the last one may not be gone yet
         self.inside = Namespaces(self.name, self.script)
@@ -109,15 +107,6 @@ class Host:
             f"ip link add {self.port} type veth peer name eth0 address {self.mac} "
             f"netns {self.inside.holder.pid} && ip link set {self.port} master switch up")
         self.call(f"ip address add {self.address}/24 dev eth0 && ip link set eth0 up")
-
-    def shape(self, qdisc: str):
-        """Queue packets in both directions as tc(8) says.
-
-        Such as "tbf rate 100mbit burst 32kb latency 50ms" or, where the kernel has netem, "netem
-        delay 20ms loss 1%".
-        """
-        self.switch.call(f"tc qdisc replace dev {self.port} root {qdisc}")
-        self.call(f"tc qdisc replace dev eth0 root {qdisc}")
 
     def lose(self, share: float):
         """Drop that share of the packets in both directions. Needs iptables."""
@@ -142,9 +131,8 @@ class Host:
 def hosts(count: int, private: Path | None = None) -> Iterator[list[Host]]:
     """Make hosts with addresses 10.77.0.1 and so on, which find one another by name.
 
-    private: a folder that each host sees as its own, `Host.disk`. All other files are shared.
+    private: a folder that each host sees as one of its own. All other files are shared.
     """
-    kill_leftovers()
     made = []
     with tempfile.TemporaryDirectory() as folder:
         names = (f"10.77.0.{n + 1} host-{chr(97 + n)}\n" for n in range(count))
@@ -162,34 +150,15 @@ def hosts(count: int, private: Path | None = None) -> Iterator[list[Host]]:
                 each.kill()
 
 
-def kill(pids: list[int]):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def kill_leftovers():
-    """Kill what runs on hosts whose maker was killed itself."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            for variable in path.read_bytes().split(b"\0"):
-                name, _, maker = variable.partition(b"=")
-                if name == MARK.encode() and not Path("/proc", maker.decode()).exists():
-                    found.append(int(path.parent.name))
-    kill(found)
-
-
 def environment(changes: dict | None = None) -> dict[str, str]:
     # With one store for all restarts (torch 2.13), the torchrun of a host that joins later waits in
     # vain for its address, and both end.
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MARK: str(os.getpid()), **(changes or {})}
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(changes or {})}
 
 
-# All options that torch.distributed.elastic's dynamic_rendezvous and c10d_rendezvous_backend read,
-# in seconds, but for attempts; defaults: 600, 30, 30, 5, 5, 3, 60.
+# of torch.distributed.elastic's rendezvous, in seconds, but for attempts
 SHORT = dict(join_timeout=60, last_call_timeout=2, close_timeout=5, heartbeat_timeout=5,
              keep_alive_interval=1, keep_alive_max_attempt=3, read_timeout=20)
 

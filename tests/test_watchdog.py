@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Process, after_updates, processes, rows
+from conftest import TINY, Process, after_updates, processes, rows, until
 
 import data
 import train
-from steady.checkpoints import sealed, writer
+from steady.checkpoints import sealed
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard import faults
@@ -58,21 +58,17 @@ def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:
     (50, "forward", [], 1), (2, "forward", [], 1),
     (1, "forward", [], PATIENT), (0, "forward", [], PATIENT),
     (50, "evaluation", [], PATIENT), (50, "checkpoint", [], PATIENT), (50, "logging", [], PATIENT),
-    # a rollback that verifies checkpoints, and a checkpoint that is waited for
+    # a rollback that verifies checkpoints, one that is waited for, and a recompilation
     (50, "other", ["steady.checkpoints.sealed", "steady.checkpoints.checkpoint"], PATIENT),
     (50, "other", ["threading", "steady.checkpoints.writer"], PATIENT),
-    # debuggers in which it is stopped, and one that it was merely started under
-    (50, "forward", ["threading", "bdb"], None),
-    (50, "forward", ["threading", "debugpy._vendored.x"], None),
-    (50, "forward", ["threading", "_pydevd_bundle.pydevd"], None),
-    (50, "forward", [*["mine"] * 20, "debugpy.server"], 1),
+    (50, "forward", ["torch._dynamo.convert_frame"], PATIENT),
 ])
 def test_a_phase_may_take_so_long(step, phase, modules, times):
     watchdog = watch(10, step)
     begin(watchdog, phase)
     watchdog.measure(0.0)
     watchdog.stack = lambda: [(module, f"/x/{module}.py", 1, "f") for module in modules]
-    assert seconds_until_judged(watchdog) == (times and 10 * times + 1)
+    assert seconds_until_judged(watchdog) == 10 * times + 1
 
 
 def test_start_up_may_take_longer():
@@ -90,25 +86,6 @@ def test_progress_counts():
         assert not watchdog.judge()
 
 
-def test_an_evaluation_alone_is_followed(run, monkeypatch):
-    """With --eval_only, each of its batches is progress."""
-    seen = []
-    plain = train.evaluate
-
-    def evaluate(run):
-        watchdog = run.ranks.watchdog
-        watchdog.measure(100.0)
-        seen.append(watchdog.age)
-        plain(run)
-        watchdog.measure(1.0)
-        seen.append(watchdog.age)
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    run("--out_dir", "r", "--max_steps", 2, "--eval_interval", 0)
-    run("--out_dir", "r", "--auto_resume", "--eval_only", bare=True)
-    assert seen == [0.0, 0.0]
-
-
 def test_a_rank_that_was_started_again_is_named(capsys):
     watchdog = watch(10)
     answers = {ranks.RESTARTED: b"3"}
@@ -116,40 +93,6 @@ def test_a_rank_that_was_started_again_is_named(capsys):
     watchdog.beside = SimpleNamespace(check=lambda keys: keys == [ranks.RESTARTED], get=answers.get)
     watchdog.listen()
     assert "rank 3" in watchdog.verdict and "rank 3" in capsys.readouterr().err
-
-
-def test_a_recompilation_may_take_as_long_as_a_start():
-    """But not the compiled code."""
-    stacks = {}
-
-    def backend(module, inputs):
-        def run(*args):
-            stacks["runs"] = Watchdog.stack(watchdog)
-            return module(*args)
-
-        stacks["compiles"] = Watchdog.stack(watchdog)
-        return run
-
-    watchdog = watch(10)
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    for what, seconds in (("compiles", 10 * PATIENT), ("runs", 10)):
-        watchdog = watch(10)
-        watchdog.stack = lambda what=what: stacks[what]
-        assert seconds_until_judged(watchdog) == seconds + 1
-
-
-def test_a_phase_that_took_long_recently_may_do_so_again():
-    watchdog = watch(10)
-    for _ in range(8):  # seconds in data, again and again
-        begin(watchdog, "data")
-        for _ in range(8):
-            watchdog.measure(1.0)
-    begin(watchdog, "data")
-    watchdog.measure(0.0)
-    assert seconds_until_judged(watchdog) > 30
-    begin(watchdog, "forward")
-    watchdog.measure(0.0)
-    assert seconds_until_judged(watchdog) == 11
 
 
 def test_a_process_that_was_stopped_blames_nobody(monkeypatch):
@@ -176,65 +119,50 @@ def test_off():
 # --- what the notes of all ranks say ---------------------------------------------------------
 
 
-def note(phase="waiting", host="a", step=811, age=90.0, waits=None, entered=7, kind="", **other):
+def note(phase="waiting", host="a", entered=7, waits=None, kind="all_reduce of [4160]", **other):
     waits = phase == "waiting" if waits is None else waits
-    kind = kind or "all_reduce of [4160]" * waits
-    return dict(step=step, phase=phase, age=age, limit=60, host=host, pid=1, ended=False,
-                waits=waits, at="", groups={"0": [entered, entered, kind]}) | other
-
-
-WAITS = "waits in all_reduce of [4160]"
-OTHER = {"0": [7, 7, "broadcast of [2]"]}
+    return dict(step=811, phase=phase, age=90.0, limit=60, host=host, pid=1, ended=False,
+                waits=waits, at="", groups={"0": [entered, kind * waits]}) | other
 
 
 @pytest.mark.parametrize("notes, silent, code, blamed, doing", [
-    ([note(), note(), note("data", "b", entered=6, at="data.py:41 in f")], {},
+    ([note(), note(), note("data", "b", entered=6, at="data.py:41 in f")], [],
      "stuck", [2], "data.py:41 in f"),
     # on a GPU a rank may still fill its queue while its collective waits: the one behind is stuck
-    ([note("backward"), note("forward", entered=6), note()], {}, "stuck", [1], ""),
-    ([note("data")] * 4, {}, "stuck", [0, 1, 2, 3], ""),  # on the same disk
+    ([note("backward"), note("forward", entered=6), note()], [], "stuck", [1], ""),
+    ([note("data")] * 4, [], "stuck", [0, 1, 2, 3], ""),  # on the same disk
     # a rank is silent on a host that answers
-    ([note(gone={"1": "stopped"}), note("forward")], {1: 90.0},
-     "stopped", [1], "stopped, last heard then"),
-    ([note(gone={"1": "dead"}), note("forward")], {1: 90.0}, "dead", [1], "dead, last heard then"),
-    ([note(gone={"1": "dead"}, killed=True), note("forward")], {1: 90.0},
-     "killed", [1], "killed, last heard then"),
-    ([note(), note("forward")], {1: 90.0}, "no answer", [1], "no answer, last heard then"),
+    ([note(gone={"1": "stopped"}), note("forward")], [1], "stopped", [1], "stopped, last heard"),
+    ([note(gone={"1": "dead"}), note("forward")], [1], "dead", [1], "dead, last heard then"),
+    ([note(), note("forward")], [1], "no answer", [1], "no answer, last heard then"),
     # a host is silent; the gravest of several comes first
-    ([note(), note(host="b"), note(host="b")], {1: 90.0, 2: 90.0},
-     "unreachable", [1, 2], "unreachable, last heard then"),
-    ([note(), note(gone={"0": "dead"}), note(host="b")], {0: 90.0, 2: 90.0},
-     "dead", [0], "dead, last heard then"),
+    ([note(), note(host="b"), note(host="b")], [1, 2], "unreachable", [1, 2], "unreachable, last"),
+    ([note(), note(gone={"0": "dead"}), note(host="b")], [0, 2], "dead", [0], "dead, last heard"),
     # a collective was skipped
-    ([note(), note(groups=OTHER, at="mine.py:3 in f"), note()], {},
+    ([note(), note(kind="broadcast of [2]", at="mine.py:3 in f"), note()], [],
      "mismatch", [1], "waits in broadcast of [2] at mine.py:3 in f"),
     # one of two: it is in the next collective, of another group, which the other has not begun
-    ([note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]}),
-      note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"], "2": [1, 0, ""]})], {},
+    ([note(groups={"0": [7, "all_gather of [9]"], "1": [4, ""]}),
+      note(groups={"0": [6, ""], "1": [5, "all_reduce of [2]"], "2": [1, ""]})], [],
      "mismatch", [1], "waits in all_reduce of [2]"),
-    ([note(), note(host="b")], {}, "network", [], WAITS),
-    # a collective may be done on one rank while the other lacks the last packet
-    ([note(), note(host="b", groups={"0": [8, 8, "broadcast of [2]"]})], {}, "network", [], WAITS),
-    # one is merely further: it lacks none that the other has begun
-    ([note(groups={"0": [7, 0, ""], "1": [5, 5, "all_reduce of [2]"]}),
-      note(groups={"0": [7, 7, "broadcast of [2]"], "1": [4, 4, "all_reduce of [2]"]})], {},
-     "network", [], "waits in all_reduce of [2]"),
+    ([note(), note(host="b")], [], "network", [], "waits in all_reduce of [4160]"),
 ])
 def test_who_is_to_blame(notes, silent, code, blamed, doing):
-    hang = hangs.find(dict(enumerate(notes)), silent)
-    assert (hang.code, hang.blamed, hang.rows[0].doing) == (code, blamed, doing)
+    hang = hangs.find(dict(enumerate(notes)), dict.fromkeys(silent, 90.0))
+    assert (hang.code, hang.blamed) == (code, blamed)
+    assert doing in hang.table.splitlines()[0]
 
 
 def test_what_is_printed_of_a_hang():
     """The wording, in this one place; elsewhere codes and ranks."""
     notes = {0: note(), 1: note(), 2: note("data", "b", entered=6, at="data.py:41 in f")}
     hang = hangs.find(notes, {})
-    assert hang.headline() == "rank 2 (host b) is stuck in data of step 812"
-    assert hang.table().splitlines() == [
+    assert hang.headline == "rank 2 (host b) is stuck in data of step 812"
+    assert hang.table.splitlines() == [
         "  rank 2      b  data of step 812     1m30s  data.py:41 in f",
         "  ranks 0, 1  a  waiting of step 812  1m30s  waits in all_reduce of [4160]"]
     for code in hangs.HEADLINES:
-        told = hangs.Hang(code, [1], hang.rows).headline()
+        told = hangs.describe(code, [1], notes, {}, {}).headline
         assert told and "{" not in told
 
 
@@ -251,10 +179,8 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
     begin(watchdog, "waiting")
     watchdog.measure(0.0)
     watchdog.age = 200.0
-    known = range(16) if rank in watchdog.informed else {*watchdog.informed, *range(8, 16)}
-    for each in known:
-        other = note(host="ab"[each // 8], age=200.0, beat=5)
-        watchdog.notes[each] = other | notes.get(each, {})
+    for each in range(16):
+        watchdog.notes[each] = note(host="ab"[each // 8], age=200.0, beat=5) | notes.get(each, {})
         watchdog.heard[each] = 1000.0 - (100.0 if each in silent else 1.0)
     return watchdog
 
@@ -262,16 +188,12 @@ def watch_several(rank, notes: dict, silent=(), seconds=60, monkeypatch=None) ->
 @pytest.mark.parametrize("rank, notes, silent, expected", [
     # rank 0 may take that long for a checkpoint: nobody says anything
     (1, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
-    (8, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
     (9, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
     (0, {5: dict(phase="start-up", limit=360, waits=False)}, (), None),
-    # a rank that knows little leaves it to those that know more, unless they are gone
-    (9, {}, (3, 4), None),
-    (9, {}, (0, 1), None),
-    (9, {}, (0, 1, 8), ("unreachable", [0, 1])),
     (9, {8: dict(pid=2**22 + 1)}, (0, 1, 8), ("dead", [8])),
     (8, {}, range(8), ("unreachable", [*range(8)])),
     (0, {3: dict(phase="data", waits=False)}, (), ("stuck", [3])),
+    (0, {3: dict(phase="data", waits=False), 4: dict(ended=True)}, (4,), ("stuck", [3])),
     (9, {}, range(16), ("store", [])),  # its own notes do not come back
 ])
 def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
@@ -279,80 +201,24 @@ def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatc
     assert (hang and (hang.code, hang.blamed)) == expected
 
 
-def test_a_short_silence_of_a_slow_rank_is_nothing(monkeypatch):
-    """A hiccup of the store while rank 0 has been in a checkpoint for longer than others may."""
-    watchdog = watch_several(1, {0: dict(phase="checkpoint", age=200.0, limit=360, waits=False)},
-                             monkeypatch=monkeypatch)
-    watchdog.heard |= dict.fromkeys((0, *range(2, 16)), 1000.0 - 10.0)
-    assert watchdog.judge() is None
-
-
-@pytest.mark.parametrize("phase, age, ended, blamed", [
-    ("waiting", 11.0, False, True),  # gloo does not always notice that another rank has died
-    ("waiting", 9.0, False, False),
-    ("forward", 11.0, False, False),
-    ("waiting", 11.0, True, False),
-])
-def test_a_dead_neighbour_is_not_waited_for(phase, age, ended, blamed, monkeypatch):
-    dead = dict(pid=2**22 + 1, phase="backward", ended=ended)
-    watchdog = watch_several(8, {9: dead}, seconds=300, monkeypatch=monkeypatch)
-    begin(watchdog, phase)
-    watchdog.measure(0.0)
-    watchdog.age = age
-    hang = watchdog.judge()
-    assert (hang and (hang.code, hang.blamed)) == (("dead", [9]) if blamed else None)
-
-
-def test_one_rank_speaks_for_all(monkeypatch):
-    """Two come to a verdict at once; a store that does not answer lets each speak."""
-    class Store:
-        verdict = ""
-
-        def compare_set(self, key, expected, desired):
-            self.verdict = self.verdict or desired
-            return self.verdict.encode()
-
-    class Gone:
-        def compare_set(self, *args):
-            time.sleep(1000)
-
-    def speakers(store) -> int:
-        said = []
+def test_one_rank_speaks_for_all(monkeypatch, capsys):
+    """Two come to a verdict at once; without a store each speaks."""
+    written = {}
+    store = SimpleNamespace(compare_set=lambda key, _, text: written.setdefault(key, text.encode()))
+    for each, times in ((store, 1), (object(), 2)):
         for rank in (0, 1):
             watchdog = watch_several(rank, {}, monkeypatch=monkeypatch)
-            watchdog.store, watchdog.period = store, 0.01
-            watchdog.say = lambda *args: said.append(args)
-            watchdog.last_words(hangs.Hang("network", [], []))
-        return len(said)
-
-    assert speakers(Store()) == 1
-    assert speakers(Gone()) == 2
-
-
-def test_an_error_in_the_watchdog_does_not_end_it(capsys):
-    watchdog, looks = watch(10), []
-    watchdog.end = looks.append
-
-    def judge():
-        looks.append(1)
-        if len(looks) < 3:
-            raise KeyError("of a fork")
-        return "found"
-
-    watchdog.judge = judge
-    watchdog.ended = SimpleNamespace(wait=lambda period: "found" in looks, is_set=lambda: False)
-    watchdog.look()
-    assert looks == [1, 1, 1, "found"]
-    assert capsys.readouterr().err.count("warning: the watchdog: KeyError('of a fork')") == 1
+            watchdog.store, watchdog.period = each, 0.01
+            watchdog.last_words(hangs.Hang("mismatch", [], "a hang", ""))
+            assert watchdog.mixed
+        assert capsys.readouterr().err.count("no progress: a hang") == times
 
 
 def test_the_last_signs_of_a_rank(monkeypatch):
-    watchdog = watch_several(0, {3: dict(pid=2**22 + 1)}, monkeypatch=monkeypatch)
+    watchdog = watch_several(0, {}, monkeypatch=monkeypatch)
     for rank in range(8):
         watchdog.notes[rank]["pid"] = 2**22 + 1 if rank == 3 else os.getpid()
     assert watchdog.last_signs() == "rank 3 is dead"
-    monkeypatch.setattr(hangs, "out_of_memory_kills", lambda: watchdog.kills + 1)
-    assert watchdog.last_signs().endswith("killed a process on this machine for lack of memory")
 
 
 def test_rank_lists():
@@ -361,21 +227,18 @@ def test_rank_lists():
 
 
 def test_states_of_processes():
-    assert hangs.state_of(os.getpid()) in ("R", "S")
+    assert hangs.state_of(os.getpid()) == ""
     child = os.fork()
     if not child:
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     os.waitpid(child, os.WUNTRACED)
-    notes = {0: dict(pid=os.getpid()), 1: dict(pid=child)}
-    try:
-        assert hangs.gone(notes) == {"1": "stopped"}
-        os.kill(child, signal.SIGKILL)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert hangs.gone(notes) == {"1": "dead"}
-    finally:
-        os.waitpid(child, 0)
-    assert hangs.gone(notes) == {"1": "dead"}
+    assert hangs.gone({0: dict(pid=os.getpid()), 1: dict(pid=child)}) == {"1": "stopped"}
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert hangs.state_of(child) == "dead"  # a zombie
+    os.waitpid(child, 0)
+    assert hangs.state_of(child) == "dead"
 
 
 # --- real runs -------------------------------------------------------------------------------
@@ -502,7 +365,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
 
         faults.Stop.requested, faults.Stop.steps = requested, 0
 
-    flags = [*TINY, "--data", corpus, *FLAGS, "--monitor", "off"]
+    flags = [*TINY, "--data", corpus, *FLAGS, "--monitor", "off", "--hang_seconds", "3"]
     group = processes(tmp_path, 2, flags, hook)
     assert [process.code() for process in group] == [1, -9]
     printed = group[0].text()
@@ -541,32 +404,7 @@ def test_a_loader_process_that_is_stopped_does_not_stay(corpus, tmp_path):
     assert process.code() == 1
     assert "stuck in data" in process.text()
     loader = int((tmp_path / "loader").read_text())
-    for _ in range(1000):
-        if hangs.STATES.get(hangs.state_of(loader)) == "dead":
-            return
-        time.sleep(0.01)
-    os.kill(loader, signal.SIGKILL)
-    raise AssertionError("it is still there")
-
-
-@pytest.mark.slow
-def test_a_rank_that_has_done_its_work_is_not_blamed(corpus, tmp_path):
-    """Rank 0 writes the last checkpoint, rank 1 waits for its end and watches no more."""
-    def hook(rank):
-        plain = writer.write_checkpoint
-
-        def write_checkpoint(path, state):
-            time.sleep(1000 if path.name == "step_00000012.pt" else 0)
-            plain(path, state)
-
-        writer.write_checkpoint = write_checkpoint
-
-    group = processes(tmp_path, 2, [*TINY, "--data", corpus, "--out_dir", "run", "--hang_seconds",
-                                    "1"], hook)
-    assert [process.code() for process in group] == [1, 1]
-    assert "no progress: rank 0 (host" in group[0].text()
-    assert "steady/checkpoints/writer.py" in group[0].text()
-    assert hang_of(tmp_path)["hang_ranks"] == [0]
+    assert until(lambda: hangs.state_of(loader) == "dead")
 
 
 @pytest.mark.slow
@@ -600,7 +438,7 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     assert group[0].code() == group[2].code() == 1
     group[1].kill(signal.SIGKILL)
     group[1].code()
-    assert "rank 0 has waited 6 s for rank 1 of 3 to start" in group[0].text()
+    assert "rank 0 has waited 6 s for rank 1 of 3 ranks to start" in group[0].text()
     assert "Traceback" not in group[0].text()
 
 
@@ -610,13 +448,12 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
 def test_a_bit_that_flips_changes_the_checksum():
     parameters = [torch.randn(30, 7), torch.randn(5), torch.randn(4, 4).bfloat16()]
     before = checksums(parameters)
-    assert before.shape == (6,) and before.lt(2**24).all() and before.ge(0).all()
     for k, tensor in enumerate(parameters):
         bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16).view(-1)
         for bit in range(8 * tensor.element_size()):
             mask = torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(bits.dtype)
             bits[3] ^= mask
-            differs = (checksums(parameters) != before).view(-1, 2).any(1)
+            differs = checksums(parameters) != before
             bits[3] ^= mask
             assert differs.tolist() == [i == k for i in range(3)]
     assert checksums(parameters).equal(before)
@@ -632,7 +469,7 @@ def test_a_bit_that_flips_changes_the_checksum():
 ])
 def test_which_rank_differs_in_what(size, bad, words, agreed):
     replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, size, 10, 20)
-    table = np.array([[1.0, 2.0, 3.0, 5.0 if rank in bad else 4.0] for rank in range(4)])
+    table = np.array([[1, 5 if rank in bad else 4] for rank in range(4)])
     if words is None:
         return replicas.compare(table, 30)
     with pytest.raises(ReplicasDiffer, match=words) as caught:

@@ -25,7 +25,7 @@ from steady.models import layers
 from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_varlen
 from steady.models.huggingface import adapt, config_from_hf
 from steady.options import ConfigError
-from steady.private import bucket_count, use_fake_backend
+from steady.private import use_fake_backend
 from steady.ranks.parallel import Shards, local_part
 from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
@@ -192,9 +192,10 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
 
 def collectives_of_ddp(transformer: nn.Module, world_size: int) -> dict:
     """As `simulate` says it: gradients are all-reduced in buckets, once a step."""
-    parameters = [p for p in transformer.parameters() if p.requires_grad][::-1]
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in parameters)
-    return {"allreduce_": (bucket_count(parameters), 2 * size * (world_size - 1) / world_size)}
+    buckets = math.ceil(size / (25 * 2**20))
+    return {"allreduce_": (buckets, 2 * size * (world_size - 1) / world_size)}
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:

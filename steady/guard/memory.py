@@ -94,7 +94,7 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
         most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
     trained = (p for p in model.parameters() if p.requires_grad)
     # for the optimizer, and the buckets of ddp
-    copies = 3 if world_size > 1 and not hasattr(model, "unshard") else 2
+    copies = 3 if world_size > 1 else 2
     kept = [torch.empty_like(p) for p in trained for _ in range(copies)]
     size = 1
     try:
@@ -113,7 +113,7 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
         size //= 2
     losses = None  # whose graph holds the model's gradients
     del kept, model
-    gc.collect()  # fully_shard creates reference cycles
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return size

@@ -8,21 +8,19 @@ forward and each backward pass, with zero2 once a step.
 
 import contextlib
 import inspect
-from collections import defaultdict
 from collections.abc import Iterator
-from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from steady import private
 from steady.models.layers import Head
 from steady.options import ConfigError
 from steady.ranks.muon import Muon
-from steady.ranks.ranks import rank_and_world
+from steady.ranks.ranks import FOR_EVER, rank_and_world
 
 
 class Shards:
@@ -43,32 +41,16 @@ class Shards:
         self.parameters, self.tensors = {}, {}  # see `hold`
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
-        size = shard_size or world_size
-        shape, names = (world_size // size, size), ("replicas", "shards")
-        if size == world_size:
-            shape, names = (size,), ("shards",)
-        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        private.copy_timeout(self.mesh.get_all_groups(), device_type)
-        self.group = self.mesh.get_group("shards")
-        self.rank, self.size = self.mesh.get_local_rank("shards"), size
-        self.replicas = world_size // size
+        size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
+        if size < world_size:
+            mesh = mesh.view(-1, size)  # in a row: the ranks that hold one copy
+            groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), FOR_EVER)[0]
+                      for ranks in (mesh.T, mesh)]
+        self.mesh = DeviceMesh.from_group(
+            groups, device_type, mesh, mesh_dim_names=("replicas", "shards")[-len(groups):])
+        self.group, self.size, self.replicas = groups[-1], size, world_size // size
+        self.rank = dist.get_rank(self.group)
         self.in_first_copy = dist.get_rank() < size
-
-    def alone(self) -> "Shards":
-        """The same shards in a group whose collectives do nothing, to try what fits into memory.
-
-        So a rank that runs out of memory leaves no other one waiting. Made on all ranks together.
-        """
-        if self.size == 1:
-            return Shards()
-        private.use_fake_backend()
-        copy, first = Shards(), dist.get_rank() // self.size * self.size
-        copy.group = dist.new_group(range(first, first + self.size), backend="fake",
-                                    use_local_synchronization=True)
-        copy.way, copy.rank, copy.size = self.way, self.rank, self.size
-        copy.mesh = DeviceMesh.from_group(copy.group, self.mesh.device_type,
-                                          mesh_dim_names=("shards",))
-        return copy
 
     def rows(self, n: int) -> slice:
         """This rank's rows of n: as many as each of the others, but for the last ones."""
@@ -125,17 +107,24 @@ class Shards:
             return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
     def checked(self, optimizers: list) -> list:
-        """The same. Raises ConfigError for one that needs whole tensors where a rank has some rows.
-
-        One that was given `shards`, as Muon is, sees to that itself.
+        """The same. Raises ConfigError for one that may need whole weights: it is not one of
+        torch's that treat each element alone, and has no attribute `by_rows` that is true.
         """
         for optimizer in optimizers if self.size > 1 else ():
-            if not getattr(optimizer, "shards", None) and not works_by_rows(optimizer):
-                raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} needs whole "
-                                  "weights, of which each rank has some rows; expected an "
-                                  "optimizer that treats each row alone, as AdamW does, or "
-                                  "--parallel ddp")
+            if type(optimizer) not in BY_ROWS and not getattr(optimizer, "by_rows", False):
+                raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} may need "
+                                  "whole weights, of which each rank has some rows; expected "
+                                  "`by_rows = True` in its class if it treats each row alone, "
+                                  "another optimizer, such as AdamW, or --parallel ddp")
         return optimizers
+
+    def scaler(self, device_type: str, enabled: bool) -> torch.amp.GradScaler:
+        """Of fp16: its scale is the same on all ranks, each of which looks at its own gradients."""
+        if self.size == 1 or not enabled:
+            return torch.amp.GradScaler(device_type, enabled=enabled)
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(device_type, process_group=self.group)
 
     def move_gradients(self):
         """Hand the gradients, which are at the model's parameters, to the parts."""
@@ -167,38 +156,9 @@ class Shards:
         return squares.sqrt()
 
 
-def works_by_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a row gets the same update and a state of its own, whichever rows are with it.
-
-    Tried on copies of 4 rows of its parameters, and of the first 2 of those.
-    """
-    updates = []
-    for n in (4, 2):
-        random, pairs = torch.Generator().manual_seed(0), []
-        trial = object.__new__(type(optimizer))
-        vars(trial).update(vars(optimizer), param_groups=[], state=defaultdict(dict))
-        for group in optimizer.param_groups:
-            some = {p.ndim: p for p in group["params"] if len(p) >= 4}.values()  # one of each kind
-            copies = [nn.Parameter(p.detach()[:n].clone()) for p in some]
-            for p, copy in zip(some, copies, strict=True):
-                copy.grad = torch.rand(4, *p.shape[1:], generator=random)[:n].to(p) + 0.5
-                for name, value in optimizer.state.get(p, {}).items():  # some begin with one
-                    rows = isinstance(value, Tensor) and value.ndim
-                    trial.state[copy][name] = value[:n].clone() if rows else deepcopy(value)
-            trial.param_groups.append(group | dict(params=copies, lr=0.1))
-            pairs += zip(some, copies, strict=True)
-        type(optimizer).step(trial)
-        states = [value for state in trial.state.values() for value in state.values()]
-        if any(isinstance(value, Tensor) and value.ndim and len(value) != n for value in states):
-            return False
-        updates.append([(copy - p[:n])[:2].detach().flatten() for p, copy in pairs])
-    return all(torch.allclose(one, other, rtol=0.01, atol=1e-6)
-               for one, other in zip(*updates, strict=True))
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether it is a unit of fully_shard: by a method of those, without importing their class."""
-    return hasattr(module, "unshard")
+# torch's optimizers in which an element's update depends on that element alone
+BY_ROWS = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax,
+           optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -208,7 +168,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules of a sharded model whose parameters are gathered together."""
-    return [module for module in model.modules() if is_sharded(module)]
+    return [module for module in model.modules() if hasattr(module, "unshard")]
 
 
 @contextlib.contextmanager
@@ -218,10 +178,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
-    sharded = is_sharded(model)
     parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
     compiled = [vars(part).pop("forward") for part in parts]
-    if sharded:
+    if hasattr(model, "unshard"):
         model.unshard()
     try:
         yield
@@ -232,10 +191,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def watch_for_waiting(model: nn.Module, clock):
-    """Count the time in which this rank waits for others as such. clock: () → the monitor's.
+    """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
 
-    Under ddp, from when its own gradients are ready. A sharded model has collectives around each
-    block; on a GPU these are queued, so it is the device that waits, unnoticed.
+    clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
     """
     def ready(parameter: nn.Parameter):
         clock().phase("waiting")
@@ -244,34 +202,6 @@ def watch_for_waiting(model: nn.Module, clock):
         # the gradient of the first parameter is the last to be ready
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_post_accumulate_grad_hook(ready)
-    for unit in units(model):
-        if next(unit.parameters()).device.type == "cpu":
-            unit.set_custom_all_gather(TimedCollective(ALL_GATHER, clock))
-            unit.set_custom_reduce_scatter(TimedCollective(REDUCE_SCATTER, clock))
-
-
-# torch 2.13 renamed both.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class TimedCollective:
-    """A collective of fully_shard, the time of which counts as waiting."""
-
-    def __init__(self, call, clock):
-        self.call, self.clock = call, clock
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, **options):
-        clock = self.clock()
-        if clock.current not in ("forward", "backward"):  # as in an evaluation
-            return self.call(output_tensor, input_tensor, group=group, **options)
-        ended = clock.phase("waiting")
-        work = self.call(output_tensor, input_tensor, group=group, **options)
-        clock.phase(ended)
-        return work
 
 
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
@@ -281,35 +211,23 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
     send each other between the blocks, weights or gradients, cannot be compiled, and in one graph
     would wait for the end of the backward pass.
     """
-    how = dict(dynamic=True if lengths_vary else None)
-    if world_size == 1:
-        model.compile(**how)
-    else:
-        private.keep_graphs_whole()
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, **how)
-        if isinstance(model.head, Head):
-            model.head.forward = torch.compile(model.head.forward, **how)
     for optimizer in optimizers:
         if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
             optimizer.compile()
+    how = dict(dynamic=True if lengths_vary else None)
+    if world_size == 1:
+        model.compile(**how)
+        return
+    private.keep_graphs_whole()
+    for part in (*model.blocks, model.head):
+        if part is not model.head or isinstance(part, Head):
+            part.forward = torch.compile(part.forward, **how)
 
 
 def release(model: nn.Module):
     """Free the whole weights that are left from a pass without a backward pass."""
     for unit in units(model):
         unit.reshard()
-
-
-def agree_on_scale(scaler: torch.amp.GradScaler, optimizers: list, found_inf: Tensor):
-    """Tell fp16's scaler of every rank what any of them found, or their scales would differ.
-
-    Each looks at the gradients that it holds, which may be some rows.
-    """
-    if scaler.is_enabled():
-        for optimizer in optimizers:
-            for flag in private.found_inf_flags(scaler, optimizer):
-                flag.copy_(found_inf)
 
 
 # Methods of tensors that overwrite all of one, besides the functions of torch.nn.init.
@@ -343,7 +261,7 @@ class WholeDraws(TorchFunctionMode):
 def distribute(model: nn.Module, device: torch.device, world_size: int,
                deterministic: bool) -> nn.Module:
     """Wrap the finished model for training on several ranks, unless it is sharded."""
-    if world_size == 1 or is_sharded(model):
+    if world_size == 1 or hasattr(model, "unshard"):
         return model
     ddp = nn.parallel.DistributedDataParallel
     # The buffers are constants: do not send them every step. torch 2.13 renamed the option.

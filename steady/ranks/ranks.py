@@ -1,15 +1,12 @@
 """The ranks of a run: how they meet, what rank 0 decides for all, numbers gathered from each."""
 
 import contextlib
-import json
 import os
 import pickle
 import re
 import socket
 import sys
 import time
-import uuid
-import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,7 +63,7 @@ class Ranks:
     def __post_init__(self):
         enabled = self.dtype != torch.float32
         self.autocast = torch.autocast(self.device.type, self.dtype, enabled=enabled)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.scaler = self.shards.scaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def broadcast(self, value):
         """Rank 0's value, on every rank."""
@@ -127,7 +124,7 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
     new process of a rank: the others have to be started again, too. Without torchrun, which has a
     port for each launch, it may as well be of another launch, which must not end this one.
     """
-    mine, answered, deadline = uuid.uuid4().hex, set(), time.monotonic() + patience
+    mine, answered, deadline = os.urandom(8).hex(), set(), time.monotonic() + patience
     signs = [f"rank {each}" for each in range(world_size)]
     if rank == 0 and store.check(signs[:1]):
         store.set(f"{store.get(signs[0]).decode()}/{RESTARTED}", "0")
@@ -155,11 +152,9 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
                 store.set(f"{attempt}/{RESTARTED}", str(rank))
         time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
     missing = [each for each, sign in enumerate(signs) if not store.check([sign])]
-    if not missing:  # of those that left a sign, one has died: the first, or one without an answer
-        missing = [each for each in range(1, world_size) if rank == 0 and not store.check(
-            [f"{mine} {store.get(signs[each]).decode()}"])] or [0]
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
-                       f"{world_size} to start")
+    whom = rank_list(missing) if missing else "one that has died since"
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {whom} of {world_size} ranks "
+                       "to start")
 
 
 RESTARTED = "restarted"  # the key, among those of an attempt, with the rank that has a new process
@@ -170,23 +165,23 @@ def from_rank0(store, make):
     if store is None:
         return make()
     from_rank0.calls += 1
-    rank, key, found, error = rank_and_world()[0], f"found {from_rank0.calls}", None, None
+    rank, key = rank_and_world()[0], f"found {from_rank0.calls}"
     if rank == 0:
         try:
             found = make()
         except ConfigError as e:
-            error = e
-        store.set(key, pickle.dumps((found, error)))
+            found = e
+        store.set(key, pickle.dumps(found))
     try:
         while rank and not store.check([key]):
             if store.check([RESTARTED]):
                 raise RanksMissing(was_restarted(store))
             time.sleep(0.02)
-        found, error = pickle.loads(store.get(key))
+        found = pickle.loads(store.get(key))
     except dist.DistError as e:
         raise RanksMissing(f"rank {rank} has lost rank 0: {str(e).splitlines()[0]}") from None
-    if error:
-        raise error
+    if isinstance(found, ConfigError):
+        raise found
     return found
 
 
@@ -212,7 +207,6 @@ def say_once(text: str):
 
 
 def leave_group():
-    """Leave the process group, if there is one: a command that only looks has none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -230,6 +224,9 @@ def lost_connection(e: Exception) -> bool:
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
+
+
+FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; it is the watchdog that sees hangs
 
 
 def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
@@ -250,8 +247,7 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
-    # rank 0 may upload for hours while the others wait at the end
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return dist.new_group(backend="gloo", timeout=FOR_EVER)
 
 
 def check_shard_size(shard_size: int, world_size: int):
@@ -285,11 +281,9 @@ def scalar(value):
 
 
 def on_device(values: list, device: torch.device) -> Tensor:
-    """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.detach().to(device, torch.float32).reshape(())
-                        if isinstance(value, Tensor) else next(numbers) for value in values])
+    """Numbers and tensors of a single element as [n] in fp32."""
+    return torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device)
+                        .detach().reshape(()) for value in values])
 
 
 def gather(values: Tensor, names: list[str], group=None) -> Tensor:
@@ -301,26 +295,18 @@ def gather(values: Tensor, names: list[str], group=None) -> Tensor:
     """
     if not dist.is_initialized():
         return values[None]
-    code = torch.tensor([zlib.crc32(json.dumps(names).encode()), len(values)])
-    codes = all_gather(code, group)
-    if (codes != codes[0]).any():
-        of_ranks = [None] * len(codes)
-        dist.all_gather_object(of_ranks, names, group)
-        raise RuntimeError(f"{differing(of_ranks)}: all ranks must log the same metrics")
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, names, group)
+    alone = {}  # metric that not all of the ranks have → those that have it
+    for metric in sorted(set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)):
+        alone[metric] = rank_list([rank for rank, have in enumerate(of_ranks) if metric in have])
+    if alone:
+        found = "; ".join(f"{metric} is logged by {have} alone" for metric, have in alone.items())
+        raise RuntimeError(f"{found}: all ranks must log the same metrics")
     return all_gather(values)
 
 
-def all_gather(values: Tensor, group=None) -> Tensor:
+def all_gather(values: Tensor) -> Tensor:
     table = values.new_empty(dist.get_world_size(), len(values))
-    dist.all_gather(list(table), values, group)
+    dist.all_gather(list(table), values)
     return table
-
-
-def differing(of_ranks: list[list[str]]) -> str:
-    """Which metrics only some of the ranks have."""
-    found = []
-    for metric in sorted(set().union(*of_ranks)):
-        ranks = [rank for rank, have in enumerate(of_ranks) if metric in have]
-        if len(ranks) < len(of_ranks):
-            found.append(f"{metric} is logged by {rank_list(ranks)} alone")
-    return "; ".join(found)

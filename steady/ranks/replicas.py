@@ -59,14 +59,9 @@ class Replicas:
 
 @torch.no_grad()
 def checksums(parameters: list[Tensor]) -> Tensor:
-    """[2 n], on the device: the sum of each tensor's bits as integers, in two halves of 24 bits.
-
-    Those are exact in fp32, and a bit that flips, of 32, changes one of them.
-    """
-    sums = [p.contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)
-            for p in parameters]
-    sums = torch.stack(sums)
-    return torch.stack((sums & 0xFFFFFF, (sums >> 24) & 0xFFFFFF), 1).float().flatten()
+    """[n], on the device: the sum of each tensor's bits as integers, which any bit changes."""
+    return torch.stack([p.contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)
+                        for p in parameters])
 
 
 def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[str, bool]:
@@ -77,7 +72,7 @@ def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[
     if not others:
         return "", False
     odd = [rank for rank in ranks if rows[rank] != usual]
-    differs = (table[odd] != np.array(usual)).any(0).reshape(-1, 2).any(1)
+    differs = (table[odd] != np.array(usual)).any(0)
     layers = [name for name, each in zip(parameters, differs, strict=True) if each]
     where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
     if count == others[0][1]:

@@ -8,7 +8,6 @@ import torch
 
 from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
-from steady.private import untested
 from steady.watch import proc
 from steady.watch.sinks import si
 
@@ -68,7 +67,7 @@ def describe(run) -> str:
     ]
     if run.dir.resumed_from:
         lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
-    return "\n".join(filter(None, (*lines, crowded(), untested())))
+    return "\n".join(filter(None, (*lines, crowded())))
 
 
 def crowded() -> str:

@@ -146,18 +146,6 @@ def keep_pythons_lock(*args, **kwargs):
     re.match("(a+)+$", "a" * 70 + "b")  # the regular expression engine keeps it
 
 
-def take_memory(*args, **kwargs):
-    """More than the cgroup has that it moves itself to."""
-    cgroup = Path(f"/sys/fs/cgroup/memory/faults{os.getpid()}")
-    cgroup.mkdir()
-    (cgroup / "memory.limit_in_bytes").write_text("50000000")
-    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    Path("cgroup").write_text(str(cgroup))
-    taken = bytearray(1)
-    while True:
-        taken += b"x" * 10**7
-
-
 def skip(plain, *args, **kwargs):
     if plain.__name__ == "all_reduce":
         plain(torch.zeros(3))
@@ -177,7 +165,7 @@ def flip_bit(plain, run, size):
 
 
 WORKS = {"sleep": sleep, "loop": loop, "file": wait_for_file, "lock": wait_for_lock,
-         "python's lock": keep_pythons_lock, "memory": take_memory, "skip": skip, "bit": flip_bit}
+         "python's lock": keep_pythons_lock, "skip": skip, "bit": flip_bit}
 
 # --- plans -----------------------------------------------------------------------------------
 
@@ -185,7 +173,7 @@ KINDS = [*WORKS, "SIGSTOP", "SIGKILL", "worker killed", "worker stopped", "torch
 HOST_KINDS = ["host: power cut", "host: killed", "host: link cut for good",
               "host: link cut for 3 s", "host: 30 % loss for 20 s",
               "host: power cut where they meet"]
-BAD = re.compile("failed:|is dead|is stopped|lack of memory|by SIGTERM")
+BAD = re.compile("failed:|is dead|is stopped|by SIGTERM")
 
 
 def make_plan(kind: str, seed: int) -> dict:
@@ -225,7 +213,6 @@ def expected_line(plan: dict) -> str | None:
         "skip": rf"{rank}or called an extra one|rank {plan['rank']} is dead",
         "SIGSTOP": rank + "is stopped",
         "SIGKILL": rf"rank {plan['rank']} (\(host .*\) )?is dead",
-        "memory": "lack of memory",
         "worker killed": r"worker.* (killed|exited|dead)",
         "worker stopped": rank + "in data",
         "torchrun killed": "stopped at step .* by SIGTERM",
@@ -308,7 +295,7 @@ def on_one_host(folder: Path, plan: dict, flags: list) -> tuple[int | None, floa
         return code, None
     pids = [path.read_text() for path in folder.glob("pid.*")]
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: all(hangs.state_of(pid) in ("", "Z") for pid in pids), 60)
+        wait_until(lambda: all(hangs.state_of(pid) == "dead" for pid in pids), 60)
     gone = time.time()
     return code_of(launch(folder, plan, flags)), gone
 
@@ -383,9 +370,6 @@ def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
             row |= dict(lost=before - first + 1, back=round(back - ended, 2))
     with contextlib.suppress(Exception):
         row |= ends_equal(references / f"{plan['way']}{plan['ranks']}", folder)
-    if kind == "memory":
-        with contextlib.suppress(OSError):
-            Path((folder / "cgroup").read_text()).rmdir()
     return row
 
 
@@ -503,9 +487,7 @@ def main(options) -> list[Figure]:
         plans = [make_plan(kind, seed) for seed in seeds for kind in kinds]
         make_references(folder, {(plan["way"], plan["ranks"]) for plan in plans})
         jobs = [job(run_one, plan["kind"], plan["seed"]) for plan in plans]
-        alone = [each for each in jobs if each[1] == "memory"]  # the kernel counts these for all
-        rows = run_all([each for each in jobs if each not in alone], options.at_once, options.rows)
-        rows += run_all(alone, 1, options.rows)
+        rows = run_all(jobs, options.at_once, options.rows)
     print(table(rows))
     right = [row["right"] for row in rows]
     return [Figure(f"{len(rows)} faults: named correctly", "all", [sum(right) / len(right)],
