@@ -237,17 +237,16 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
 @layers.without_cudnn()
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
-             on_token=None, padding: Tensor | None = None) -> Tensor:
+             on_token=None) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
     the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
     several; the first of them pads the rest of it. on_token is called with each new column [B].
-    padding [B]: tokens to ignore at the left. A full context (cfg.seq_len) drops its older half.
+    A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
-        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token,
-                              padding)
+        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len
     stop = (stop,) if isinstance(stop, int) else stop
     stops = torch.tensor(stop, device=tokens.device) if stop else None
@@ -257,15 +256,12 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
-        unseen, documents = tokens[:, -1:], None
+        unseen = tokens[:, -1:]
         if caches is None:
             unseen = tokens[:, start:]
             capacity = min(context, unseen.shape[1] + max_new_tokens)
             caches = [layers.KVCache(capacity) for _ in model.blocks]
-        if padding is not None:  # is document number 0
-            place = torch.arange(start, tokens.shape[1], device=tokens.device)
-            documents = (place >= padding[:, None]).int()
-        logits = model.logits(model.hidden(unseen, caches, documents)[:, -1])
+        logits = model.logits(model.hidden(unseen, caches)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
             new = new.masked_fill(ended[:, None], stop[0])

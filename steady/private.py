@@ -9,7 +9,6 @@ thing that is not here: see `train.update`.
 import contextlib
 import importlib
 import json
-import math
 import re
 import sys
 
@@ -86,15 +85,6 @@ def flight_record() -> list[dict]:
                 trace = json.loads(dump(includeCollectives=True, onlyActive=False))
                 entries += trace.get("entries", [])
     return entries
-
-
-def bucket_count(parameters: list[Tensor]) -> int:
-    """All-reduces of DDP in a step. Without it: a guess from the 25 MB of a bucket."""
-    try:
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]
-        return len(dist._compute_bucket_assignment_by_size(parameters, limits)[0])
-    except AttributeError:
-        return math.ceil(sum(p.numel() * p.element_size() for p in parameters) / (25 * 2**20))
 
 
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer) -> list[Tensor]:

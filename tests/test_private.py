@@ -87,13 +87,6 @@ def test_no_flight_record(monkeypatch):
     assert private.flight_record() == []
 
 
-def test_buckets_are_guessed(monkeypatch):
-    weights = [torch.empty(2**20) for _ in range(50)]  # 4 MiB each
-    known = private.bucket_count(weights)
-    monkeypatch.delattr(dist, "_compute_bucket_assignment_by_size")
-    assert private.bucket_count(weights) == 8 and abs(known - 8) <= 2
-
-
 def test_compilations_and_profilers_are_unknown(monkeypatch):
     import torch._dynamo.utils
 

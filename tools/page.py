@@ -63,8 +63,6 @@ class Charts:
     def data(self, found: dict, points: int) -> dict:
         """All of it; found: the report of the run."""
         processes = by_process(self.processes)
-        config = read_config(Path(found["run"]) / "config.yaml")
-        every = max(1, math.ceil(len(self.samples) / MOST_SAMPLES))
         return dict(
             name=found["run"],
             step=found["step"],
@@ -73,8 +71,8 @@ class Charts:
             processes=processes,
             events=events_of(found, processes),
             lines={name: thin(*column, points) for name, column in self.columns.items()},
-            samples=self.samples[::-every][::-1],
-            config=config,
+            samples=self.samples[-MOST_SAMPLES:],
+            config=read_config(Path(found["run"]) / "config.yaml"),
         )
 
 
