@@ -164,9 +164,9 @@ class Config:
         0.0, "probability, on attention, each block's outputs and embeddings", at_least=0, below=1)
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
-    activation_checkpointing: Literal["none", "full"] = option(
+    activation_checkpointing: Literal["none", "selective", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, about 1/3 more "
-        "work")
+        "work; selective all but its matrix products and attention")
 
     max_steps: int | None = option(
         None, "optimizer steps in the whole run (default: 1000)", group="optimization", at_least=1,
@@ -255,6 +255,8 @@ class Config:
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
+    half_residual: bool = option(
+        False, "the residual stream in the type of products, not in fp32: less memory, less exact")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(
         False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")

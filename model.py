@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from config import Config
 from steady.models import layers
@@ -111,11 +110,11 @@ class Block(nn.Module):
         self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.recomputed = cfg.activation_checkpointing == "full"
+        self.recomputed = cfg.activation_checkpointing
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        if self.recomputed and self.training:  # keeps x alone for the backward pass
-            return checkpoint(self.compute, x, where, use_reentrant=False)
+        if self.training and self.recomputed != "none":
+            return layers.recomputed(self.compute, self.recomputed, x, where)
         return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
@@ -167,9 +166,12 @@ class Transformer(nn.Module):
 
         documents [B, T]: for packed rows, the number of each token's document, also of those in the
         caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
+        Raises TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
+        if self.cfg.half_residual:
+            x = layers.as_products(x)
         where = self.where(documents, tokens.shape, start)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, where, cache)
@@ -180,6 +182,8 @@ class Transformer(nn.Module):
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
+        if documents.dtype == torch.bool:
+            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)
@@ -234,17 +238,16 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 @sdpa_kernel(WITHOUT_CUDNN)
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
-             on_token=None, padding: Tensor | None = None) -> Tensor:
+             on_token=None) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
     the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
     several; the first of them pads the rest of it. on_token is called with each new column [B].
-    padding [B]: tokens to ignore at the left. A full context (cfg.seq_len) drops its older half.
+    A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
-        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token,
-                              padding)
+        return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len
     stop = (stop,) if isinstance(stop, int) else stop
     stops = torch.tensor(stop, device=tokens.device) if stop else None
@@ -254,15 +257,12 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
-        unseen, documents = tokens[:, -1:], None
+        unseen = tokens[:, -1:]
         if caches is None:
             unseen = tokens[:, start:]
             capacity = min(context, unseen.shape[1] + max_new_tokens)
             caches = [layers.KVCache(capacity) for _ in model.blocks]
-        if padding is not None:  # is document number 0
-            place = torch.arange(start, tokens.shape[1], device=tokens.device)
-            documents = (place >= padding[:, None]).int()
-        logits = model.head(model.hidden(unseen, caches, documents)[:, -1])
+        logits = model.head(model.hidden(unseen, caches)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
         if stops is not None:
             new = new.masked_fill(ended[:, None], stop[0])

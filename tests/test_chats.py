@@ -240,15 +240,11 @@ def test_a_role_that_a_template_passes_over_is_refused(role):
                                                *TALK[2:]]))
 
 
-def test_what_counts_is_shown(tmp_path, monkeypatch, run, command, made_of):
+def test_what_counts_is_shown(tmp_path, run, command, made_of):
     made_of("qwen2", [dict(messages=CHATS[name]) for name in ("one turn", "two turns")] * 5)
     shown = command("show", tmp_path / "o", 2)
     reply = "<|im_start|>assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user"
     assert shown.count("--- document ") == 2 and reply in shown
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    colored = command("show", tmp_path / "o", 2)
-    assert colored == shown.replace("⟦", "\033[32m").replace("⟧", "\033[0m") != shown
-    monkeypatch.setenv("NO_COLOR", "1")
     assert command("show", tmp_path / "o", 99).count("--- document ") == 10
     run("--data", tmp_path / "o", "--out_dir", "r", "--max_steps", 2, "--seq_len", 256)
     assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in (

@@ -1,50 +1,22 @@
 """What --estimate says, against what a run really takes."""
 
 import itertools
-import os
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, environment
 
 import config
 import train
 from model import Transformer
-from steady.guard import memory
 from tools import estimate
 
 CPU = torch.device("cpu")
 
 SHAPE = ["--n_layer", "4", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
          "2048", "--vocab_size", "8000", "--seq_len", "256"]
-
-# A whole run of two steps in a process of its own; prints how much memory it added at most.
-MEASURE = """
-import sys
-import train
-from steady.guard.process import exit_code
-
-def status(name):
-    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
-
-common = ["--data", sys.argv[1], "--val_data", sys.argv[1], "--max_steps", "2", "--eval_interval",
-          "0", "--save_interval", "0", "--monitor", "off", "--no_tensorboard",
-          "--precision", "fp32"]
-tiny = ["--d_model", "64", "--d_ff", "64", "--batch_size", "1", "--seq_len", "8", "--n_layer", "1"]
-train.sample = lambda run: ""
-assert exit_code(train.main, [*common, *tiny, "--out_dir", "tiny"]) == 0  # loads the libraries
-before = status("VmRSS")
-assert exit_code(train.main, [*common, "--out_dir", "run", *sys.argv[2:]]) == 0
-print("bytes", status("VmHWM") - before)
-"""
-
-
-# Each large tensor is mapped by itself, and given back when it is freed: no holes.
-ENV = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 
 
 def peak_of_real_tensors(cfg, accumulation) -> int:
@@ -77,42 +49,23 @@ def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, ch
     assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, accumulation), rel=0.001)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
-@pytest.mark.parametrize("flags", [["--batch_size", "8", "--optimizer", "adamw"]])
-def test_memory_is_what_a_run_takes(flags, tmp_path):
-    torch.randint(8000, (20_000,), dtype=torch.int32).numpy().astype("uint16").tofile(
-        tmp_path / "train.bin"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "train.bin"), *SHAPE, *flags], cwd=tmp_path,
-        env={**environment(), **ENV, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    measured = int(done.stdout.split("bytes ")[-1])
-    cfg = config.resolve(config.parse([*SHAPE, *flags]))
-    micro_batch = memory.micro_batch_size(cfg, 1)
-    need, _ = estimate.simulate(
-        cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch, train.make_optimizers
-    )
-    assert sum(need.values()) == pytest.approx(measured, rel=0.1)
-
-
 def test_parts_are_exact(run):
     cfg = config.resolve(config.parse([*SHAPE, "--n_layer", "2", "--batch_size", "4",
                                        "--optimizer", "adamw"]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
     parameters = sum(p.numel() for p in Transformer(cfg).parameters())
-    one = found["none"]["ddp"]
+    one = found["memory"]["ddp"]
     assert found["parameters"] == parameters
     assert one["gradients"] == 4 * parameters
     assert one["weights"] == pytest.approx(4 * parameters, rel=0.01)  # and the rotary table
     assert one["optimizer"] == pytest.approx(8 * parameters, rel=0.001)
-    assert found["none"]["zero3"]["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.001)
+    assert found["memory"]["zero3"]["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.001)
     assert found["sent"]["ddp"] == pytest.approx(4 * parameters, rel=0.01)  # 2 (n - 1) / n, n = 2
-    full, none = (found[how]["ddp"]["activations"] for how in ("full", "none"))
-    assert full < 0.7 * none
+    full, selective = (
+        estimate.simulate(replace(cfg, activation_checkpointing=how), torch.float32,
+                          found["micro_batch"], found["accumulation"], train.make_optimizers,
+                          "ddp", 2)[0]["activations"] for how in ("full", "selective"))
+    assert full <= selective < 0.9 * one["activations"] and full < 0.7 * one["activations"]
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -124,12 +77,12 @@ def test_what_is_shared_by_two_gpus(accumulation):
     ]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
     n = sum(p.numel() for p in Transformer(cfg).parameters())
-    ddp, zero2, zero3 = (found["none"][way] for way in ("ddp", "zero2", "zero3"))
+    ddp, zero2, zero3 = (found["memory"][way] for way in ("ddp", "zero2", "zero3"))
     for name in ("weights", "gradients", "optimizer"):
         twice = name == "gradients" and accumulation > 1  # summed up beside ddp's buckets
         assert zero2[name] == zero3[name] == pytest.approx(ddp[name] / (4 if twice else 2),
                                                            rel=0.02)
-    whole = {way: sum(found["none"][way].values()) for way in estimate.WAYS}
+    whole = {way: sum(found["memory"][way].values()) for way in estimate.WAYS}
     assert whole["zero3"] < whole["zero2"] < whole["ddp"]
     # zero2 gathers each weight once a step; zero3 twice, but what is in no block once
     outside = n - sum(p.numel() for p in Transformer(cfg).blocks.parameters())
@@ -164,8 +117,7 @@ def test_shard_sizes(run):
     flags = ["--estimate", 4, "--vocab_size", "257"]
     told = run(*flags, "--shard_size", 3, expect=2)
     assert "--shard_size 3: expected a divisor of the 4 processes" in told
-    line = next(line for line in run(*flags, "--shard_size", 1).splitlines() if "weights" in line)
-    assert len(set(line.split()[1:])) == 1
+    assert "zero2" not in run(*flags, "--shard_size", 1)
 
 
 def test_packed_rows_without_a_mask_take_what_a_stream_takes():
@@ -182,15 +134,14 @@ def test_packed_rows_without_a_mask_take_what_a_stream_takes():
 
 def test_what_bounds_a_step_and_what_fits():
     cfg = config.resolve(config.parse([
-        *SHAPE, "--batch_size", "8", "--micro_batch_size", "2", "--optimizer", "adamw",
-        "--link_gbs", "1e-3", "--shard_size", "1", "--parallel", "zero2"]))
+        *SHAPE, "--n_layer", "32", "--batch_size", "8", "--micro_batch_size", "2",
+        "--optimizer", "adamw", "--link_gbs", "1e-3", "--shard_size", "1", "--parallel", "zero2"]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
-    # every rank has a whole copy, whatever the way
-    assert found["sent"]["zero2"] == found["sent"]["zero3"] == found["sent"]["ddp"] > 0
+    assert found["sent"].keys() == {"ddp"}  # every rank has a whole copy, whatever the way
     assert found["step_seconds"] == found["link_seconds"] == found["sent"]["ddp"] / 1e6
     # two micro-batches are summed up beside ddp's buckets
     n = sum(p.numel() for p in Transformer(cfg).parameters())
-    assert found["none"]["ddp"]["gradients"] == 2 * 4 * n
+    assert found["memory"]["ddp"]["gradients"] == 2 * 4 * n
     plain = estimate.estimate(replace(cfg, link_gbs=350.0, activation_checkpointing="full"), 2,
                               torch.float32, train.make_optimizers)
     assert plain["step_seconds"] == plain["compute_seconds"]

@@ -6,13 +6,12 @@ step really runs, with this model, loss and optimizer, also after you have chang
 """
 
 import contextlib
-import dataclasses
 import math
 import weakref
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,23 +33,6 @@ from steady.watch.sinks import duration
 MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
 DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
-CHECKPOINTING = ("none", "full")  # --activation_checkpointing
-
-
-def estimate_run(cfg: Config, make_optimizers) -> str:
-    """What the run will need. Allocates nothing; reads the data only for vocabulary and epochs."""
-    if cfg.init_from:
-        cfg = config_from_hf(cfg)
-    cfg = resolve(cfg)
-    if cfg.model == "transformers":
-        raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
-                          "module; only steady's Transformer can be estimated")
-    if cfg.vocab_size is None or cfg.epochs:
-        load_data(cfg)
-    # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
-    precision = "bf16" if cfg.precision == "auto" else cfg.precision
-    dtype = pick_dtype(precision, torch.device("cpu"))
-    return report(cfg, cfg.estimate, dtype, make_optimizers)
 
 
 class Live(TorchDispatchMode):
@@ -73,7 +55,7 @@ class Live(TorchDispatchMode):
         return result
 
     def see(self, storage, size: int | None = None):
-        """A storage is new, or has a new size; otherwise a view, or written in place."""
+        """A storage that is new, has a new size, or neither (a view, or written in place)."""
         key, size = storage._cdata, storage.nbytes() if size is None else size
         if key not in self.sizes:
             weakref.finalize(storage, self.forget, key)
@@ -95,8 +77,8 @@ class Live(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined(world_size: int, live: Live):
-    """Tensors without memory, and a group of so many ranks whose collectives do nothing."""
+def imagined(world_size: int, dtype: torch.dtype, live: Live):
+    """A group of so many ranks whose collectives do nothing, and layers as on a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def seen(storage, size: int):  # how fully_shard frees whole weights
@@ -106,42 +88,35 @@ def imagined(world_size: int, live: Live):
     if world_size > 1:
         use_fake_backend()
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
-    torch.UntypedStorage.resize_ = seen
+    on_cpu = layers.on_cpu if dtype == torch.float32 else lambda x: False
     try:
-        yield
+        with (patch.object(torch.UntypedStorage, "resize_", seen),
+              patch.object(layers, "on_cpu", on_cpu)):
+            yield
     finally:
-        torch.UntypedStorage.resize_ = resize
         if world_size > 1:
             dist.destroy_process_group()
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, dict]:
-    """(bytes of weights, gradients, the optimizer's state, activations and temporaries on a rank;
-    what the rank sends in a step).
+    """(bytes of weights, gradients, optimizer, activations on a rank; what it sends in a step).
 
-    What is gathered from other ranks counts as temporary.
+    What is temporary counts as activations, also what is gathered from other ranks.
     """
-    on_cpu = layers.on_cpu
-    if dtype != torch.float32:  # the run is meant for a GPU
-        layers.on_cpu = lambda x: False
-    live = Live()
-    divided = world_size if way != "ddp" else 1
-    try:
-        with imagined(divided, live):
-            shards = Shards(way, divided, cfg.shard_size)
-            with FakeTensorMode():
-                with torch.device("meta" if divided > 1 else "cpu"):
-                    transformer = adapt(Transformer(cfg), cfg, dtype)
-                shards.shard(transformer, dtype)
-                if divided > 1:
-                    transformer.to_empty(device="cpu")
-                shards.hold(transformer)
-                with live:
-                    need, collectives = steps(cfg, transformer, shards, live, dtype, micro_batch,
-                                            accumulation, make_optimizers)
-    finally:
-        layers.on_cpu = on_cpu
+    live, divided = Live(), world_size if way != "ddp" else 1
+    with imagined(divided, dtype, live):
+        shards = Shards(way, divided, cfg.shard_size)
+        with FakeTensorMode():
+            with torch.device("meta" if divided > 1 else "cpu"):
+                transformer = adapt(Transformer(cfg), cfg, dtype)
+            shards.shard(transformer, dtype)
+            if divided > 1:
+                transformer.to_empty(device="cpu")
+            shards.hold(transformer)
+            with live:
+                need, collectives = steps(cfg, transformer, shards, live, dtype, micro_batch,
+                                          accumulation, make_optimizers)
     if world_size > divided and accumulation > 1:  # summed up beside the buckets of ddp
         need["gradients"] *= 2
     return need, collectives
@@ -190,14 +165,6 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
     return need | dict(activations=live.peak - sum(need.values())), total
 
 
-def collectives_of_ddp(transformer: nn.Module, world_size: int) -> dict:
-    """As `simulate` says it: gradients are all-reduced in buckets, once a step."""
-    parameters = [p for p in transformer.parameters() if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    buckets = math.ceil(size / (25 * 2**20))
-    return {"allreduce_": (buckets, 2 * size * (world_size - 1) / world_size)}
-
-
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
@@ -211,84 +178,64 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     found = dict(
         parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
         accumulation=accumulation, flops_per_token=flops,
-        flops_per_step=flops * cfg.batch_size * cfg.seq_len,
+        flops_per_step=flops * cfg.batch_size * cfg.seq_len, memory={}, sent={},
     )
-    for checkpointing in CHECKPOINTING:
-        each = dataclasses.replace(cfg, activation_checkpointing=checkpointing)
-        found[checkpointing], found["collectives"] = {}, {}
-        for way in WAYS:
-            if way != "ddp" and together == 1:  # nothing is sharded
-                found[checkpointing][way] = found[checkpointing]["ddp"]
-                found["collectives"][way] = found["collectives"]["ddp"]
-                continue
-            found[checkpointing][way], found["collectives"][way] = simulate(
-                each, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
-            if way == "ddp" and world_size > 1:
-                found["collectives"]["ddp"] = collectives_of_ddp(shape, world_size)
-    found["sent"] = {way: sum(sent for _, sent in found["collectives"][way].values())
-                     for way in WAYS}
+    for way in WAYS if together > 1 else WAYS[:1]:
+        found["memory"][way], collectives = simulate(
+            cfg, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
+        found["sent"][way] = sum(sent for _, sent in collectives.values())
+    trained = sum(p.numel() * p.element_size() for p in shape.parameters() if p.requires_grad)
+    found["sent"]["ddp"] = 2 * trained * (world_size - 1) / world_size  # of gradients, once
+    way = cfg.parallel if together > 1 else "ddp"
     # of an H100 in the type of the run
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     found["peak_tflops"] = peak
     again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
     found["compute_seconds"] = again * found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
-    found["link_seconds"] = found["sent"][cfg.parallel] / (cfg.link_gbs * 1e9)
+    found["link_seconds"] = found["sent"][way] / (cfg.link_gbs * 1e9)
     found["step_seconds"] = max(found["compute_seconds"], found["link_seconds"])
     n = max(1, 2**15 // cfg.seq_len)  # large enough for memory to grow by as much a sequence
-    one, two = (sum(simulate(cfg, dtype, size, accumulation, make_optimizers,
-                             cfg.parallel if together > 1 else "ddp", world_size)[0].values())
-                for size in (n, 2 * n))
+    one, two = (sum(simulate(cfg, dtype, size, accumulation, make_optimizers, way,
+                             world_size)[0].values()) for size in (n, 2 * n))
     free = DEVICE_GB * 1e9 * FREE - one
     found["fits"] = max(0, n + math.floor(free / (two - one) * n))
     return found
 
 
-def report(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> str:
-    """The estimate as text."""
-    found = estimate(cfg, world_size, dtype, make_optimizers)
-
-    def line(name: str, values) -> str:
-        cells = (f"{value:10.3g}" if value < 1000 else f"{value:10.0f}" for value in values)
-        return f"  {name:34s}" + "".join(cells)
-
-    def memory(name: str, key: str, checkpointing: str) -> str:
-        return line(name, (found[checkpointing][way][key] / 1e9 for way in WAYS))
-
-    def total(name: str, checkpointing: str) -> str:
-        mark = "*" if cfg.activation_checkpointing == checkpointing else ""
-        sums = (sum(found[checkpointing][way].values()) / 1e9 for way in WAYS)
-        return line(f"together{name}{mark}", sums)
-
-    seconds = found["step_seconds"] * cfg.max_steps
-    tokens = cfg.batch_size * cfg.seq_len
+def estimate_run(cfg: Config, make_optimizers) -> str:
+    """What the run will need, as text. Reads the data only for vocabulary and epochs."""
+    if cfg.init_from:
+        cfg = config_from_hf(cfg)
+    cfg = resolve(cfg)
+    if cfg.model == "transformers":
+        raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
+                          "module; only steady's Transformer can be estimated")
+    if cfg.vocab_size is None or cfg.epochs:
+        load_data(cfg)
+    # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
+    precision = "bf16" if cfg.precision == "auto" else cfg.precision
+    dtype = pick_dtype(precision, torch.device("cpu"))
+    found = estimate(cfg, cfg.estimate, dtype, make_optimizers)
+    memory = found["memory"]
+    rows = {name: [need[name] for need in memory.values()] for name in memory["ddp"]}
+    rows["together"] = [sum(need.values()) for need in memory.values()]
+    rows["sent in a step"] = found["sent"].values()
+    seconds, tokens = found["step_seconds"] * cfg.max_steps, cfg.batch_size * cfg.seq_len
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
-        f"{found['flops_per_token'] / 1e9:.3g} GFLOP a token, "
-        f"{found['flops_per_step'] / 1e12:.4g} TFLOP a step of {tokens:,} tokens",
-        f"step    {world_size} x {found['accumulation']} micro-batches of {found['micro_batch']} x "
-        f"{cfg.seq_len}, {DTYPE_NAMES[dtype]}, {cfg.optimizer}",
-        f"memory of each device, GB           {''.join(f'{way:>10s}' for way in WAYS)}",
-        memory("weights", "weights", "none"),
-        memory("gradients", "gradients", "none"),
-        memory("optimizer", "optimizer", "none"),
-        memory("activations and temporaries", "activations", "none"),
-        memory("  with blocks recomputed", "activations", "full"),
-        total("", "none"),
-        total(", recomputed", "full"),
-        line("sent by each device a step, GB", (found["sent"][way] / 1e9 for way in WAYS)),
-        line("collectives a step", (
-            sum(calls for calls, _ in found["collectives"][way].values()) for way in WAYS)),
+        f"{found['flops_per_token'] / 1e9:.3g} GFLOP a token",
+        f"step    {cfg.estimate} x {found['accumulation']} micro-batches of "
+        f"{found['micro_batch']} x {cfg.seq_len}, {DTYPE_NAMES[dtype]}, {cfg.optimizer}, "
+        f"{tokens:,} tokens",
+        f"{'GB on each device':20s}" + "".join(f"{way:>10s}" for way in memory),
+        *(f"  {name:18s}" + "".join(f"{value / 1e9:10.3g}" for value in values)
+          for name, values in rows.items()),
         f"fits    micro-batches of up to {found['fits']} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
         f"kept for fragments and libraries: --parallel {cfg.parallel}, "
         f"--activation_checkpointing {cfg.activation_checkpointing}",
-        f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps, "
-        f"{cfg.max_steps * tokens:.3g} tokens, "
-        f"at {MFU:.0%} (assumed) of {world_size} x {found['peak_tflops']:g} TFLOP/s "
-        f"(--peak_tflops{'' if cfg.peak_tflops else ', an H100'}); a step computes for "
-        f"{found['compute_seconds'] * 1e3:.0f} ms and, at the same time, sends for "
-        f"{found['link_seconds'] * 1e3:.0f} ms at {cfg.link_gbs:g} GB/s (--link_gbs)",
-        "* as asked for (--activation_checkpointing). Memory is that of the tensors of an eager "
-        "step; holes in what\nan allocator keeps, and on a GPU its libraries, come on top; "
-        "--compile takes less.\nThe columns are --parallel; weights that are gathered from other "
-        "devices count as temporaries.",
+        f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
+        f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
+        f"(--peak_tflops); a step computes for {found['compute_seconds'] * 1e3:.0f} ms and, at "
+        f"the same time, sends for {found['link_seconds'] * 1e3:.0f} ms at {cfg.link_gbs:g} GB/s "
+        "(--link_gbs)",
     ))

@@ -1,11 +1,8 @@
 """python model.py generate|chat|export: text from a model, and its weights for Hugging Face."""
 
-import contextlib
-import itertools
 import json
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,7 +10,7 @@ from typing import Literal
 import torch
 
 from config import Config
-from model import Transformer, generate, rope_table
+from model import Transformer, generate
 from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from steady.checkpoints.retry import disk_error
 from steady.guard.process import run_command
@@ -24,14 +21,13 @@ from steady.options import ConfigError, check_bounds, make_parser, option, read_
 from steady.ranks.parallel import Shards
 from steady.tokens.tokenizers import byte_tokenizer, end_of_text_ids, load_tokenizer
 from tools.chat import apply, end_of_turn
-from tools.talk import Screen, talk, text_after
+from tools.talk import Answer, talk
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
 ABOUT = "Generate text with a model, talk to it, or export it to Hugging Face's format."
 SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # where the model's files say nothing
-TOGETHER = 32  # rows that are generated at a time
 
 
 @dataclass
@@ -52,9 +48,8 @@ class SamplingOptions:
 @dataclass
 class GenerateOptions(SamplingOptions):
     prompt: list[str] = option(
-        ["\n"], "text to continue; several prompts share a batch (default: a line end)",
-        may_be_empty=True)
-    prompt_file: str | None = option(None, "take each line of this file as a prompt")
+        [], "one or several texts to continue (default: a line end)", may_be_empty=True)
+    prompt_file: str | None = option(None, "each line of this file is a prompt, too")
     n: int = option(1, "answers to each prompt", at_least=1, at_most=10**6)
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
 
@@ -97,38 +92,22 @@ def generate_or_export(argv: list[str]):
         return
     options = kind(**given)
     check_bounds(options)
-    require_utf8("--system" if command == "chat" else "--prompt",
-                 [options.system] if command == "chat" else options.prompt)
     if command == "chat":
-        return talk(Writer(source, options), options.system)
-    prompts = prompts_of(options)
-    write_text(Writer(source, options), options, prompts)
-
-
-def require_utf8(option: str, texts: list[str]):
-    """Raise ConfigError for text that came to the command line as bytes of another kind."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{option} {text!r:.99}: expected text in UTF-8") from None
+        talk(Writer(source, options), options.system)
+    else:
+        prompts = prompts_of(options)
+        write_text(Writer(source, options), options, prompts)
 
 
 def prompts_of(options: GenerateOptions) -> list[str]:
     """What to continue. Raises ConfigError."""
     if not options.prompt_file:
-        return options.prompt
-    name = f"--prompt_file {options.prompt_file}"
-    if options.prompt != GenerateOptions().prompt:
-        raise ConfigError(f"{name}: not with --prompt")
+        return options.prompt or ["\n"]
     try:
-        with open(options.prompt_file, encoding="utf-8-sig") as file:
-            prompts = [line.removesuffix("\n") for line in file]
+        text = Path(options.prompt_file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{name}: {getattr(e, 'strerror', None) or e}") from None
-    if not prompts:
-        raise ConfigError(f"{name}: is empty")
-    return prompts
+        raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
+    return options.prompt + text.removesuffix("\n").split("\n")
 
 
 # --- text from a model -----------------------------------------------------------------------
@@ -140,13 +119,10 @@ class Writer:
     def __init__(self, source: Path, options: SamplingOptions):
         self.source, self.max_new_tokens = source, options.max_new_tokens
         self.device = pick_device(options.device, 0)
-        self.model, self.tokenizer = open_model(
-            source, options.max_new_tokens, options.trust_remote_code)
-        if bad := first_not_finite(self.model.named_parameters()):
-            raise ConfigError(f"{source}: non-finite weights, first in {bad}; take an earlier "
-                              "checkpoint")
+        self.model, self.tokenizer = open_model(source, sys.maxsize, options.trust_remote_code)
         folder = files_of(source)
-        self.stop = stop_ids(folder, self.tokenizer)
+        ends = self.tokenizer.eos_token_id, *end_of_text_ids(folder), end_of_turn(self.tokenizer)
+        self.stop = tuple(dict.fromkeys(i for i in ends if i is not None))
         given = {name: getattr(options, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
         self.sampling = SAMPLING | usual_sampling(folder) | given
@@ -162,112 +138,59 @@ class Writer:
         return self.ids(text, add_special_tokens=False)
 
     def ids(self, text: str, **how) -> list[int]:
-        ids = self.tokenizer(text, **how)["input_ids"] or [self.tokenizer.eos_token_id]
-        if ids == [None]:
-            raise ConfigError("--prompt: expected text: the tokenizer has no end-of-text to begin "
-                              "with")
-        return ids
+        return self.tokenizer(text, **how)["input_ids"] or [self.tokenizer.eos_token_id or 0]
 
-    def context(self, length: int) -> int:
-        """How many tokens the model sees at once, with `length` of them in the prompt.
+    def context(self) -> int:
+        """How many tokens the model sees at once, at most."""
+        ours = isinstance(self.model, Transformer)
+        return self.model.cfg.seq_len if ours else self.model.context()
 
-        Lets our Transformer see them and their answer, as far as it has learned to.
-        """
-        model = self.model
-        if not isinstance(model, Transformer):
-            return model.context()
-        wanted = min(length + self.max_new_tokens, model.cfg.max_position or 0)
-        if wanted > model.cfg.seq_len:
-            model.cfg = replace(model.cfg, seq_len=wanted)
-            cos, sin = rope_table(model.cfg)
-            model.cos, model.sin = cos.to(model.cos.device), sin.to(model.sin.device)
-        return model.cfg.seq_len
-
-    def warn_of_length(self, ids: list[int]):
-        """A context that is too full is cut to its newer half, as in `generate`."""
-        context, ours = self.context(len(ids)), isinstance(self.model, Transformer)
-        if len(ids) > context or len(ids) == context and not ours:
-            seen = (context + ours) // 2
-            print(f"warning: the prompt has {len(ids):,} tokens, the model sees {context:,} at "
-                  f"most: it continues the last {seen:,}, without the first {len(ids) - seen:,}",
+    def write(self, ids: list[int], on_token):
+        """Continue a prompt; on_token is called with each new id."""
+        if len(ids) >= self.context():  # `generate` goes on with its newer half
+            print(f"warning: the prompt has {len(ids):,} tokens, the model sees "
+                  f"{self.context():,} at most: what it continues has lost its beginning",
                   file=sys.stderr, flush=True)
-
-    def write(self, rows: list[list[int]], on_token=None) -> list[list[int]]:
-        """Ids of prompts → ids of the answers; on_token is called with each id of a single one."""
-        longest = max(map(len, rows))
-        padding = [longest - len(ids) for ids in rows]
-        tokens = [[0] * n + ids for n, ids in zip(padding, rows, strict=True)]
-        out = generate(
-            self.model, torch.tensor(tokens, device=self.device), self.max_new_tokens,
-            **self.sampling, stop=self.stop,
-            on_token=on_token and (lambda new: on_token(int(new[0]))),
-            padding=torch.tensor(padding, device=self.device) if any(padding) else None)
-        return [[*itertools.takewhile(lambda i: i not in self.stop, row)]
-                for row in out[:, longest:].tolist()]
+        generate(self.model, torch.tensor([ids], device=self.device), self.max_new_tokens,
+                 **self.sampling, stop=self.stop, on_token=lambda new: on_token(int(new[0])))
 
 
 def write_text(writer: Writer, options: GenerateOptions, prompts: list[str]):
-    """Continue the prompts: a single one as it is written, several together."""
-    tokenizer = writer.tokenizer
-    if options.chat and not tokenizer.chat_template:
+    """Continue the prompts, one after another."""
+    if options.chat and not writer.tokenizer.chat_template:
         raise ConfigError(f"--chat: the tokenizer of {writer.source} has no chat template")
-    if options.chat:
-        rows = [writer.chat_ids([dict(role="user", content=prompt)]) for prompt in prompts]
-        prompts = [""] * len(prompts)
-    else:
-        rows = [writer.ids(prompt) for prompt in prompts]
-    for ids in rows:
-        writer.warn_of_length(ids)
-    if len(rows) * options.n == 1:
-        print(prompts[0], end="", flush=True)
-        screen = Screen(writer, rows[0])
-        (ids,) = writer.write(rows, screen.add)
-        print(text_after(tokenizer, rows[0], ids)[len(screen.text) :])
-        return
-    number, total = itertools.count(1), len(rows) * options.n
-    # a prompt that leaves no room for all of its answer is cut, and so must not be padded
-    groups = ["fits" if writer.context(len(ids)) >= len(ids) + writer.max_new_tokens else i
-              for i, ids in enumerate(rows)]
-    repeated = [row for row in zip(groups, prompts, rows, strict=True) for _ in range(options.n)]
-    for _, group in itertools.groupby(repeated, key=lambda row: row[0]):
-        while batch := [*itertools.islice(group, TOGETHER)]:
-            answers = writer.write([ids for *_, ids in batch])
-            for (_, prompt, ids), answer in zip(batch, answers, strict=True):
-                text = text_after(tokenizer, ids, answer)
-                print(f"--- {next(number)} of {total}\n{prompt}{text}", flush=True)
+    total = len(prompts) * options.n
+    for i in range(total):
+        prompt = prompts[i // options.n]
+        if total > 1:
+            print(f"--- {i + 1} of {total}")
+        if options.chat:
+            ids = writer.chat_ids([dict(role="user", content=prompt)])
+        else:
+            ids = writer.ids(prompt)
+            print(prompt, end="", flush=True)
+        Answer(writer, ids).write()
 
 
-def files_of(source: Path) -> Path | None:
-    """The folder with the model's own configuration."""
+def files_of(source: Path) -> Path:
+    """The folder with the model's own configuration, if there is any."""
     if is_run(source):
         run_dir = Checkpoint(source).run_dir if Checkpoint(source).exists() else source
-        return run_dir and run_dir / huggingface.KEPT
+        return (run_dir or source) / huggingface.KEPT
     return huggingface.fetch(str(source))
 
 
-def stop_ids(folder: Path | None, tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer: end-of-text, those of the model's files, of the template."""
-    ids = [tokenizer.eos_token_id, *(end_of_text_ids(folder) if folder else []),
-           end_of_turn(tokenizer)]
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
-
-
-def usual_sampling(folder: Path | None) -> dict[str, float]:
-    """What the generation_config.json of a model says of SAMPLING, where flags could say it too."""
+def usual_sampling(folder: Path) -> dict[str, float]:
+    """What the generation_config.json of a model says of SAMPLING, if flags could say it too."""
     try:
         found = json.loads((folder / "generation_config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        if found.get("do_sample") is False:
+            return dict(temperature=0)
+        usual = {name: type(default)(found[name]) for name, default in SAMPLING.items()
+                 if found.get(name) is not None}
+        check_bounds(SamplingOptions(**usual))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, ConfigError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    if found.get("do_sample") is False:
-        return dict(temperature=0)
-    usual = {}
-    for name, default in SAMPLING.items():
-        with contextlib.suppress(TypeError, ValueError, OverflowError, ConfigError):
-            value = type(default)(found.get(name))
-            check_bounds(SamplingOptions(**{name: value}))
-            usual[name] = value
     return usual
 
 
@@ -303,11 +226,6 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     if not run_dir or not (run_dir / "tokenizer").is_dir():
         raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
     return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
-
-
-def first_not_finite(named_tensors) -> str | None:
-    return next((name for name, tensor in named_tensors
-                 if tensor.is_floating_point() and not tensor.isfinite().all()), None)
 
 
 def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
@@ -349,24 +267,23 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
            adapter: bool = False) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
-    adapter: only what --lora_rank trained, as peft loads it. Raises ConfigError if the checkpoint
-    is damaged, has non-finite weights, or no adapter.
+    adapter: only what --lora_rank trained, as peft loads it. Raises ConfigError.
     """
     from safetensors import SafetensorError
 
     checkpoint = checkpoint_of(source)
     state, run_dir = checkpoint.state(), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
-    if bad := first_not_finite(state["model"].items()):
-        raise ConfigError(f"{checkpoint}: non-finite weights, first in {bad}; not exported")
+    for name, tensor in state["model"].items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
         raise ConfigError(f"{checkpoint}: --adapter: it was trained without --lora_rank")
     if adapter and huggingface.own_checkpoint(cfg.init_from):
         raise ConfigError(f"{checkpoint}: --adapter: its base is a run, which peft cannot load; "
-                          "leave --adapter out, or train on a folder that export has made of the "
-                          "base")
+                          "leave --adapter out, or train on a folder that export has made")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
@@ -378,60 +295,34 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         model = model_of(state, cfg, checkpoint)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        tokenizer = export_tokenizer(state["tokenizer"], run_dir, out)  # weights come last
+        if state["tokenizer"] == "bytes":
+            byte_tokenizer().save_pretrained(out)
+        elif run_dir and (run_dir / "tokenizer").is_dir():
+            shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
+        else:
+            print("note: without a tokenizer, as the run has none", file=sys.stderr)
         if adapter:
             pairs = lora.pairs_of(state["model"], huggingface.linear_parts(model), cfg)
             lora.save(out, pairs, cfg, dtype)
         elif is_foreign:
             model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
         else:
-            listed = end_of_text_ids(run_dir / huggingface.KEPT) if run_dir else []
-            ends = dict.fromkeys((state.get("end_of_text"), *listed))
-            ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-            sampling = usual_sampling(run_dir and run_dir / huggingface.KEPT)
-            sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
             weights = model.state_dict() if model else state["model"]
             warn_of_changes(weights, cfg)
+            kept = files_of(source)
+            ends = dict.fromkeys([state.get("end_of_text"), *end_of_text_ids(kept)])
+            ends = [i for i in ends if i is not None and i < cfg.vocab_size]
+            sampling = usual_sampling(kept)
+            sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
             huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None
-    return f"{checkpoint} at step {state['step']} to {out}: {tokenizer}"
+    return f"{checkpoint} at step {state['step']} to {out}"
 
 
 def warn_of_changes(weights: dict, cfg: Config):
-    """Warn if the model is not the stock Transformer: other programs would misread its files.
-
-    By its parameters, and by what transformers computes of a tiny one that this program exports.
-    """
-    from transformers import AutoModelForCausalLM
-
-    tokens, problem = torch.arange(32)[None], None
     known = {ours for ours, _ in huggingface.hf_key_map(cfg).values()} | {"head.weight"}
     if odd := sorted(weights.keys() ^ known):
-        problem = f"{shorten(odd)} differ from the parameters of Hugging Face's architecture"
-    else:
-        tiny = replace(cfg, n_layer=1, n_head=2, n_kv_head=1, d_model=32, head_dim=16, d_ff=48,
-                       vocab_size=64, seq_len=32, lora_rank=0)
-        ours = Transformer(tiny).eval()
-        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-            for parameter in ours.parameters():
-                parameter.normal_(std=0.3)
-            huggingface.save_weights(ours.state_dict(), tiny, Path(folder), torch.float32, [], {})
-            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            expected = ours.predict(tokens)
-            if not torch.allclose(theirs(tokens).logits, expected, rtol=1e-2, atol=1e-2):
-                problem = "transformers computes something else than model.py"
-    if problem:
-        print(f"warning: a changed model: {problem}: other programs will misread what is exported",
-              file=sys.stderr, flush=True)
-
-
-def export_tokenizer(name: str | None, run_dir: Path | None, out: Path) -> str:
-    if name == "bytes":
-        byte_tokenizer().save_pretrained(out)
-    elif run_dir and (run_dir / "tokenizer").is_dir():
-        shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
-    else:
-        return "without a tokenizer, as the run has none"
-    return f"with the tokenizer {name}"
+        print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
+              "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
-    python monitor.py runs/001 --watch                the live page of a run
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
 """
 
@@ -20,7 +19,7 @@ from steady.options import ConfigError, Parser, read_flags
 from steady.watch.report import report, report_text
 from steady.watch.slowdowns import worth_saying
 from tools.inputs import listed
-from tools.page import watch, write_page
+from tools.page import write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -77,8 +76,6 @@ def print_reports(argv: list[str]) -> int:
                         "more than this, or a single run has slowed down by more")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
-    parser.add_argument("--watch", action="store_true",
-                        help="serve that page on 127.0.0.1, updated while the runs go on")
     args = read_flags(parser, argv)
     run_dirs = [Path(path) for path in args.run_dir]
     for path in run_dirs:
@@ -101,7 +98,5 @@ def print_reports(argv: list[str]) -> int:
             print(write_page(run_dirs, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
-    if args.watch:
-        watch(run_dirs)
     limit = args.fail_on_regression
     return 0 if limit is None or regression_percent(reports) <= limit else 3  # 3 also for NaN

@@ -5,8 +5,6 @@ Of a folder of token files, the first samples; of a run, those that it trained o
 
 import contextlib
 import json
-import os
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -15,9 +13,6 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars
 from steady.tokens.tokenizers import decode
-
-GREEN = "\033[32m", "\033[0m"  # on a terminal
-BRACKETS = "⟦", "⟧"  # in a file, or with NO_COLOR
 
 
 def show(path: str, n: int):
@@ -81,10 +76,9 @@ def show_step(run_dir: str, step: int):
 
 
 def marked(ids: list[int], counted: list[bool], tokenizer: str | None) -> str:
-    """The text of a sample, the counted stretches in color or in brackets, unless all of it is."""
+    """The text of a sample, the counted stretches in brackets, unless all of it is."""
     if all(counted):
         return decode(tokenizer, ids)
-    on, off = GREEN if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BRACKETS
     text = done = ""
     at = 0
     for counts, stretch in groupby(map(bool, counted)):
@@ -92,5 +86,5 @@ def marked(ids: list[int], counted: list[bool], tokenizer: str | None) -> str:
         # decoded from the beginning, since some tokenizers drop a space there
         so_far = decode(tokenizer, ids[:at])
         new, done = so_far[len(done) :], so_far
-        text += f"{on}{new}{off}" if counts else new
+        text += f"⟦{new}⟧" if counts else new
     return text

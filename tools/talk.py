@@ -14,16 +14,14 @@ HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D quits"
 
 def talk(writer, system: str):
     """writer: generate.Writer."""
-    chats = bool(writer.tokenizer.chat_template)
-    if not chats:
-        print(f"note: the tokenizer of {writer.source} has no chat template: each prompt is "
-              "continued as plain text, by itself", file=sys.stderr)
+    if not writer.tokenizer.chat_template:
+        raise ConfigError(f"chat: the tokenizer of {writer.source} has no chat template; generate "
+                          "continues text")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
-        said = sys.stdin.read().strip()
-        messages = [*with_system(system), dict(role="user", content=said)]
-        answer(writer, writer.chat_ids(messages) if chats else writer.ids(said))
+        said = dict(role="user", content=sys.stdin.read().strip())
+        Answer(writer, writer.chat_ids([*with_system(system), said])).write()
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # lets `input` edit and recall lines
@@ -45,8 +43,6 @@ def talk(writer, system: str):
             history = []
         elif command.startswith("/"):
             print(HELP)
-        elif not chats:
-            answer(writer, writer.ids(said))
         elif said:
             history.append(dict(role="user", content=said))
             try:
@@ -55,8 +51,10 @@ def talk(writer, system: str):
                 print(f"error: {e}", file=sys.stderr)
                 history.pop()
                 continue
-            text = answer(writer, ids)
-            history.append(dict(role="assistant", content=text))
+            answer = Answer(writer, ids)
+            with contextlib.suppress(KeyboardInterrupt):
+                answer.write()
+            history.append(dict(role="assistant", content=answer.text))
 
 
 def with_system(system: str) -> list[dict]:
@@ -65,64 +63,42 @@ def with_system(system: str) -> list[dict]:
 
 def fit(writer, system: str, history: list[dict]) -> list[int]:
     """The ids of the conversation, without its oldest turns where they leave no room to answer."""
+    context = writer.context()
     while True:
         ids = writer.chat_ids([*with_system(system), *history])
-        context = writer.context(len(ids))
         if len(history) == 1 or len(ids) + min(writer.max_new_tokens, context // 2) <= context:
             return ids
         del history[:2]
         print("note: the oldest question is forgotten, to make room", file=sys.stderr)
 
 
-def answer(writer, ids: list[int]) -> str:
-    """Print the answer as it is written; Ctrl-C ends it. Returns its text."""
-    writer.warn_of_length(ids)
-    screen = Screen(writer, ids)
-    try:
-        writer.write([ids], screen.add)
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-    print(flush=True)
-    return screen.text
-
-
-# --- answers as text -------------------------------------------------------------------------
-
-
-class Screen:
-    """Prints an answer while it is written, in complete characters."""
+class Answer:
+    """Prints an answer while it is written, in complete characters; Ctrl-C leaves its `text`."""
 
     def __init__(self, writer, prompt: list[int]):
-        self.writer, self.text = writer, ""
+        self.writer, self.prompt, self.text = writer, prompt, ""
         # decoded behind the prompt, since SentencePiece's decoders drop a space at the beginning
-        self.ids = end_of_prompt(writer.tokenizer, prompt)
+        self.ids = prompt[-32:]
         self.begin, self.done = 0, len(self.ids)  # what is decoded again; what is printed
 
+    def write(self):
+        try:
+            self.writer.write(self.prompt, self.add)
+            self.show(complete=False)
+        finally:
+            print(flush=True)
+
     def add(self, token: int):
-        if token in self.writer.stop:
-            return
-        self.ids.append(token)
+        if token not in self.writer.stop:
+            self.ids.append(token)
+            self.show()
+
+    def show(self, complete: bool = True):
         decode = self.writer.tokenizer.decode
         old = decode(self.ids[self.begin : self.done], skip_special_tokens=True)
         new = decode(self.ids[self.begin :], skip_special_tokens=True)
-        if not new.endswith("\ufffd"):  # otherwise inside a character
-            self.text += new[len(old) :]
-            print(new[len(old) :], end="", flush=True)
-            self.begin, self.done = self.done, len(self.ids)
-
-
-def end_of_prompt(tokenizer, ids: list[int]) -> list[int]:
-    """The last ids of a prompt that have a text by themselves."""
-    most = min(32, len(ids))
-    for n in range(1, most + 1):
-        text = tokenizer.decode(ids[-n:], skip_special_tokens=True)
-        if text and "\ufffd" not in text:  # which would be the middle of a character
-            return ids[-n:]
-    return []
-
-
-def text_after(tokenizer, prompt: list[int], answer: list[int]) -> str:
-    before = end_of_prompt(tokenizer, prompt)
-    both = tokenizer.decode(before + answer, skip_special_tokens=True)
-    return both[len(tokenizer.decode(before, skip_special_tokens=True)) :]
+        if new.endswith("\ufffd") and complete:  # inside a character
+            return
+        self.text += new[len(old) :]
+        print(new[len(old) :], end="", flush=True)
+        self.begin, self.done = self.done, len(self.ids)

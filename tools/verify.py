@@ -40,7 +40,6 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     folder = run_dir / "checkpoints" if (run_dir / "checkpoints").is_dir() else run_dir
     if not folder.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
-    lines, all_valid = [f"{'file':22s} {'step':>9s} {'MB':>9s} {'best loss':>9s}"], True
     corrupt = map(Checkpoint, sorted(folder.glob("*.corrupt*")))
     found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *corrupt]
     if Checkpoint(folder).exists():
@@ -48,21 +47,18 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
                           "directory, as runs/001")
+    lines, all_valid = [], True
     for checkpoint in found:
-        wrong, step, loss = checkpoint.find_damage(), "", ""
-        if not wrong:
+        if wrong := checkpoint.find_damage():
+            all_valid, told = False, f"INVALID: {wrong}"
+        else:
             state = checkpoint.state("meta")
-            step, loss = state["step"], f"{state['best_loss']:.4f}"
-        all_valid = all_valid and not wrong
-        path = checkpoint.path
-        size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file())
-        lines.append(f"{path.name:22s} {step:>9} {size / 1e6:9.1f} {loss:>9s}  "
-                     f"{'INVALID: ' + wrong if wrong else 'valid'}")
+            told = f"valid, step {state['step']}, best loss {state['best_loss']:.4f}"
+        lines.append(f"{checkpoint.path.name:22s} {told}")
     return "\n".join(lines), all_valid
 
 
-COMPARED = ("model", "optimizers", "scaler", "step", "position", "tokens", "best_loss",
-            "spikes")
+COMPARED = "model", "optimizers", "scaler", "step", "position", "tokens", "best_loss", "spikes"
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:

@@ -87,8 +87,7 @@ class HFModel(nn.Module):
         return (losses, logits) if with_logits else losses
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
-                 top_p: float, stop: int | tuple[int, ...] | None, on_token=None,
-                 padding: Tensor | None = None) -> Tensor:
+                 top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
         """As `generate` in model.py."""
         def show(ids: Tensor, scores) -> Tensor:
             on_token(ids[:, -1])
@@ -98,18 +97,14 @@ class HFModel(nn.Module):
         how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
         how |= dict(temperature=temperature) if temperature > 0 else {}
         how |= dict(stopping_criteria=[show]) if on_token else {}
-        context, unseen, seen = self.context(), tokens[:, :0], torch.ones_like(tokens)
-        if padding is not None:
-            place = torch.arange(tokens.shape[1], device=tokens.device)
-            seen = (place >= padding[:, None]).long()
+        context, unseen = self.context(), tokens[:, :0]
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
-            seen = seen[:, -(context // 2) :]
         was_training = self.training
         self.eval()
         tokens = self.module.generate(
             tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
-            attention_mask=seen, pad_token_id=stop[0] if stop else 0, **how)
+            attention_mask=torch.ones_like(tokens), pad_token_id=stop[0] if stop else 0, **how)
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
 

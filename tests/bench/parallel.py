@@ -138,7 +138,7 @@ def main(options) -> list[Figure]:
     peaks = in_turns({way: lambda way=way: measure(way, ranks, large, steps, "peak")["peak"] / 1e6
                       for way in estimate.WAYS}, 1 if options.quick else 2)
     cfg = config.resolve(config.parse([*large, *COMMON]))
-    said = estimate.estimate(cfg, ranks, torch.float32, train.make_optimizers)["none"]
+    said = estimate.estimate(cfg, ranks, torch.float32, train.make_optimizers)["memory"]
     figures = [compare(f"memory of a rank, {way}, {ranks} ranks", "ddp", peaks[way], peaks["ddp"],
                        "{:.0f} MB", "<= 0.4" if way == "zero3" else "")
                for way in ("zero2", "zero3")]
