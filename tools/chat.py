@@ -9,10 +9,8 @@ from steady.options import ConfigError
 Part = tuple[str, bool]  # text, and whether the loss counts it
 
 PLACE = "\0the reply\0"  # stands where a template puts the content of a message
-ROLES = dict(
-    system="system", human="user", user="user", gpt="assistant", assistant="assistant",
-    function_call="assistant", tool="tool", observation="tool", function_response="tool",
-)  # of a message with `from` and `value`
+ROLES = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant",
+             tool="tool")  # of a message with `from` and `value`
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -116,36 +114,22 @@ def read_message(message: dict) -> dict:
     """
     message = without_none(message)
     if "from" in message:
-        role, content = message.pop("from"), message.pop("value")
+        role = message.pop("from")
         if role not in ROLES:
             raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
-        message |= dict(role=ROLES[role], content=content)
-        if role == "function_call":
-            calls = json.loads(content)
-            message |= dict(content="", tool_calls=calls if isinstance(calls, list) else [calls])
+        message |= dict(role=ROLES[role], content=message.pop("value"))
     if message.get("tool_calls"):
         message.setdefault("content", "")
-        message["tool_calls"] = [read_call(call) for call in message["tool_calls"]]
-    role, content, weight = message["role"], message["content"], message.get("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"{role}: weight {weight!r}: expected 0 or 1")
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].setdefault("arguments", {})
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = json.loads(arguments)
+    role, content = message["role"], message["content"]
     if isinstance(content, list):  # of parts, which many templates would drop
-        kinds = {part["type"] for part in content} - {"text"}
-        if kinds:
-            raise ValueError(f"content of type {', '.join(sorted(kinds))}; expected text")
         message["content"] = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
         raise ValueError(f"{role}: expected text, found {type(content).__name__}")
     return message
-
-
-def read_call(call: dict) -> dict:
-    """A tool call with its function, and the arguments of that as an object."""
-    call = dict(call) if "function" in call else dict(type="function", function=call)
-    arguments = call["function"].get("arguments", {})
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    call["function"] = call["function"] | dict(arguments=arguments)
-    return call
 
 
 def without_none(x):

@@ -80,10 +80,8 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
             raise ConfigError(f"{name}: no such file, or no file in it that ends in "
                               f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
         for file in files:
-            if not kind_of(file):
-                raise ConfigError(f"{file}: expected a name that ends in {' '.join(KINDS)}")
-            if not file.is_file():  # a pipe would be read twice
-                raise ConfigError(f"{file}: not a regular file")
+            if not kind_of(file) or not file.is_file():  # a pipe would be read twice
+                raise ConfigError(f"{file}: expected a regular file that ends in {' '.join(KINDS)}")
         found += files
     return list(dict.fromkeys(found))
 
@@ -101,22 +99,11 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
         for path in (Path(directory, name) for name in names):
             if not path.is_file():
                 counts["skipped", "not regular"] += 1
-            elif kind_of(path) and (kind_of(path) != "json" or holds_records(path)):
+            elif kind_of(path):
                 found.append(path)
             else:
                 counts["skipped", "".join(suffixes(path)) or "without a suffix"] += 1
     return found
-
-
-def holds_records(path: Path) -> bool:
-    """Whether a .json file holds an array or one object per line, rather than settings."""
-    try:
-        with open(path, "rb") as raw, decompressed(path, raw) as file:
-            first, second = file.readline(CHUNK_BYTES), file.readline(CHUNK_BYTES)
-    except Exception:  # to be named by whoever reads it
-        return True
-    first = first.removeprefix(codecs.BOM_UTF8).lstrip()
-    return first[:1] == b"[" or first[:1] == second[:1] == b"{"
 
 
 # --- their content ---------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from steady.tokens.packing import pack
 class Dataset:
     """One source of the mixture. A subclass defines its samples.
 
-    It has n_samples; `read(samples, length, pad)`: the first three fields of a Batch;
-    `find(sample, column)`: the file and the index in it of a token; `row_lengths_vary`: whether
-    batches need padding; `mode`, `has_prompts`; `describe()`: what the screen says of it. Where
-    samples are documents, also `lengths` and `targets`: tokens and counted targets of each.
+    n_samples; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample,
+    column)`: the file and the index in it of a token; `row_lengths_vary`: whether batches need
+    padding; where samples are documents, `lengths` and `targets`: tokens and counted targets.
     """
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
@@ -30,8 +29,7 @@ class Dataset:
         """Number the blocks or documents, `per_file` in each, through all files."""
         self.first = np.cumsum([0, *per_file])  # of each file, and the end
         self.n_samples = n_samples
-        if self.weight is None:
-            self.weight = Fraction(max(1, n_samples))
+        self.weight = self.weight or Fraction(n_samples)
 
     def file_of(self, numbers):
         """Index of the file that holds each of these blocks or documents. Raises ConfigError."""
@@ -59,9 +57,6 @@ class Stream(Dataset):
 
     def read(self, blocks: np.ndarray, length: int, pad: int):
         """Token ids [len(blocks), seq_len + 1], targets and documents None."""
-        if len(self.files) == 1:
-            self.files[0].require_complete()
-            return self.files[0].blocks[blocks], None, None  # one copy of whole rows
         file_of_block = self.file_of(blocks)
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
