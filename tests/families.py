@@ -1,15 +1,13 @@
 """Small tokenizers and random models of families that people fine-tune, with their chat templates.
 
-The templates are written anew to give the same text as those of the models named; test_chats
-compares them with the copies that TRL ships, for the families in IN_TRL. Those of Mistral, SmolLM3
-and OLMo2 are from memory.
+The templates are written anew to give the same text as those of the models named; those of Mistral
+and SmolLM3 are from memory.
 """
 
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
-    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -117,12 +115,6 @@ SMOLLM3 = (  # without its tools, and with a constant date
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + "
     "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}"
 )
-OLMO2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{{ '\\n' if m.role != 'assistant' or not loop.last }}{% endfor %}"
-    "{{ '<|assistant|>\\n' if add_generation_prompt }}"
-)
 CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
           "<tool_response>", "</tool_response>", "<|endoftext|>"]
 # template, tokens outside the vocabulary, beginning of text, end of text, the config of the model
@@ -136,10 +128,7 @@ FAMILIES = {
     "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|endoftext|>",
              Phi3Config),
     "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config),
-    "olmo2": (OLMO2, [], "<|endoftext|>", "<|endoftext|>", Olmo2Config),
 }
-IN_TRL = {"qwen2": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3", "gemma3": "gemma3",
-          "phi3": "phi3"}
 
 TEXT = "The cat sat on a mat; naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n" * 20
 

@@ -230,7 +230,7 @@ def piece_end(block: bytes) -> int:
 def read_parquet(path: Path, text_field: str) -> Iterator[list]:
     """Rows with their columns that hold a document; the others are None."""
     # pages as they are needed, not whole row groups
-    from pyarrow import parquet
+    import pyarrow.parquet as parquet
 
     file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     names = file.schema_arrow.names
