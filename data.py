@@ -292,8 +292,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
         if val_data.tokenizer != train_data.tokenizer:
-            raise ConfigError(f"{val_option}: made with tokenizer {val_data.tokenizer}, --data "
-                              f"with {train_data.tokenizer}")
+            raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
+                              f"that of --data {train_data.tokenizer or 'unknown'}")
         n = eval_samples(cfg, val_data)
         val_data.group_by_length(1, n)  # one window over everything that is evaluated
         if not val_data.size(0, n, 1).targets and (cfg.eval_interval or cfg.eval_only):

@@ -181,15 +181,6 @@ def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
         (tmp_path / "o/notes.txt").write_text("not an input")
 
 
-def test_a_tokenizer_written_in_python(tmp_path, made):
-    """One of transformers' slow ones."""
-    ByT5Tokenizer().save_pretrained(tmp_path / "t")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"text": "sat"}])
-    made(source, "--tokenizer", tmp_path / "t")
-    ids = [ids for ids, _ in read(tmp_path / "o")]
-    assert ids == [[b + 3 for b in text] + [1] for text in (b"the cat", b"sat")]
-
-
 def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
     alone = AutoTokenizer.from_pretrained(tokenizer)
     source = write_jsonl(tmp_path / "a.jsonl", [
@@ -286,13 +277,6 @@ def test_an_id_never_wraps(tmp_path):
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "-h"]])
-def test_help(command, capsys, arguments):
-    with pytest.raises(SystemExit, match="0"):
-        command(*arguments)
-    assert "data.py show RUN_DIR STEP" in capsys.readouterr().out
-
-
 def test_a_tokenizer_that_is_nowhere_is_looked_for_once(tmp_path, made, monkeypatch):
     from huggingface_hub import errors
 
@@ -334,6 +318,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     endless = AutoTokenizer.from_pretrained(tokenizer)
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
     (tmp_path / "empty.txt").touch()
     for arguments, words in (
         ([], "required: INPUT"),
@@ -343,6 +328,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         ([source, "--out", source], "cannot be made"),
         ([source, "--tokenizer", tmp_path], "cannot be loaded"),
         ([source, "--tokenizer", tmp_path / "endless"], "no end-of-text"),
+        ([source, "--tokenizer", tmp_path / "slow"], "expected one with a tokenizer.json"),
         ([source, "--tokenizer", "./none"], "no folder or hub model"),
         ([tmp_path / "empty.txt"], "no document to train on"),
         ([source, "--val_fraction", 1], "--val_fraction 1.0"),
@@ -437,34 +423,6 @@ def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.1 * peaks[1] < 1e6, peaks
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    """80 MB of lines in a small file, and one row group of Parquet with 90 MB."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    column = pa.array([f"{i:015d}" * 400 for i in range(15_000)])  # 90 MB in one row group
-    pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet", use_dictionary=False)
-    pq.write_table(pa.table({"text": column[:10]}), tmp_path / "few.parquet")
-    # from a small process, so that the figure is not that of this one, which it would begin with
-    code = (
-        "import resource, subprocess, sys\n"
-        "subprocess.run([sys.executable, *sys.argv[1:]], check=True)\n"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
-    )
-
-    def peak(source):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(ROOT / "data.py"), str(source), "--workers", "2",
-             "--out", str(tmp_path / "o"), "--val_fraction", "0"],
-            env=environment(), capture_output=True, text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
-
-    few = peak(write_large(tmp_path / "few.jsonl.gz", 0.4)), peak(tmp_path / "few.parquet")
-    many = peak(write_large(tmp_path / "a.jsonl.gz", 80)), peak(tmp_path / "b.parquet")
-    assert many[0] < few[0] + 30e6 and many[1] < few[1] + 60e6, (few, many)
 
 
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):

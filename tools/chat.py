@@ -173,7 +173,7 @@ def end_of_turn(tokenizer) -> int | None:
 
 def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
     """By the template's {% generation %} marks; None where it has none."""
-    if not tokenizer.is_fast or not MARKED.search(tokenizer.get_chat_template(tools=tools)):
+    if not MARKED.search(tokenizer.get_chat_template(tools=tools)):
         return None
     encoded = apply(tokenizer, messages, tools, tokenize=True, return_dict=True,
                     return_assistant_tokens_mask=True,

@@ -34,11 +34,13 @@ class Encoder:
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
             self.tokenizer = load_tokenizer(str(folder))
+            if not self.tokenizer.is_fast:
+                raise ConfigError("--tokenizer: is written in Python; expected one with a "
+                                  "tokenizer.json")
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             start = self.tokenizer.bos_token_id
-            if self.tokenizer.is_fast:
-                self.adds_space = self.tokenizer.tokenize("a")[0].startswith("▁")
+            self.adds_space = self.tokenizer.tokenize("a")[0].startswith("▁")
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 
@@ -109,10 +111,9 @@ class Encoder:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
         pieces, last, n_bytes = [], [], 0  # (ids, counted); where in it each document ends
         for document in documents:
-            texts = [text for text, _ in document.parts]
+            texts, counted = zip(*document.parts, strict=True)
             encoded = self.tokenize(texts, document.is_chat, chunk.begins)
-            mine = [(ids, counted)
-                    for ids, (_, counted) in zip(encoded, document.parts, strict=True)]
+            mine = [*zip(encoded, counted, strict=True)]
             if chunk.begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
                 mine.insert(0, (self.prefix, mine[0][1]))
             if chunk.ends and list(mine[-1][0][-1:]) != [self.end]:
@@ -126,7 +127,7 @@ class Encoder:
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
         return ids, np.cumsum(sizes)[last], mask, n_bytes
 
-    def tokenize(self, texts: list[str], is_chat: bool, begins: bool) -> list:
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list:
         """The ids of each text: of a prompt and its response apart, of a chat in one piece.
 
         Also in one piece where a text by itself would get a space. A token belongs to the text
@@ -134,11 +135,9 @@ class Encoder:
         """
         if self.tokenizer is None:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        if not self.tokenizer.is_fast:
-            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         backend = self.tokenizer.backend_tokenizer
         if not (is_chat or self.adds_space):
-            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            found = backend.encode_batch_fast([*texts], add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in found]  # lists are large
         texts = ["" if begins else "\n", *texts]
         encoding = backend.encode("".join(texts), add_special_tokens=False)

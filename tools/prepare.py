@@ -1,12 +1,4 @@
-"""python data.py INPUT… --out DIR: text, JSON and Parquet to token files.
-
-DIR is then a folder that --data takes:
-
-    train.bin, val.bin   token ids, one document after another, each ended by end-of-text
-    train.bin.json       what they are: tokenizer, vocabulary, type, counts, checksum
-    train.bin.docs       uint64 [documents + 1]: the token each document begins at, and the end
-    train.bin.mask       uint8 for each token, 0 where it is a prompt; only where there are prompts
-    tokenizer/           what transformers.AutoTokenizer loads
+"""python data.py INPUT… --out DIR: text, JSON and Parquet to token files: see docs/data.md.
 
 One process reads chunks of the input, others tokenize them, and the first writes the results in the
 order of the input, so the output does not depend on how many there are. Memory holds only
@@ -177,12 +169,11 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
         f"vocabulary {encoder.vocab_size:,} ({name})",
         f"bytes per token  {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
     ]
-    kinds = dict.fromkeys(kind for (kind, _), n in counts.items() if n)
-    for kind in kinds:
-        names = [f"{name} ({n:,})" for (of_kind, name), n in counts.most_common()
-                 if of_kind == kind and n]
-        listed = ", ".join(names[:LISTED] + ["…"] * (len(names) > LISTED))
-        lines.append(f"{kind:16} {listed}")
+    names = {}  # by kind
+    for (kind, name), n in (+counts).most_common():
+        names.setdefault(kind, []).append(f"{name} ({n:,})")
+    for kind, found in names.items():
+        lines.append(f"{kind:16} {', '.join(found[:LISTED])}{' …' * (len(found) > LISTED)}")
     if options.val_fraction and not val.tokens:
         lines.append("no document was drawn for validation: try a larger --val_fraction")
     return "\n".join(lines)

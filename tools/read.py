@@ -42,8 +42,6 @@ def find_keys(names, text_field: str) -> tuple[tuple, tuple]:
     for keys, more in ({(text_field,): ()} | RECORDS).items():
         if set(keys) <= set(names):
             return keys, keys + tuple(name for name in more if name in names)
-    if {"chosen", "rejected"} <= set(names):
-        raise ValueError("preference data (chosen and rejected, as for DPO) is not supported")
     known = ", ".join(" and ".join(keys) for keys in RECORDS)
     found = ", ".join(map(str, names)) or "no key"
     raise ValueError(f"has {found:.200}; expected {text_field} (see --text_field), or {known}")

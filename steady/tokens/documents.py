@@ -97,17 +97,16 @@ class Documents(Dataset):
         self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
         self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
         self.n_empty = int((targets == 0).sum())
-        self.packed, self.lengths, self.targets = None, self.document_lengths, targets
+        self.in_rows = np.arange(len(begins)), np.arange(len(begins) + 1)
         if packing:
-            self.packed = order, starts = pack(self.document_lengths, self.seq_len)
-            self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
-            self.targets = np.add.reduceat(targets[order], starts[:-1])
+            self.in_rows = pack(self.document_lengths, self.seq_len)
+        order, starts = self.in_rows
+        self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
+        self.targets = np.add.reduceat(targets[order], starts[:-1])
         self.number(per_file, len(self.lengths))
 
     def documents_of(self, sample: int) -> np.ndarray:
-        if self.packed is None:
-            return np.array([sample])
-        order, starts = self.packed
+        order, starts = self.in_rows
         return order[starts[sample] : starts[sample + 1]]
 
     def read(self, samples: np.ndarray, length: int, pad: int):
@@ -132,7 +131,7 @@ class Documents(Dataset):
                 documents[row, at : at + n] = number
                 at += n
             documents[row, at:] = number + 1  # padding is a document of its own
-        return tokens, targets, None if self.packed is None else documents
+        return tokens, targets, documents if self.mode == "packed" else None
 
     def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
         for document in self.documents_of(sample):
@@ -145,4 +144,4 @@ class Documents(Dataset):
         text = f", {len(self.begins):,} documents"
         text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
         text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
-        return text + (f" in {self.n_samples:,} rows" if self.packed is not None else "")
+        return text + (f" in {self.n_samples:,} rows" if self.mode == "packed" else "")

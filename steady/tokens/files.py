@@ -51,8 +51,8 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     found, sources = [], [split_weight(spec, option) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    optional = split == "val" and option == "--data"
     for path, weight in sources:
-        optional = split == "val" and option == "--data"
         if optional and Path(os.path.expanduser(path)).is_file():
             continue  # a training file has no validation data beside it
         files = find_files(stdlib() if path == "stdlib" else path, split, option)
@@ -62,8 +62,8 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
             raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
     names = [Path(path).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
-        names = [str(path) for path, *_ in found]
-    return [(name, files, weight) for name, (_, files, weight) in zip(names, found, strict=True)]
+        return found
+    return [(name, *rest) for name, (_, *rest) in zip(names, found, strict=True)]
 
 
 class TokenFile:
@@ -173,12 +173,11 @@ def read_sidecar(path: Path) -> dict:
         return {}
     try:
         meta = json.loads(path.read_text("utf-8"))
-    except (ValueError, PermissionError) as e:
+        dtype = meta.get("dtype", "uint16")
+    except (ValueError, AttributeError, PermissionError) as e:
         raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
-    if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of JSON, found a {type(meta).__name__}")
-    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-        raise ConfigError(f"{path}: dtype {meta['dtype']}; expected uint16 or uint32")
+    if dtype not in ("uint16", "uint32"):
+        raise ConfigError(f"{path}: dtype {dtype}; expected uint16 or uint32")
     return meta
 
 
