@@ -27,19 +27,10 @@ TOOL_RESULTS = (
     " }}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}"
 )
-QWEN2 = (
-    "{{ '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else "
-    "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.') }}"
-    "{% if tools %}{{ '\\n\\n" + TOOLS + "' }}{% else %}{{ '<|im_end|>\\n' }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' or m.role == 'system' and not loop.first "
-    "or m.role == 'assistant' and not m.tool_calls %}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}"
-    "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
-    "{% for call in m.tool_calls %}{% set call = call.function or call %}"
-    "{{ '\\n<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' + (call.arguments | "
-    "tojson) + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}" + TOOL_RESULTS +
-    "{% endif %}{% endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
+QWEN2 = (  # without its tools and its default system prompt
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 )
 QWEN3 = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}"

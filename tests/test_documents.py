@@ -117,12 +117,12 @@ def test_packing_takes_each_document_once_and_fills_rows(seed):
     seq_len = int(rng.integers(8, 200))
     lengths = np.clip(rng.lognormal(3, 1, int(rng.integers(1, 3000))), 1, seq_len).astype(int)
     different = rng.choice(np.arange(1, 101), 60, replace=False)  # then it is best fit exactly
-    for lengths, seq_len in ((lengths, seq_len), (different, 100)):
-        order, starts = pack(lengths, seq_len)
-        assert np.array_equal(np.sort(order), np.arange(len(lengths)))
-        assert starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) > 0).all()
-        room = seq_len - np.add.reduceat(lengths[order], starts[:-1])
-        assert room.min() >= 0 and len(room) <= 1.02 * len(best_fit(lengths, seq_len)) + 1
+    for found, size in ((lengths, seq_len), (different, 100)):
+        order, starts = pack(found, size)
+        assert np.array_equal(np.sort(order), np.arange(len(found)))
+        assert starts[0] == 0 and starts[-1] == len(found) and (np.diff(starts) > 0).all()
+        room = size - np.add.reduceat(found[order], starts[:-1])
+        assert room.min() >= 0 and len(room) <= 1.02 * len(best_fit(found, size)) + 1
     assert sorted(room) == best_fit(different, 100)
 
 
