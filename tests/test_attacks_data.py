@@ -219,6 +219,31 @@ def test_nulls_and_chats_are_called_so(tmp_path, made):
     assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
 
 
+# --- long documents ---
+
+
+def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch):
+    """With the ids, and with the vocabulary, of the whole."""
+    long, short, sizes, plain = "\n".join(texts(300)), texts(3), [], Encoder.tokenize
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
+    made(source, "--workers", 1, "--train_tokenizer", 400)
+    whole = (tmp_path / "o/tokenizer/tokenizer.json").read_bytes()
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
+    made(source, "--workers", 1, "--train_tokenizer", 400)
+    assert (tmp_path / "o/tokenizer/tokenizer.json").read_bytes() == whole
+
+    def tokenize(encoder, texts, *args):
+        sizes.extend(map(len, texts))
+        return plain(encoder, texts, *args)
+
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    made(source, "--workers", 1, "--tokenizer", tokenizer)
+    alone = load_tokenizer(str(tokenizer))
+    assert len(long) > 20_000 and max(sizes) < 4000
+    assert [ids[:-1] for ids, _ in read(tmp_path / "o")] == [
+        alone(text)["input_ids"] for text in [*short, long, *short]]
+
+
 # --- several processes ---
 
 

@@ -1,8 +1,10 @@
 """Turns records and texts into token ids: what `python data.py` does to each piece of its input."""
 
+import io
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import numpy as np
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT, share_of
 from steady.tokens.tokenizers import load_tokenizer
+from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
 
@@ -111,17 +114,17 @@ class Encoder:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
         pieces, last, n_bytes = [], [], 0  # (ids, counted); where in it each document ends
         for document in documents:
-            texts, counted = zip(*document.parts, strict=True)
-            encoded = self.tokenize(texts, document.is_chat, chunk.begins)
-            mine = [*zip(encoded, counted, strict=True)]
-            if chunk.begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
-                mine.insert(0, (self.prefix, mine[0][1]))
-            if chunk.ends and list(mine[-1][0][-1:]) != [self.end]:
-                mine.append(([self.end], mine[-1][1]))
-            pieces += mine
-            n_bytes += sum(len(text.encode()) for text in texts)
-            if chunk.ends:
-                last.append(len(pieces) - 1)
+            for parts, begins, ends in pieces_of(document, chunk):
+                texts, counted = zip(*parts, strict=True)
+                mine = [*zip(self.tokenize(texts, document.is_chat, begins), counted, strict=True)]
+                if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
+                    mine.insert(0, (self.prefix, mine[0][1]))
+                if ends and list(mine[-1][0][-1:]) != [self.end]:
+                    mine.append(([self.end], mine[-1][1]))
+                pieces += mine
+                n_bytes += sum(len(text.encode()) for text in texts)
+                if ends:
+                    last.append(len(pieces) - 1)
         sizes, counts = [len(ids) for ids, _ in pieces], [counted for _, counted in pieces]
         ids = np.concatenate([ids for ids, _ in pieces], dtype=np.uint32, casting="unsafe")
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
@@ -145,6 +148,16 @@ class Encoder:
         starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
         part = ends.searchsorted(starts, "right")
         return [ids[part == k] for k in range(1, len(texts))]
+
+
+def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
+    """(parts, begins, ends): a long text in pieces; whole, it would take 200 times its size."""
+    [(text, counted), *more] = document.parts
+    if more or document.is_chat or isinstance(chunk.data, str) or len(text) <= read.CHUNK_BYTES:
+        yield document.parts, chunk.begins, chunk.ends
+        return
+    for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, document.split):
+        yield [(piece.data, counted)], piece.begins, piece.ends
 
 
 def reason(error: Exception) -> str:

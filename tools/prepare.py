@@ -38,7 +38,7 @@ from steady.tokens.tokenizers import (
     load_tokenizer,
     require_ours,
 )
-from tools.encode import Encoder
+from tools.encode import Encoder, pieces_of
 from tools.read import Chunk, find_inputs, read_chunks, read_file
 from tools.show import show
 
@@ -278,9 +278,9 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
             chunks = read_chunks(files, options, Counter())
             for chunk in itertools.islice(chunks, 0, None, every):
                 for document in reader.documents(chunk)[0]:
-                    for text, _ in document.parts:
-                        bar.update(len(text))
-                        yield text
+                    for parts, _, _ in pieces_of(document, chunk):
+                        bar.update(sum(len(text) for text, _ in parts))
+                        yield [text for text, _ in parts]
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)
