@@ -422,15 +422,6 @@ def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder):
         assert told.count("come twice or not at all") == bool(change)
 
 
-def test_epochs_count_what_was_handed_out(tmp_path):
-    a, b = constant(tmp_path / "a", 7, 1001), constant(tmp_path / "b", 9, 331)
-    found = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, 0)
-    for position in (0, 1, 7, 10, 333, 12345):
-        source = found.order(0, position)[0] if position else np.empty(0, int)
-        counts = np.bincount(source, minlength=2)
-        assert found.order.epochs(position) == pytest.approx([counts[0] / 100, counts[1] / 33])
-
-
 @pytest.mark.parametrize("prompts", [True, False])
 def test_what_a_run_writes_answers_the_first_prompt(run, tmp_path, prompts):
     prompt, reply = list(b"2 + 2 ="), list(b" 4.") + [256]

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -82,31 +81,6 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     new = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     new = tokenizer.decode(new[0, prompt.shape[1]:], skip_special_tokens=True)
     assert new.startswith(answers[1].rstrip("\n"))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_loss_of_a_small_set_is_that_of_transformers(tmp_path, run, family):
-    """With all its documents in one batch, each of them once; in fp32, other flags as they are."""
-    make_model(tmp_path / "base", family)
-    talks = [chat(f"user: {'and ' * n}?", f"assistant: {str(n) * n}") for n in range(1, 17)]
-    Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in talks))
-    assert prepare.main(["chats.jsonl", "--out", "chats", "--tokenizer", "base",
-                         "--val_fraction", "0"]) == 0
-    run("--init_from", "base", "--data", "chats", "--batch_size", 16, "--seq_len", 256,
-        "--max_steps", 1, "--precision", "fp32", "--out_dir", "r", bare=True)
-
-    theirs = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32).eval()
-    file, total, count = TokenFile(tmp_path / "chats/train.bin", 256), 0.0, 0
-    at = file.documents().tolist()
-    assert len(at) == 17
-    for begin, end in pairwise(at):
-        end = min(end, begin + 257)
-        ids = torch.from_numpy(file.tokens[begin:end].astype(np.int64))[None]
-        labels = ids.masked_fill(torch.from_numpy(file.mask[begin:end] == 0)[None], -100)
-        n = int((labels[:, 1:] != -100).sum())
-        with torch.no_grad():
-            total, count = total + n * theirs(ids, labels=labels).loss.item(), count + n
-    assert column(tmp_path / "r", "train/loss")[1] == pytest.approx(total / count, rel=1e-4)
 
 
 def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch):
