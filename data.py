@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     start("tools.prepare:main")
 
+import itertools
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -113,10 +114,7 @@ class Samples:
 
     @staticmethod
     def share(start, n, rank, world_size):
-        """(begin, end) of a rank's share of the n positions from `start` on; also of arrays.
-
-        Shares differ by one at most. Where the last micro-batch has more rows, these are dummies.
-        """
+        """(begin, end) of a rank's share of the n positions from `start` on; also of arrays."""
         return start + n * rank // world_size, start + n * (rank + 1) // world_size
 
     def typical_length(self) -> float:
@@ -156,10 +154,8 @@ class Samples:
         """The text of the ids that a model wrote after a prompt of n."""
         if not self.has_prompts:
             return self.decode(ids[1:])
-        prompt, answer = ids[:n], ids[n:]
-        if self.end_of_text in answer:
-            answer = answer[: answer.index(self.end_of_text)]
-        return f"{self.decode(prompt)}\n→ {self.decode(answer)}"
+        answer = [*itertools.takewhile(lambda i: i != self.end_of_text, ids[n:])]
+        return f"{self.decode(ids[:n])}\n→ {self.decode(answer)}"
 
     def decode(self, ids: list[int]) -> str:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
@@ -174,9 +170,9 @@ class Mixture(Samples):
     ROUND = 8  # padded rows are a multiple of this long, which suits matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
-        self.datasets = datasets
-        self.seq_len, self.mode = datasets[0].seq_len, datasets[0].mode
-        self.row_lengths_vary = datasets[0].row_lengths_vary
+        self.datasets, first = datasets, datasets[0]
+        self.seq_len, self.mode = first.seq_len, first.mode
+        self.row_lengths_vary = first.row_lengths_vary
         self.has_prompts = any(d.has_prompts for d in datasets)
         self.n_samples = sum(d.n_samples for d in datasets)
         self.n_tokens = sum(d.n_tokens for d in datasets)
@@ -193,10 +189,7 @@ class Mixture(Samples):
         self.n_targets = self.seq_len  # in a stream
 
     def group_by_length(self, steps: int, batch_size: int):
-        """From now on, put documents of similar lengths into a batch, which saves padding.
-
-        Does nothing with 0 steps, or where all rows are of one length.
-        """
+        """From now on, put documents of similar lengths into a batch, which saves padding."""
         if steps and self.row_lengths_vary:
             self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 
@@ -233,24 +226,20 @@ class Mixture(Samples):
         return float((lengths**2).sum() / lengths.sum())
 
     def batch(self, start: int, stop: int) -> Batch:
-        """The samples at positions start … stop - 1, on the host.
+        """As Samples.batch. Token ids stay 2 or 4 bytes wide; `Batch.to` widens them to int64.
 
-        Token ids stay 2 or 4 bytes wide here; `Batch.to` widens them to int64. Raises ConfigError
-        for an id that is not in the vocabulary.
+        Raises ConfigError for an id that is not in the vocabulary.
         """
         source, sample = self.order(start, stop)
         length = self.seq_len
         if self.row_lengths_vary:
             length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
-        rows = {k: np.flatnonzero(source == k) for k in np.unique(source)}
-        read = [self.datasets[k].read(sample[mine], length, self.end_of_text or 0)
-                for k, mine in rows.items()]
-        tokens, targets, documents = read[0]
-        if len(read) > 1:
-            back = np.argsort(np.concatenate([*rows.values()]))  # in the order of positions
-            tokens, targets, documents = (
-                None if parts[0] is None else np.concatenate(parts)[back]
-                for parts in zip(*read, strict=True))
+        read = [self.datasets[k].read(sample[source == k], length, self.end_of_text or 0)
+                for k in np.unique(source)]
+        back = np.argsort(np.argsort(source, kind="stable"))  # in the order of positions
+        tokens, targets, documents = (
+            None if parts[0] is None else np.concatenate(parts)[back]
+            for parts in zip(*read, strict=True))
         for ids, shift in ((tokens, 0), (targets, 1)):  # a target is the next token
             if ids is not None and ids.max() >= self.vocab_size:
                 row, column = np.argwhere(ids >= self.vocab_size)[0]
@@ -265,10 +254,10 @@ class Mixture(Samples):
 def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
                  vocab_size: int | None = None, option: str = "--data",
                  mode: str = "auto") -> Mixture | None:
-    """The mixture of the PATH[:WEIGHT] sources that `option` names. Raises ConfigError.
+    """The mixture of the PATH[:WEIGHT] sources that `option` names; None where --data has no
+    validation data beside it.
 
-    mode: as --data_mode; auto is documents where some file has prompts. None where there is no
-    validation data beside --data.
+    mode: as --data_mode; auto is documents where some file has prompts. Raises ConfigError.
     """
     sources = find_sources(paths, split, option)
     if not sources:
@@ -303,8 +292,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
         if val_data.tokenizer != train_data.tokenizer:
-            made = (data.tokenizer or "an unknown tokenizer" for data in (val_data, train_data))
-            raise ConfigError("{}: made with {}, --data with {}".format(val_option, *made))
+            raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
+                              f"that of --data {train_data.tokenizer or 'unknown'}")
         n = eval_samples(cfg, val_data)
         val_data.group_by_length(1, n)  # one window over everything that is evaluated
         if not val_data.size(0, n, 1).targets and (cfg.eval_interval or cfg.eval_only):
@@ -331,11 +320,11 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     the device while the one before it is computed. Raises AssertionError where the first step has
     other targets than `data.size` says, by which the loss is divided.
     """
-    first, end_of_first = data.share(position, cfg.batch_size, rank, world_size)
+    n = cfg.batch_size
+    first, end_of_first = data.share(position, n, rank, world_size)
     counted = 0
 
     def positions():
-        n = cfg.batch_size
         for step in range(steps):
             begin, end = data.share(position + step * n, n, rank, world_size)
             for start in range(begin, begin + -(-n // world_size), micro_batch):
@@ -357,11 +346,11 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
             raise batch
         if end == end_of_first:
             counted += int((batch.to(torch.device("cpu"), end - start).targets != IGNORE).sum())
-            if start + micro_batch >= first + -(-cfg.batch_size // world_size):
+            if start + micro_batch >= first + -(-n // world_size):
                 expected = data.size(first, end - first, micro_batch).targets
                 assert counted == expected, (
-                    f"{type(data).__name__}: {counted:,} targets in the batches of positions "
-                    f"{first} to {end - 1}, but {expected:,} in `size`, which divides the loss")
+                    f"{type(data).__name__}: batches have {counted:,} targets, but `size`, which "
+                    f"divides the loss, says {expected:,}")
         ready, ahead = ahead, batch.to(device, end - start)
         if ready is not None:
             yield ready

@@ -1,15 +1,13 @@
 """Small tokenizers and random models of families that people fine-tune, with their chat templates.
 
-The templates are written anew to give the same text as those of the models named; test_chats
-compares them with the copies that TRL ships, for the families in IN_TRL. Those of Mistral, SmolLM3
-and OLMo2 are from memory.
+The templates are written anew to give the same text as those of the models named; those of Mistral
+and SmolLM3 are from memory.
 """
 
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
-    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -29,19 +27,10 @@ TOOL_RESULTS = (
     " }}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}"
 )
-QWEN2 = (
-    "{{ '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else "
-    "'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.') }}"
-    "{% if tools %}{{ '\\n\\n" + TOOLS + "' }}{% else %}{{ '<|im_end|>\\n' }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' or m.role == 'system' and not loop.first "
-    "or m.role == 'assistant' and not m.tool_calls %}"
-    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}"
-    "{% if m.content %}{{ '\\n' + m.content }}{% endif %}"
-    "{% for call in m.tool_calls %}{% set call = call.function or call %}"
-    "{{ '\\n<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' + (call.arguments | "
-    "tojson) + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}" + TOOL_RESULTS +
-    "{% endif %}{% endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
+QWEN2 = (  # without its tools and its default system prompt
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 )
 QWEN3 = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}"
@@ -117,12 +106,6 @@ SMOLLM3 = (  # without its tools, and with a constant date
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + "
     "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}"
 )
-OLMO2 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{{ '\\n' if m.role != 'assistant' or not loop.last }}{% endfor %}"
-    "{{ '<|assistant|>\\n' if add_generation_prompt }}"
-)
 CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
           "<tool_response>", "</tool_response>", "<|endoftext|>"]
 # template, tokens outside the vocabulary, beginning of text, end of text, the config of the model
@@ -136,10 +119,7 @@ FAMILIES = {
     "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|endoftext|>",
              Phi3Config),
     "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config),
-    "olmo2": (OLMO2, [], "<|endoftext|>", "<|endoftext|>", Olmo2Config),
 }
-IN_TRL = {"qwen2": "qwen2_5", "qwen3": "qwen3", "llama3": "llama3", "gemma3": "gemma3",
-          "phi3": "phi3"}
 
 TEXT = "The cat sat on a mat; naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n" * 20
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from families import CALL, CHATS, FAMILIES, IN_TRL, LLAMA3, chat, make_tokenizer, tokenizer_of
+from families import CALL, CHATS, FAMILIES, LLAMA3, chat, make_tokenizer, tokenizer_of
 from test_prepare import command, made, read, write_jsonl
 
 from steady.options import ConfigError
@@ -28,13 +28,13 @@ THOUGHTLESS = (  # as DeepSeek's: a prompt begins a thought, and replies are wri
 )
 
 
-def documents(tokenizer, *records, kind="rows") -> list[tuple[list[int], list[int]]]:
+def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[int]]]:
     """(ids, mask) of each document that prepare makes of the records."""
     encoder = Encoder(None, prepare.Options(val_fraction=0))
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
     encoder.vocab_size = len(tokenizer)
-    data = [json.dumps(record) for record in records] if kind == "lines" else list(records)
-    ids, ends, mask, _ = encoder(Chunk("a", kind, data, 1))[0]["train"]
+    data = [json.dumps(record).encode() if as_json else record for record in records]
+    ids, ends, mask, _ = encoder(Chunk("a", data))[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
@@ -63,10 +63,8 @@ SAME = {
     "parts of text": dict(messages=[SYSTEM_TALK[0], dict(role="user", content=[
         dict(type="text", text="Hel"), dict(type="text", text="lo")]), TALK[1]]),
     "prompt, completion": dict(prompt=SYSTEM_TALK[:2], completion=TALK[1:2]),
-    "prompt, response": dict(prompt=SYSTEM_TALK[:2], response="Hi."),
     "instruction": dict(instruction="Hello", input="", output="Hi.", system=SYSTEM),
     "conversations": dict(conversations=[{"from": "system", "value": SYSTEM}, *SAID]),
-    "conversations, system": dict(conversations=[*SAID], system=SYSTEM),
     "conversations, role": dict(conversations=SYSTEM_TALK),
     "columns of others": dict(messages=[dict(m, tool_calls=None) for m in SYSTEM_TALK],
                               tools=None),
@@ -80,7 +78,7 @@ def test_every_form_of_record_gives_the_same_tokens(form):
                 "<|im_start|>assistant\n[Hi.<|im_end|>]"]
     assert shown(tokenizer, SAME[form]) == expected
     reference = documents(tokenizer, SAME["messages"])
-    assert documents(tokenizer, SAME[form], kind="lines") == reference
+    assert documents(tokenizer, SAME[form], as_json=True) == reference
 
 
 def test_replies_in_a_prompt_do_not_count():
@@ -117,16 +115,13 @@ def test_tool_calls_come_in_several_forms():
     as_text = json.loads(json.dumps(CALL))
     as_text["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
     tools = [dict(type="function", function=dict(name="add", description="adds", parameters={}))]
-    said = [("human", "1+2?"), ("function_call", json.dumps(CALL["function"])),
-            ("observation", "3"), ("gpt", "Three.")]
     forms = [
         dict(messages=CHATS["a tool"], tools=tools),
         dict(messages=[dict(m, tool_calls=[as_text], content=None) if "tool_calls" in m else m
                        for m in CHATS["a tool"]], tools=json.dumps(tools)),
-        dict(conversations=[{"from": a, "value": b} for a, b in said], tools=tools),
     ]
     found = [documents(tokenizer, form) for form in forms]
-    assert found[0] == found[1] == found[2] and len(found[0]) == 2  # a document for each reply
+    assert found[0] == found[1] and len(found[0]) == 2  # a document for each reply
     first = shown(tokenizer, forms[0])[0]
     assert '"description": "adds"' in first and first.endswith(
         '[<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
@@ -163,18 +158,16 @@ def test_what_answers_nobody_and_what_nobody_answers():
 @pytest.mark.parametrize("record, words", [
     (dict(messages=CHATS["a tool"]), "leaves out tool calls"),
     (dict(conversations=[{"from": "robot", "value": "x"}]), "from 'robot': expected one of system"),
-    (dict(messages=[dict(role="user", content=[dict(type="image", url="x")])]), "of type image"),
+    (dict(messages=[dict(role="user", content=[dict(type="image", url="x")])]), "no 'text'"),
     (dict(messages="hello"), "messages: expected a list of messages, found 'hello'"),
-    (dict(messages=["hello"]), "messages: expected a list of messages, found ['hello']"),
+    (dict(messages=[]), "messages: expected a list of messages, found []"),
     (dict(messages=[{"content": "a"}]), "no 'role'"),
     (dict(question="a", answer="b"), "has question, answer; expected text (see --text_field), or "
-     "prompt and response, prompt and completion, messages"),
+     "prompt and completion, messages"),
     (dict(instruction="a", output=3), "expected text, found int"),
     (dict(messages=TALK, tools={"name": "clock"}), "tools: expected a list, found dict"),
-    (dict(messages=[]), "messages: expected a list of messages, found []"),
     (dict(conversations=None, system="x"), "`conversations` is null"),
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
-    (dict(messages=[*TALK[:1], dict(TALK[1], weight=0.5)]), "weight 0.5: expected 0 or 1"),
 ])
 def test_what_cannot_be_written_is_refused(record, words):
     with pytest.raises(ConfigError) as e:
@@ -182,11 +175,11 @@ def test_what_cannot_be_written_is_refused(record, words):
     assert words in str(e.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    counting = "{{ messages | length }}" + THOUGHTLESS
-    tokenizer = make_tokenizer(counting, ["<U>", "<A>", "<T>"], None, "</s>")
+def test_a_template_that_rewrites_what_was_asked_is_refused():
+    template = ("{% for m in messages %}{{ m.content + ('?' if loop.last else '!') }}{% endfor %}"
+                "{{ '<A>' if add_generation_prompt }}")
     with pytest.raises(ConfigError, match="a:1: the chat template writes earlier turns different"):
-        documents(tokenizer, dict(messages=TALK))
+        documents(make_tokenizer(template, ["<A>"], None, "</s>"), dict(messages=TALK))
 
 
 @pytest.fixture
@@ -200,18 +193,14 @@ def made_of(tmp_path, made):
     return made_of
 
 
-def test_the_summary_counts_chats_by_what_was_done_with_them(tmp_path, made_of):
+def test_the_summary_counts_chats_that_teach_nothing(tmp_path, made_of):
     asked, answered = dict(messages=chat("user: Hello")), dict(messages=TALK[:2])
     told = made_of("qwen3", [asked, answered, dict(messages=CHATS["two thoughts"], id=2), asked])
     assert "documents        5 + 0" in told and "ignored keys     id (1)\n" in told
-    assert "conversations    1 as one document for each reply" in told
-    assert "\nwithout a reply  2 documents, of which the loss counts nothing\n" in told
-    told = made_of("smollm3", [answered, answered])
-    assert "conversations    2 with the replies that the chat template marks" in told
+    assert "without a reply  train (2)\n" in told
     told = made_of("gemma3", [answered, dict(messages=TALK[1:]), dict(messages=[{}])], "--skip_bad")
-    assert "left out         2 lines that cannot be read: " in told and "no 'role' (1)" in told
+    assert "no 'role' (1)" in told and "documents        1 +" in told
     assert "the chat template refuses it: Conversation roles must alternate" in told
-    assert "documents        1 + 0" in told
     before = (tmp_path / "o/train.bin").read_bytes()
     told = made_of("qwen2", [asked] * 3, expect=2)
     assert "no document to train on has a reply" in told
@@ -258,46 +247,20 @@ HEADERS = {"qwen2_5": ["\n"], "deepseekv3": ["<｜Assistant｜>", "<｜tool▁ou
            "deepseek_r1_distill": ["<｜Assistant｜><think>\n", "<｜Assistant｜>"]}
 DEEPSEEK = (["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"], "<｜begin▁of▁sentence｜>",
             "<｜end▁of▁sentence｜>")
-THEIRS = {name: FAMILIES[family][1:4] for family, name in IN_TRL.items()} | {
-    "gemma": FAMILIES["gemma3"][1:4], "phi3_5": FAMILIES["phi3"][1:4],
-    "qwen3_instruct_2507": FAMILIES["qwen3"][1:4], "deepseekv3": DEEPSEEK,
-    "deepseek_r1_distill": DEEPSEEK}
-
-
-@pytest.fixture(scope="module")
-def templates() -> Path:
-    trl = pytest.importorskip("trl")
-    return Path(trl.__file__).parent / "chat_templates"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", IN_TRL)
-def test_templates_of_these_tests_are_the_real_ones(templates, family):
-    tokenizer = tokenizer_of(family)
-    real = (templates / f"{IN_TRL[family]}.jinja").read_text()
-    tools = [dict(type="function", function=dict(name="add", description="adds", parameters={}))]
-    written = 0
-    for messages in CHATS.values():
-        for options in (dict(), dict(add_generation_prompt=True), dict(tools=tools)):
-            texts = []
-            for template in (tokenizer.chat_template, real):
-                try:
-                    texts.append(tokenizer.apply_chat_template(
-                        messages, tokenize=False, chat_template=template, **options))
-                except Exception as e:  # of jinja
-                    texts.append(str(e))
-            assert texts[0] == texts[1]
-            written += len(texts[0]) > 0
-    assert written == 3 * len(CHATS)
+THEIRS = {"deepseekv3": DEEPSEEK, "deepseek_r1_distill": DEEPSEEK} | {
+    name: FAMILIES[family][1:4] for name, family in dict(
+        qwen2_5="qwen2", qwen3="qwen3", qwen3_instruct_2507="qwen3", llama3="llama3",
+        gemma="gemma3", gemma3="gemma3", phi3="phi3", phi3_5="phi3").items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THEIRS)
-def test_tokens_that_count_are_those_of_trl(templates, name):
+def test_tokens_that_count_are_those_of_trl(name):
     """With TRL's training template all tokens and masks are equal; with the original, what counts.
 
     Except for white space and an end-of-text after the last turn, and for HEADERS.
     """
+    templates = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
     original = (templates / f"{name}.jinja").read_text()
     tokenizer = make_tokenizer(original, *THEIRS[name])
     training = (templates / f"{name}_training.jinja").read_text()

@@ -1,6 +1,6 @@
 """Each family from chats to a model one talks to: prepare, show, tune, resume, export, chat.
 
-And what comes out compared with transformers, and read by the gguf package where it is installed.
+And what comes out compared with transformers.
 """
 
 import io
@@ -8,14 +8,13 @@ import json
 import re
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, column
-from families import CHATS, FAMILIES, chat, config_of, tokenizer_of
+from families import FAMILIES, chat, config_of, tokenizer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from steady.tokens.files import TokenFile
@@ -23,7 +22,6 @@ from tools import generate as generation
 from tools import prepare
 
 pytestmark = pytest.mark.slow
-NATIVE = {"qwen2": "QWEN2", "qwen3": "QWEN3", "llama3": "LLAMA", "mistral": "LLAMA"}
 TALKS = [chat("system: Be brief.", f"user: {a} + {b}?", f"assistant: It is {a + b}.",
               "user: Sure?", "assistant: Yes.") for a in range(8) for b in range(8)]
 
@@ -85,31 +83,6 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     assert new.startswith(answers[1].rstrip("\n"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_loss_of_a_small_set_is_that_of_transformers(tmp_path, run, family):
-    """With all its documents in one batch, each of them once; in fp32, other flags as they are."""
-    make_model(tmp_path / "base", family)
-    talks = [chat(f"user: {'and ' * n}?", f"assistant: {str(n) * n}") for n in range(1, 17)]
-    Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in talks))
-    assert prepare.main(["chats.jsonl", "--out", "chats", "--tokenizer", "base",
-                         "--val_fraction", "0"]) == 0
-    run("--init_from", "base", "--data", "chats", "--batch_size", 16, "--seq_len", 256,
-        "--max_steps", 1, "--precision", "fp32", "--out_dir", "r", bare=True)
-
-    theirs = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32).eval()
-    file, total, count = TokenFile(tmp_path / "chats/train.bin", 256), 0.0, 0
-    at = file.documents().tolist()
-    assert len(at) == 17
-    for begin, end in pairwise(at):
-        end = min(end, begin + 257)
-        ids = torch.from_numpy(file.tokens[begin:end].astype(np.int64))[None]
-        labels = ids.masked_fill(torch.from_numpy(file.mask[begin:end] == 0)[None], -100)
-        n = int((labels[:, 1:] != -100).sum())
-        with torch.no_grad():
-            total, count = total + n * theirs(ids, labels=labels).loss.item(), count + n
-    assert column(tmp_path / "r", "train/loss")[1] == pytest.approx(total / count, rel=1e-4)
-
-
 def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch):
     """With a small model, few steps, and a prompt in place of a terminal."""
     make_model(tmp_path / "base", "qwen3")
@@ -136,71 +109,3 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
     assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
                     "model.py generate", "model.py export", "train.py --eval_only"]
     assert AutoTokenizer.from_pretrained("out").chat_template
-
-
-@pytest.mark.parametrize("family", NATIVE)
-def test_gguf_takes_what_is_exported(tmp_path, run, family):
-    """By the package's own writer, with names and shapes from its own map.
-
-    Weights as they are: llama.cpp's converter also reorders the rows of q and k of Llama.
-    """
-    gguf = pytest.importorskip("gguf")
-    make_model(tmp_path / "base", family)
-    write = [json.dumps(dict(messages=m)) for m in CHATS.values() if len(m) == 2]
-    Path("chats.jsonl").write_text("\n".join(write * 4))
-    assert prepare.main(["chats.jsonl", "--out", "chats", "--tokenizer", "base",
-                         "--val_fraction", "0"]) == 0
-    run("--init_from", "base", "--data", "chats", "--seq_len", 128, "--batch_size", 4,
-        "--max_steps", 2, "--precision", "fp32", "--out_dir", "r", bare=True)
-    assert generation.main(["export", "r", "out"]) == 0
-
-    found = json.loads(Path("out/config.json").read_text())
-    architecture = gguf.MODEL_ARCH[NATIVE[family]]
-    names = gguf.TensorNameMap(architecture, found["num_hidden_layers"])
-    model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
-    written = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and found["tie_word_embeddings"]:
-            continue
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert mapped, name
-        written[mapped] = tensor.numpy()
-    writer = gguf.GGUFWriter("model.gguf", gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_block_count(found["num_hidden_layers"])
-    writer.add_context_length(found["max_position_embeddings"])
-    writer.add_embedding_length(found["hidden_size"])
-    writer.add_feed_forward_length(found["intermediate_size"])
-    writer.add_head_count(found["num_attention_heads"])
-    writer.add_head_count_kv(found["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(found["rms_norm_eps"])
-    writer.add_rope_freq_base(found["rope_parameters"]["rope_theta"])
-    tokenizer = AutoTokenizer.from_pretrained("out")
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    special = gguf.SpecialVocab("out", load_merges=True, n_vocab=len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL if i in tokenizer.added_tokens_decoder
-                            else gguf.TokenType.NORMAL for i in range(len(tokens))])
-    special.add_to_gguf(writer, quiet=True)
-    for name, tensor in written.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    back = gguf.GGUFReader("model.gguf")
-    tensors = {t.name: t for t in back.tensors}
-    known = {names.get_name(f"model.layers.{i}.{part}.weight", try_suffixes=(".weight",))
-             for i in range(found["num_hidden_layers"]) for part in ("self_attn.q_proj",
-                                                                     "mlp.down_proj")}
-    assert tensors.keys() == written.keys() and known <= tensors.keys()
-    for name, tensor in written.items():
-        assert np.array_equal(tensors[name].data.reshape(tensor.shape), tensor), name
-        assert list(tensors[name].shape) == list(tensor.shape[::-1])
-    text = bytes(back.fields["tokenizer.chat_template"].parts[-1]).decode()
-    assert text == tokenizer.chat_template
-    end = back.fields["tokenizer.ggml.eos_token_id"].parts[-1][0]
-    assert end == tokenizer.eos_token_id
-    assert len(back.fields["tokenizer.ggml.tokens"].data) == found["vocab_size"]
-    assert len(back.fields["tokenizer.ggml.merges"].data) > 10

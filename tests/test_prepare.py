@@ -97,7 +97,6 @@ def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, to
     assert sorted(documents["train"] + documents["val"]) == sorted(expected)
     assert 20 < len(documents["val"]) < 60 and f"+ {len(documents['val'])} (training" in told
     assert [ids for ids in expected if ids in documents["train"]] == documents["train"]  # in order
-    assert f"longest document {max(map(len, expected))} tokens" in told
     n_bytes = sum(len(text.encode()) for text in found)
     metas = [json.loads((tmp_path / f"o/{s}.bin.json").read_text()) for s in ("train", "val")]
     assert sum(meta["bytes"] for meta in metas) == n_bytes
@@ -113,7 +112,7 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     folder = tmp_path / "in"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", [{"text": t} for t in texts(100)])
-    write_jsonl(folder / "b.jsonl", [{"prompt": t, "response": "r"} for t in texts(50, 1)])
+    write_jsonl(folder / "b.jsonl", [{"prompt": t, "completion": "r"} for t in texts(50, 1)])
     (folder / "long.txt").write_text("\n".join(texts(200, 2)))
     (folder / "short.md").write_text("# short\n")
     with gzip.open(folder / "c.jsonl.gz", "wt") as file:
@@ -138,11 +137,10 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
     first, rest = alone.decode(train[:-1]), alone.decode(val[:-1])
     assert first + rest == text and 0.2 < len(rest) / len(text) < 0.3
     assert train == alone(first)["input_ids"] + [alone.eos_token_id]
-    monkeypatch.setattr(read_module, "LONGEST_LINE", 3000)  # and where there are no lines
-    (tmp_path / "b.txt").write_text("猫" * 5000)
-    made(tmp_path / "b.txt", "--tokenizer", tokenizer)
-    ((train, _),) = read(tmp_path / "o")
-    assert alone.decode(train[:-1]) == "猫" * 5000
+    for line in (" ".join(text.split()), "猫" * 5000):  # and where there are no lines, or no words
+        (tmp_path / "b.txt").write_text(line)
+        made(tmp_path / "b.txt", "--tokenizer", tokenizer)
+        assert read(tmp_path / "o")[0][0][:-1] == alone(line)["input_ids"]
 
 
 def test_which_split_a_text_is_for(tmp_path, made):
@@ -154,23 +152,16 @@ def test_which_split_a_text_is_for(tmp_path, made):
     large = "".join(f"line {i}\n" for i in range(20_000))
     (tmp_path / "in/large.txt").write_text(large, "utf-8-sig")
     (tmp_path / "in/packed.md.gz").write_bytes(gzip.compress(large.encode()))
-
-    def split(*flags):
-        made(*flags)
-        return [[bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", s)]
-                for s in ("train", "val") if (tmp_path / f"o/{s}.bin").exists()]
-
-    found = split(tmp_path / "in", "--val_fraction", 0.4)
+    made(tmp_path / "in", "--val_fraction", 0.4)
+    found = [[bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", split)]
+             for split in ("train", "val")]
     both = sum(found, [])
     assert set(small.values()) <= set(both) and len(both) == len(small) + 3 and large in both
-    assert all(any(text in small.values() for text in texts) for texts in found)
     before, after = (next(text for text in texts if text.startswith("line") and text != large)
                      for texts in found)
     assert before + after == large and 0.55 < len(before) / len(large) < 0.65
-    assert split(tmp_path / "in/large.txt") == [[large]]
     told = made(tmp_path / "in/s1.txt", tmp_path / "in/packed.md.gz", "--val_fraction", 0.0001)
     assert "for validation: try a larger --val_fraction" in told
-    assert "try a larger" not in made(tmp_path / "in")
 
 
 def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
@@ -183,19 +174,10 @@ def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
         (tmp_path / "o/notes.txt").write_text("not an input")
 
 
-def test_a_tokenizer_written_in_python(tmp_path, made):
-    """One of transformers' slow ones."""
-    ByT5Tokenizer().save_pretrained(tmp_path / "t")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"text": "sat"}])
-    made(source, "--tokenizer", tmp_path / "t")
-    ids = [ids for ids, _ in read(tmp_path / "o")]
-    assert ids == [[b + 3 for b in text] + [1] for text in (b"the cat", b"sat")]
-
-
 def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
     alone = AutoTokenizer.from_pretrained(tokenizer)
     source = write_jsonl(tmp_path / "a.jsonl", [
-        {"text": "all of it"}, {"prompt": "the cat", "response": " sat"}])
+        {"text": "all of it"}, {"prompt": "the cat", "completion": " sat"}])
     made(source, "--tokenizer", tokenizer)
     text, pair = read(tmp_path / "o")
     assert text == (alone("all of it")["input_ids"] + [alone.eos_token_id], [1] * len(text[0]))
@@ -212,7 +194,7 @@ def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenize
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", start)]
     )
     other.save_pretrained(tmp_path / "llama")
-    both = [{"text": "the cat"}, {"prompt": "a", "response": "b"}]
+    both = [{"text": "the cat"}, {"prompt": "a", "completion": "b"}]
     source = write_jsonl(tmp_path / "a.jsonl", both)
     made(source, "--tokenizer", tmp_path / "llama")
     plain = AutoTokenizer.from_pretrained(tokenizer)
@@ -241,7 +223,7 @@ def test_parquet_and_packed_files(tmp_path, made):
     a, b, c = (files_of(tmp_path / name) for name in "abc")
     assert a == b == c and len(read(tmp_path / "a")) > 480
     assert "ignored keys     id (500)\n" in told
-    pairs = dict(prompt=["a", "b"], response=["c", "d"])
+    pairs = dict(prompt=["a", "b"], completion=["c", "d"])
     pq.write_table(pa.table(pairs), tmp_path / "pairs.parquet")
     made(tmp_path / "pairs.parquet")
     assert read(tmp_path / "o")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
@@ -252,8 +234,6 @@ def test_parquet_and_packed_files(tmp_path, made):
 BAD = {
     "not JSON": b'{"text": "a"',
     "not UTF-8": b'{"text": "\xff"}',
-    "not an object": b'["text"]',
-    "nothing that is known": b'{"words": "a"}',
     "no text": b'{"text": 3}',
     "half a character": b'{"text": "\\ud800"}',
 }
@@ -269,11 +249,11 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, monkeypatch
     assert f"{tmp_path / 'a.jsonl'}:71: " in told and "--skip_bad" in told
     assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
     told = made(tmp_path / "a.jsonl", "--skip_bad")
-    assert "left out         1 lines" in told and len(read(tmp_path / "o")) == 99
+    assert "left out         " in told and "(1)" in told and len(read(tmp_path / "o")) == 99
 
 
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
-    chunk = Chunk("a", "lines", [b'{"prompt": "the cat", "response": "sat"}'], 1)
+    chunk = Chunk("a", [b'{"prompt": "the cat", "completion": "sat"}'])
     for folder in (None, tokenizer):
         encoder = Encoder(folder, prepare.Options())
         here, there = encoder(chunk), pickle.loads(pickle.dumps(encoder))(chunk)
@@ -288,26 +268,6 @@ def test_an_id_never_wraps(tmp_path):
     large.add(np.array([5, 70000]), np.array([2]), None, 9)
     large.close()
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "-h"]])
-def test_help(command, capsys, arguments):
-    with pytest.raises(SystemExit, match="0"):
-        command(*arguments)
-    assert "data.py show RUN_DIR STEP" in capsys.readouterr().out
-
-
-def test_a_tokenizer_that_is_nowhere_is_looked_for_once(tmp_path, made, monkeypatch):
-    from huggingface_hub import errors
-
-    def offline(name, allow_patterns):
-        assert not any("safetensors" in pattern for pattern in allow_patterns)
-        raise errors.LocalEntryNotFoundError("offline")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    told = made(source, "--tokenizer", "a/b", expect=2)
-    assert told == "data.py: error: no folder or hub model called a/b (offline)\n"
 
 
 def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenizer, monkeypatch):
@@ -338,15 +298,17 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     endless = AutoTokenizer.from_pretrained(tokenizer)
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
     (tmp_path / "empty.txt").touch()
     for arguments, words in (
         ([], "required: INPUT"),
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
         ([tmp_path / "*.md"], "no such file"),
-        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a name"),
+        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
         ([source, "--out", source], "cannot be made"),
         ([source, "--tokenizer", tmp_path], "cannot be loaded"),
         ([source, "--tokenizer", tmp_path / "endless"], "no end-of-text"),
+        ([source, "--tokenizer", tmp_path / "slow"], "expected one with a tokenizer.json"),
         ([source, "--tokenizer", "./none"], "no folder or hub model"),
         ([tmp_path / "empty.txt"], "no document to train on"),
         ([source, "--val_fraction", 1], "--val_fraction 1.0"),
@@ -404,7 +366,7 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
 
 def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeypatch):
     """Stopped anywhere while the old are replaced, there is no dataset made of both."""
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": t, "response": t} for t in texts(50)])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": t, "completion": t} for t in texts(50)])
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts(60, 1)])
     plain = prepare.Path.rename
     for fails_at in range(6):
@@ -443,34 +405,6 @@ def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
     assert peaks[2] < 1.1 * peaks[1] < 1e6, peaks
 
 
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    """80 MB of lines in a small file, and one row group of Parquet with 90 MB."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    column = pa.array([f"{i:015d}" * 400 for i in range(15_000)])  # 90 MB in one row group
-    pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet", use_dictionary=False)
-    pq.write_table(pa.table({"text": column[:10]}), tmp_path / "few.parquet")
-    # from a small process, so that the figure is not that of this one, which it would begin with
-    code = (
-        "import resource, subprocess, sys\n"
-        "subprocess.run([sys.executable, *sys.argv[1:]], check=True)\n"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
-    )
-
-    def peak(source):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(ROOT / "data.py"), str(source), "--workers", "2",
-             "--out", str(tmp_path / "o"), "--val_fraction", "0"],
-            env=environment(), capture_output=True, text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
-
-    few = peak(write_large(tmp_path / "few.jsonl.gz", 0.4)), peak(tmp_path / "few.parquet")
-    many = peak(write_large(tmp_path / "a.jsonl.gz", 80)), peak(tmp_path / "b.parquet")
-    assert many[0] < few[0] + 30e6 and many[1] < few[1] + 60e6, (few, many)
-
-
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
     (tmp_path / "a.txt").write_text("\n".join(texts(800)))
     told = made(tmp_path / "a.txt", "--train_tokenizer", 300, "--val_fraction", 0.1)
@@ -482,20 +416,3 @@ def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
     made(tmp_path / "a.txt", "--out", tmp_path / "p", "--train_tokenizer", 280)
     told = run("--data", tmp_path / "o", tmp_path / "p", "--out_dir", "s", expect=2)
     assert "sources with different tokenizers" in told
-
-
-def test_a_tokenizer_is_trained_on_a_part_spread_evenly(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(prepare, "TRAINING_BYTES", 30_000)
-    plain, numbers = Encoder.documents, []
-
-    def documents(encoder, chunk):
-        if encoder.tokenizer is None:  # that of the training
-            numbers.extend(map(int, chunk.data.split()))
-        return plain(encoder, chunk)
-
-    monkeypatch.setattr(Encoder, "documents", documents)
-    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(10_000, 30_000)))
-    made(tmp_path / "a.txt", "--train_tokenizer", 300, "--workers", 2)
-    assert 25_000 < 6 * len(numbers) < 35_000
-    assert numbers[0] == 10_000 and max(np.diff(numbers)) < 1500 and numbers[-1] > 28_000

@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from itertools import groupby
 
 from steady.options import ConfigError
@@ -10,60 +9,54 @@ from steady.options import ConfigError
 Part = tuple[str, bool]  # text, and whether the loss counts it
 
 PLACE = "\0the reply\0"  # stands where a template puts the content of a message
-ROLES = dict(
-    system="system", human="user", user="user", gpt="assistant", assistant="assistant",
-    function_call="assistant", tool="tool", observation="tool", function_response="tool",
-)  # of a message with `from` and `value`
+ROLES = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant",
+             tool="tool")  # of a message with `from` and `value`
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part]], str]:
-    """The documents of a conversation, and how its replies were told from its prompts.
+def chat_documents(tokenizer, record: dict, keys: tuple) -> list[list[Part]]:
+    """The documents of a conversation.
 
-    keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated
-    ("marks"). Where it has no marks, a reply begins where the template, asked for the next one,
-    would leave off (""); and where it writes earlier turns differently when more follow, as
-    Qwen3's drops what was thought, each reply ends a document of its own ("turns").
-    Raises ValueError where none of them can be done.
+    keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated.
+    Where it has no marks, a reply begins where the template, asked for the next one, would leave
+    off; and where it writes earlier turns differently when more follow, as Qwen3's drops what was
+    thought, each reply ends a document of its own. Raises ValueError where none of them can be
+    done.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template")
-    messages, given = read_messages(record, keys)
-    tools = read_tools(record.get("tools"))
+    messages, tools = read_messages(record, keys), read_tools(record.get("tools"))
     try:
-        documents, how = write_documents(tokenizer, messages, given, tools)
+        documents = write_documents(tokenizer, messages, tools)
     except TypeError:  # DeepSeek's template takes the arguments of a call as JSON
-        dump = partial(json.dumps, ensure_ascii=False)
-        messages = [m | dict(tool_calls=with_arguments(m["tool_calls"], dump))
-                    if m.get("tool_calls") else m for m in messages]
-        documents, how = write_documents(tokenizer, messages, given, tools)
-    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], how
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        documents = write_documents(tokenizer, messages, tools)
+    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents]
 
 
-def write_documents(tokenizer, messages: list[dict], given: int, tools: list | None):
-    """As chat_documents; replies among the first `given` messages, or of weight 0, are prompt."""
-    theirs = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    counted = [i for i in theirs if i >= given and messages[i].get("weight", 1)]
-    replies = [i for i in counted if i > 0]  # a greeting answers nobody
+def write_documents(tokenizer, messages: list[dict], tools: list | None) -> list[list[Part]]:
+    """As chat_documents; replies of weight 0 are prompt."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    counted = [i for i in replies if messages[i].get("weight", 1)]
     whole = apply(tokenizer, messages, tools)
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if any(call["function"]["name"] not in whole for call in calls):
-        raise ValueError("the chat template leaves out tool calls")
     for message in messages:
         said = message["content"].strip()
         as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # as some write results of tools
         if (message["role"] not in ("system", "assistant")
                 and said not in whole and as_json not in whole):
             raise ValueError(f"the chat template leaves out what {message['role']} says")
-    if counted == theirs:
-        documents = marked(tokenizer, messages, tools, whole)
-        if documents:
-            return documents, "marks"
-    turns = [reply_of(tokenizer, messages, i, tools) for i in replies]
-    documents = one_document(whole, turns, tokenizer.eos_token)
-    if documents:
-        return documents, ""
-    return [[(before, False), (after[len(before) :], True)] for before, after in turns], "turns"
+        if any(call["function"]["name"] not in whole for call in message.get("tool_calls", ())):
+            raise ValueError("the chat template leaves out tool calls")
+    if counted == replies and (parts := marked(tokenizer, messages, tools, whole)):
+        return [parts]
+    # a greeting, at 0, answers nobody
+    turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
+    if parts := one_document(whole, turns, tokenizer.eos_token):
+        return [parts]
+    return [[(before, False), (after[len(before) :], True)] for before, after in turns]
 
 
 def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
@@ -72,43 +65,38 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
     after = apply(tokenizer, messages[: i + 1], tools)
     if after.startswith(before):
         return before, after
-    content, calls = messages[i]["content"], "tool_calls" in messages[i]
+    # the template writes the prompt differently when a reply follows: the reply goes after the
+    # prompt, from where both have the last thing that was said
+    content = messages[i]["content"]
     placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
-    placed = apply(tokenizer, [*messages[:i], placed], tools)
-    head, found, tail = placed.partition(PLACE)
-    if found and head.startswith(apply(tokenizer, messages[:i], tools)):
-        # DeepSeek's begins a thought in the prompt, but writes replies without their thoughts
-        if content.strip() not in after and not calls:
-            after = head + content + tail
-        before = before if after.startswith(before) else head
-        found = content.strip() in after and after.startswith(before)
-    elif found:
-        # Mistral's writes the system prompt only while no reply follows
-        asked = before[before.rfind(messages[i - 1]["content"].strip()) :]
-        _, same, rest = head.rpartition(asked)
-        found = same and after.startswith(head)
-        after = before + after[len(head) - len(rest) :]
-    if not found:
+    head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
+    reply = after.removeprefix(head)
+    if content.strip() not in reply and "tool_calls" not in messages[i]:
+        reply = content + tail  # DeepSeek's leaves out what was thought
+    asked = messages[i - 1]["content"].strip() or "\n"
+    begun, written = (text.rpartition(asked)[2] for text in (before, head))
+    if begun.startswith(written) and not (written + reply).startswith(begun):
+        # DeepSeek's begins a thought, which this reply lacks
+        before = before.removesuffix(begun) + written
+        begun = written
+    if not after.startswith(head) or not (written + reply).startswith(begun):
         raise ValueError("the chat template writes earlier turns differently when a reply "
                          "follows, so that replies cannot be told from prompts")
-    return before, after
+    return before, before + (written + reply)[len(begun) :]
 
 
 # --- records ---------------------------------------------------------------------------------
 
 
-def read_messages(record: dict, keys: tuple) -> tuple[list[dict], int]:
-    """The messages of a record as templates take them, and how many of them are a prompt."""
-    given = 0
+def read_messages(record: dict, keys: tuple) -> list[dict]:
+    """The messages of a record as templates take them."""
     if keys[0] == "instruction":
         asked = filter(None, (record["instruction"], record.get("input")))
         messages = [dict(role="user", content="\n\n".join(asked)),
                     dict(role="assistant", content=record["output"])]
     elif keys[0] == "prompt":
-        prompt, reply = (record[key] if isinstance(record[key], list)
-                         else [dict(role=role, content=record[key])]
-                         for key, role in zip(keys, ("user", "assistant"), strict=True))
-        messages, given = prompt + reply, len(prompt)
+        messages = [message | dict(weight=0) for message in record["prompt"]]
+        messages += record["completion"]
     else:
         messages = record[keys[0]]
     if not messages or not isinstance(messages, list) or not isinstance(messages[0], dict):
@@ -116,7 +104,7 @@ def read_messages(record: dict, keys: tuple) -> tuple[list[dict], int]:
     messages = [read_message(message) for message in messages]
     if record.get("system") and messages[0]["role"] != "system":
         messages.insert(0, dict(role="system", content=record["system"]))
-    return messages, given
+    return messages
 
 
 def read_message(message: dict) -> dict:
@@ -126,37 +114,22 @@ def read_message(message: dict) -> dict:
     """
     message = without_none(message)
     if "from" in message:
-        role, content = message.pop("from"), message.pop("value")
+        role = message.pop("from")
         if role not in ROLES:
             raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
-        message |= dict(role=ROLES[role], content=content)
-        if role == "function_call":
-            calls = json.loads(content)
-            message |= dict(content="", tool_calls=calls if isinstance(calls, list) else [calls])
+        message |= dict(role=ROLES[role], content=message.pop("value"))
     if message.get("tool_calls"):
         message.setdefault("content", "")
-        calls = [call if "function" in call else dict(type="function", function=call)
-                 for call in message["tool_calls"]]
-        message["tool_calls"] = with_arguments(
-            calls, lambda x: json.loads(x) if isinstance(x, str) else x)
-    role, content, weight = message["role"], message["content"], message.get("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"{role}: weight {weight!r}: expected 0 or 1")
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].setdefault("arguments", {})
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = json.loads(arguments)
+    role, content = message["role"], message["content"]
     if isinstance(content, list):  # of parts, which many templates would drop
-        kinds = {part["type"] for part in content} - {"text"}
-        if kinds:
-            raise ValueError(f"content of type {', '.join(sorted(kinds))}; expected text")
         message["content"] = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
         raise ValueError(f"{role}: expected text, found {type(content).__name__}")
     return message
-
-
-def with_arguments(calls: list[dict], change) -> list[dict]:
-    """Tool calls with the arguments of their functions changed."""
-    functions = [call["function"] for call in calls]
-    functions = [f | dict(arguments=change(f.get("arguments", {}))) for f in functions]
-    return [call | dict(function=f) for call, f in zip(calls, functions, strict=True)]
 
 
 def without_none(x):
@@ -168,7 +141,7 @@ def without_none(x):
 
 def read_tools(tools) -> list | None:
     """The `tools` of a record; Parquet often has them as JSON."""
-    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    tools = json.loads(tools) if tools and isinstance(tools, str) else tools
     if tools and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, found {type(tools).__name__}")
     return without_none(tools) or None
@@ -198,9 +171,9 @@ def end_of_turn(tokenizer) -> int | None:
     return ids[0] if token and token.special else None
 
 
-def marked(tokenizer, messages, tools, whole: str) -> list[list[Part]] | None:
+def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
     """By the template's {% generation %} marks; None where it has none."""
-    if not tokenizer.is_fast or not MARKED.search(tokenizer.get_chat_template(tools=tools)):
+    if not MARKED.search(tokenizer.get_chat_template(tools=tools)):
         return None
     encoded = apply(tokenizer, messages, tools, tokenize=True, return_dict=True,
                     return_assistant_tokens_mask=True,
@@ -211,10 +184,10 @@ def marked(tokenizer, messages, tools, whole: str) -> list[list[Part]] | None:
         *_, (_, (_, end)) = tokens
         parts.append((whole[done:end], bool(counted)))
         done = end
-    return [[*parts, (whole[done:], False)]] if any(mask) else None
+    return [*parts, (whole[done:], False)] if any(mask) else None
 
 
-def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[list[Part]] | None:
+def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Part] | None:
     """The conversation, if each turn is written the same whatever follows."""
     parts, done = [], 0
     for before, after in turns:
@@ -224,7 +197,7 @@ def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[lis
             return None
         parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
         done = len(after)
-    return [[*parts, (whole[done:], False)]]
+    return [*parts, (whole[done:], False)]
 
 
 def end_at_eos(parts: list[Part], eos: str) -> list[Part]:

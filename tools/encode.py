@@ -1,7 +1,6 @@
 """Turns records and texts into token ids: what `python data.py` does to each piece of its input."""
 
 import io
-import itertools
 import json
 import os
 from collections import Counter
@@ -38,96 +37,86 @@ class Encoder:
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
             self.tokenizer = load_tokenizer(str(folder))
+            if not self.tokenizer.is_fast:
+                raise ConfigError("--tokenizer: is written in Python; expected one with a "
+                                  "tokenizer.json")
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             start = self.tokenizer.bos_token_id
-            if self.tokenizer.is_fast:
-                self.adds_space = self.tokenizer.tokenize("a")[0].startswith("▁")
+            self.adds_space = self.tokenizer.tokenize("a")[0].startswith("▁")
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 
-    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter, int]:
-        """(split → arguments of TokenWriter.add, counts, chunk.n_bytes). Raises ConfigError."""
+    def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
+        """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
         documents, counts = self.documents(chunk)
         splits = {document.split for document in documents}
-        encoded = {split: self.encode([d for d in documents if d.split == split], chunk)
-                   for split in splits}
-        return encoded, counts, chunk.n_bytes
+        return {split: self.encode([d for d in documents if d.split == split], chunk)
+                for split in splits}, counts
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
-        """The documents of a chunk; counts for `summarize`.
+        """The documents of a chunk; counts for the summary.
 
-        Raises ConfigError with the number of a line that cannot be read, unless --skip_bad.
+        Raises ConfigError with the number of a record that cannot be read, unless --skip_bad.
         """
+        if isinstance(chunk.data, str):
+            return [Document(chunk.split, [(chunk.data, True)], False)], Counter()
         found, counts = [], Counter()
-        if chunk.kind == "text":
-            try:
-                text = chunk.data.decode()
-            except UnicodeDecodeError as e:
-                if not self.options.skip_bad:
-                    raise ConfigError(f"{chunk.file}: not UTF-8 at byte "
-                                      f"{chunk.first + e.start:,}, nor UTF-16 with a mark (BOM); "
-                                      "--skip_bad puts � in its place") from None
-                text = chunk.data.decode(errors="replace")
-                counts["replaced", chunk.file] += text.count("�") - chunk.data.count("�".encode())
-            return [Document(chunk.split, [(text, True)], False)], counts
         for number, item in enumerate(chunk.data, chunk.first):
-            if item is None or chunk.kind == "lines" and not item.strip():
+            if isinstance(item, bytes) and not item.strip():
                 continue
             try:
-                record = json.loads(item) if chunk.kind == "lines" else item
-                if isinstance(record, ValueError):
-                    raise record
-                documents, how, used = self.read(record)
+                record = json.loads(item.decode()) if isinstance(item, bytes) else item
+                documents, used, is_chat = self.read(record)
                 key = "\0".join(text for parts in documents for text, _ in parts).encode()
             except ConfigError as e:
                 raise ConfigError(f"{chunk.file}: {e}") from None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.options.skip_bad:
-                    why = reason(e) if isinstance(e, (KeyError, UnicodeError)) else e
-                    raise ConfigError(f"{chunk.file}:{number}: {why}; --skip_bad leaves such "
+                    raise ConfigError(f"{chunk.file}:{number}: {reason(e)}; --skip_bad leaves such "
                                       "lines out") from None
                 counts["left out", reason(e)] += 1
                 continue
-            counts.update(("ignored", name) for name in record if name not in used)
-            if how:
-                counts[how, ""] += 1
+            counts.update(("ignored keys", name) for name in record if name not in used)
             split = "val" if share_of(key) < self.options.val_fraction else "train"
             for parts in filter(None, documents):
-                found.append(Document(split, parts, how is not None))
-                counts["no reply", split] += not any(counted for _, counted in parts)
+                found.append(Document(split, parts, is_chat))
+                counts["without a reply", split] += not any(counted for _, counted in parts)
         return found, counts
 
-    def read(self, record) -> tuple[list[list[Part]], str | None, tuple[str, ...]]:
-        """The documents of a record, how its chat was written, and the keys it was read from.
+    def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool]:
+        """The documents of a record, the keys it was read from, and whether it is a chat.
 
         Documents have no empty parts. Raises ValueError for a record of an unknown kind.
         """
         if not isinstance(record, dict):
             raise ValueError("expected an object with keys")
         keys, used = find_keys(record, self.options.text_field)
-        how, texts = None, [record[key] for key in keys]
+        texts = [record[key] for key in keys]
         if None in texts:
             raise ValueError(f"`{keys[texts.index(None)]}` is null")
-        if keys == (self.options.text_field,):
+        is_text = keys == (self.options.text_field,)
+        is_pair = keys[0] == "prompt" and not isinstance(texts[0], list)
+        if is_text:
             documents = [[(*texts, True)]]
-        elif keys[0] == "prompt" and not any(isinstance(text, list) for text in texts):
+        elif is_pair:
             used, documents = keys, [[*zip(texts, (False, True), strict=True)]]
         else:
-            documents, how = chat_documents(self.tokenizer, record, keys)
-        for text, _ in itertools.chain(*documents):
-            if not isinstance(text, str):
-                raise ValueError(f"expected text, found {type(text).__name__}")
-        return [[part for part in parts if part[0]] for parts in documents], how, used
+            documents = chat_documents(self.tokenizer, record, keys)
+        for parts in documents:
+            for text, _ in parts:
+                if not isinstance(text, str):
+                    raise ValueError(f"expected text, found {type(text).__name__}")
+        documents = [[part for part in parts if part[0]] for parts in documents]
+        return documents, used, not (is_text or is_pair)
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
         pieces, last, n_bytes = [], [], 0  # (ids, counted); where in it each document ends
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
-                texts = [text for text, _ in parts]
-                encoded = self.tokenize(texts, document.is_chat, begins)
-                mine = [(ids, counted) for ids, (_, counted) in zip(encoded, parts, strict=True)]
+                texts, counted = zip(*parts, strict=True)
+                mine = [*zip(self.tokenize(texts, document.is_chat, begins), counted, strict=True)]
                 if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
                     mine.insert(0, (self.prefix, mine[0][1]))
                 if ends and list(mine[-1][0][-1:]) != [self.end]:
@@ -141,7 +130,7 @@ class Encoder:
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
         return ids, np.cumsum(sizes)[last], mask, n_bytes
 
-    def tokenize(self, texts: list[str], is_chat: bool, begins: bool) -> list:
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list:
         """The ids of each text: of a prompt and its response apart, of a chat in one piece.
 
         Also in one piece where a text by itself would get a space. A token belongs to the text
@@ -149,11 +138,9 @@ class Encoder:
         """
         if self.tokenizer is None:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        if not self.tokenizer.is_fast:
-            return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         backend = self.tokenizer.backend_tokenizer
         if not (is_chat or self.adds_space):
-            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+            found = backend.encode_batch_fast([*texts], add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in found]  # lists are large
         texts = ["" if begins else "\n", *texts]
         encoding = backend.encode("".join(texts), add_special_tokens=False)
@@ -164,23 +151,21 @@ class Encoder:
 
 
 def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
-    """(parts, begins, ends): a long text in pieces, as those of text files, or encoding it would
-    take a hundred times its size.
-    """
+    """(parts, begins, ends): a long text in pieces; whole, it would take 200 times its size."""
     [(text, counted), *more] = document.parts
-    if more or document.is_chat or chunk.kind == "text" or len(text) <= read.CHUNK_BYTES:
+    if more or document.is_chat or isinstance(chunk.data, str) or len(text) <= read.CHUNK_BYTES:
         yield document.parts, chunk.begins, chunk.ends
         return
     for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, document.split):
-        yield [(piece.data.decode(), counted)], piece.begins, piece.ends
+        yield [(piece.data, counted)], piece.begins, piece.ends
 
 
 def reason(error: Exception) -> str:
-    """Why a line was left out, in the same words for all lines of a kind."""
+    """Why a record is left out, in the same words for all of a kind."""
     if isinstance(error, json.JSONDecodeError):
         return "not JSON"
     if isinstance(error, UnicodeError):
         return "not UTF-8"
     if isinstance(error, KeyError):
         return f"no {error}"
-    return " ".join(str(error).split())[:100]
+    return " ".join(str(error).split())[:300]

@@ -18,7 +18,6 @@ from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, read_flags
 from steady.watch.report import report, report_text
 from steady.watch.slowdowns import worth_saying
-from tools.inputs import listed
 from tools.page import write_page
 
 
@@ -58,7 +57,7 @@ def runs_here() -> str:
     """The run directories in this folder and in those in it, the newest first."""
     files = [*Path().glob("*/metrics.jsonl"), *Path().glob("*/*/metrics.jsonl")]
     files.sort(key=os.path.getmtime, reverse=True)
-    return f"runs here: {listed([str(file.parent) for file in files]) or 'none'}"
+    return f"runs here: {', '.join(str(file.parent) for file in files[:8]) or 'none'}"
 
 
 def main(argv: list[str]) -> int:

@@ -14,10 +14,9 @@ from steady.tokens.packing import pack
 class Dataset:
     """One source of the mixture. A subclass defines its samples.
 
-    It has n_samples; `read(samples, length, pad)`: the first three fields of a Batch;
-    `find(sample, column)`: the file and the index in it of a token; `row_lengths_vary`: whether
-    batches need padding; `mode`, `has_prompts`; `describe()`: what the screen says of it. Where
-    samples are documents, also `lengths` and `targets`: tokens and counted targets of each.
+    n_samples; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample,
+    column)`: the file and the index in it of a token; `row_lengths_vary`: whether batches need
+    padding; where samples are documents, `lengths` and `targets`: tokens and counted targets.
     """
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
@@ -30,8 +29,7 @@ class Dataset:
         """Number the blocks or documents, `per_file` in each, through all files."""
         self.first = np.cumsum([0, *per_file])  # of each file, and the end
         self.n_samples = n_samples
-        if self.weight is None:
-            self.weight = Fraction(max(1, n_samples))
+        self.weight = self.weight or Fraction(n_samples)
 
     def file_of(self, numbers):
         """Index of the file that holds each of these blocks or documents. Raises ConfigError."""
@@ -59,9 +57,6 @@ class Stream(Dataset):
 
     def read(self, blocks: np.ndarray, length: int, pad: int):
         """Token ids [len(blocks), seq_len + 1], targets and documents None."""
-        if len(self.files) == 1:
-            self.files[0].require_complete()
-            return self.files[0].blocks[blocks], None, None  # one copy of whole rows
         file_of_block = self.file_of(blocks)
         out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
         for i in np.unique(file_of_block):
@@ -102,17 +97,16 @@ class Documents(Dataset):
         self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
         self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
         self.n_empty = int((targets == 0).sum())
-        self.packed, self.lengths, self.targets = None, self.document_lengths, targets
+        self.in_rows = np.arange(len(begins)), np.arange(len(begins) + 1)
         if packing:
-            self.packed = order, starts = pack(self.document_lengths, self.seq_len)
-            self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
-            self.targets = np.add.reduceat(targets[order], starts[:-1])
+            self.in_rows = pack(self.document_lengths, self.seq_len)
+        order, starts = self.in_rows
+        self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
+        self.targets = np.add.reduceat(targets[order], starts[:-1])
         self.number(per_file, len(self.lengths))
 
     def documents_of(self, sample: int) -> np.ndarray:
-        if self.packed is None:
-            return np.array([sample])
-        order, starts = self.packed
+        order, starts = self.in_rows
         return order[starts[sample] : starts[sample + 1]]
 
     def read(self, samples: np.ndarray, length: int, pad: int):
@@ -137,7 +131,7 @@ class Documents(Dataset):
                 documents[row, at : at + n] = number
                 at += n
             documents[row, at:] = number + 1  # padding is a document of its own
-        return tokens, targets, None if self.packed is None else documents
+        return tokens, targets, documents if self.mode == "packed" else None
 
     def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
         for document in self.documents_of(sample):
@@ -150,4 +144,4 @@ class Documents(Dataset):
         text = f", {len(self.begins):,} documents"
         text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
         text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
-        return text + (f" in {self.n_samples:,} rows" if self.packed is not None else "")
+        return text + (f" in {self.n_samples:,} rows" if self.mode == "packed" else "")

@@ -51,8 +51,8 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     found, sources = [], [split_weight(spec, option) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    optional = split == "val" and option == "--data"
     for path, weight in sources:
-        optional = split == "val" and option == "--data"
         if optional and Path(os.path.expanduser(path)).is_file():
             continue  # a training file has no validation data beside it
         files = find_files(stdlib() if path == "stdlib" else path, split, option)
@@ -62,8 +62,8 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
             raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
     names = [Path(path).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
-        names = [str(path) for path, *_ in found]
-    return [(name, files, weight) for name, (_, files, weight) in zip(names, found, strict=True)]
+        return found
+    return [(name, *rest) for name, (_, *rest) in zip(names, found, strict=True)]
 
 
 class TokenFile:
@@ -77,7 +77,8 @@ class TokenFile:
 
     def __init__(self, path: Path, seq_len: int):
         self.path, self.seq_len = path, seq_len
-        size = path.stat().st_size
+        found = os.stat(path)
+        self.size, self.inode = found.st_size, (found.st_ino, found.st_dev)
         self.meta = read_sidecar(Path(f"{path}.json"))
         self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
         header = np.fromfile(path, np.int32, 3)
@@ -85,14 +86,22 @@ class TokenFile:
             self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
             self.offset = SHARD_HEADER_BYTES
             self.meta["tokens"] = int(header[2])
-        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
+        self.n_tokens, rest = divmod(self.size - self.offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(
-                f"{path}: {size:,} bytes; expected {expected:,} tokens of {self.dtype.itemsize} "
-                f"bytes after a header of {self.offset}: is the file complete?"
-            )
-        self.map()
+                f"{path}: {self.size:,} bytes; expected {expected:,} {self.dtype} tokens after a "
+                f"header of {self.offset} bytes: is the file complete?")
+        mapped = np.memmap(path, self.dtype, "r", self.offset, (self.n_tokens,))
+        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
+        self.blocks = np.empty((0, seq_len + 1), self.dtype)
+        if self.n_tokens > seq_len:
+            self.blocks = sliding_window_view(self.tokens, seq_len + 1)[::seq_len]
+        masked = Path(f"{path}.mask")
+        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
+
+    def __reduce__(self):  # a loader process that is not forked maps the file itself
+        return TokenFile, (self.path, self.seq_len)
 
     def require_complete(self):
         """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
@@ -103,24 +112,6 @@ class TokenFile:
         if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
             raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
                               f"expected {self.size:,}: bring it back and use --auto_resume")
-
-    def map(self):
-        found = os.stat(self.path)
-        self.size, self.inode = found.st_size, (found.st_ino, found.st_dev)
-        mapped = np.memmap(self.path, self.dtype, "r", self.offset, (self.n_tokens,))
-        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
-        self.blocks = np.empty((0, self.seq_len + 1), self.dtype)
-        if self.n_tokens > self.seq_len:
-            self.blocks = sliding_window_view(self.tokens, self.seq_len + 1)[:: self.seq_len]
-        masked = Path(f"{self.path}.mask")
-        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
-
-    def __getstate__(self):  # a loader process that is not forked maps the file itself
-        return {**self.__dict__, "tokens": None, "blocks": None, "mask": None}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self.map()
 
     def fingerprint(self, n_files: int) -> list:
         """What must be the same for a run to continue; not the folder, since data may be moved.
@@ -182,12 +173,11 @@ def read_sidecar(path: Path) -> dict:
         return {}
     try:
         meta = json.loads(path.read_text("utf-8"))
-    except (ValueError, PermissionError) as e:
+        dtype = meta.get("dtype", "uint16")
+    except (ValueError, AttributeError, PermissionError) as e:
         raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
-    if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of JSON, found a {type(meta).__name__}")
-    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-        raise ConfigError(f"{path}: dtype {meta['dtype']}; expected uint16 or uint32")
+    if dtype not in ("uint16", "uint32"):
+        raise ConfigError(f"{path}: dtype {dtype}; expected uint16 or uint32")
     return meta
 
 
@@ -197,9 +187,7 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     vocab_size: the one asked for, or None. Raises ConfigError if the files do not go together.
     """
     metas = [file.meta for file in files]
-    of_data = max(meta.get("vocab_size", 0) for meta in metas)
-    if any("vocab_size" not in meta for meta in metas):
-        of_data = max(of_data, vocab_size or GPT2_VOCAB)
+    of_data = max(meta.get("vocab_size", vocab_size or GPT2_VOCAB) for meta in metas)
     if vocab_size and of_data > vocab_size:
         raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} "
                           "ids; --resize_embeddings adds rows to a model of --init_from")
@@ -240,7 +228,6 @@ class TokenWriter:
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.meta = dict(format=1, vocab_size=vocab_size, **meta)
         self.tokens = self.bytes = self.documents = 0  # written
-        self.began = self.longest = 0  # where the current document begins; tokens in the longest
         self.sha = hashlib.sha256()
         self.file, self.docs, self.mask = open(path, "wb"), open(f"{path}.docs", "wb"), None
         self.docs.write(np.uint64(0).tobytes())
@@ -266,11 +253,7 @@ class TokenWriter:
                 self.mask.write(b"\1" * min(1 << 18, self.tokens - start))
         if self.mask:
             self.mask.write(np.ones(len(ids), np.uint8) if mask is None else mask.tobytes())
-        if len(ends):
-            places = self.tokens + ends
-            self.docs.write(places.astype(np.uint64).tobytes())
-            self.longest = max(self.longest, int(np.diff(places, prepend=self.began).max()))
-            self.began = int(places[-1])
+        self.docs.write((self.tokens + ends).astype(np.uint64).tobytes())
         self.tokens += len(ids)
         self.bytes += n_bytes
         self.documents += len(ends)

@@ -149,9 +149,8 @@ class Order:
         head = min(-begin % self.group, n)
         tail = end % self.group if head < n else 0
         part = np.zeros(n, np.int8)
-        if head or tail:
-            exact = np.lexsort((*found, lengths))  # the same in both windows
-            part[exact[:head]], part[exact[n - tail :]] = -1, 1
+        exact = np.lexsort((*found, lengths))  # the same in both windows
+        part[exact[:head]], part[exact[n - tail :]] = -1, 1
         order = np.lexsort((lengths, part))
         batches = order[head : n - tail].reshape(-1, self.group)
         if len(batches):

@@ -22,9 +22,7 @@ def load_tokenizer(name: str, needs_end: bool = True):
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # of transformers, tokenizers, the hub; a panic in Rust is no other
-        reason = (str(e) or type(e).__name__).splitlines()[0]
-        if Path(name, "tokenizer.json").exists() and not isinstance(e, (OSError, ImportError)):
-            reason = f"{type(e).__name__}: {reason}: is its tokenizer.json complete?"
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
     if needs_end and tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
@@ -112,8 +110,7 @@ def end_of_text_ids(folder: Path) -> list[int]:
             ids = json.loads((folder / name).read_text()).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        ids = ids if isinstance(ids, list) else [ids]
-        ids = [i for i in ids if isinstance(i, int)]
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
         if ids:
             return ids
     return []
