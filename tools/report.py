@@ -2,13 +2,11 @@
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
-    python monitor.py runs/001 --watch                the live page of a run
     python monitor.py old new --fail_on_regression 5  exit 3 if `new` is more than 5 % slower
 """
 
 import json
 import math
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +17,7 @@ from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, read_flags
 from steady.watch.report import report, report_text
 from steady.watch.slowdowns import worth_saying
-from tools.inputs import listed
-from tools.page import watch, write_page
+from tools.page import write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -55,13 +52,6 @@ def regression_percent(reports: list[dict]) -> float:
     return max(lasting, default=0.0)
 
 
-def runs_here() -> str:
-    """The run directories in this folder and in those in it, the newest first."""
-    files = [*Path().glob("*/metrics.jsonl"), *Path().glob("*/*/metrics.jsonl")]
-    files.sort(key=os.path.getmtime, reverse=True)
-    return f"runs here: {listed([str(file.parent) for file in files]) or 'none'}"
-
-
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
     return run_command("monitor.py", print_reports, argv)
@@ -77,13 +67,11 @@ def print_reports(argv: list[str]) -> int:
                         "more than this, or a single run has slowed down by more")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
-    parser.add_argument("--watch", action="store_true",
-                        help="serve that page on 127.0.0.1, updated while the runs go on")
     args = read_flags(parser, argv)
     run_dirs = [Path(path) for path in args.run_dir]
     for path in run_dirs:
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path}: no such run; {runs_here()}")
+        if not (path / "metrics.jsonl").is_file():  # a FIFO would block
+            raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
     try:
         reports = [report(path) for path in run_dirs]
     except OSError as e:
@@ -101,7 +89,5 @@ def print_reports(argv: list[str]) -> int:
             print(write_page(run_dirs, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
-    if args.watch:
-        watch(run_dirs)
     limit = args.fail_on_regression
     return 0 if limit is None or regression_percent(reports) <= limit else 3  # 3 also for NaN

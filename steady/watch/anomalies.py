@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steady.guard import spikes
 from steady.watch.sinks import quantile
 
 # A spike is above the median by this factor and by ten robust standard deviations.
@@ -25,76 +24,46 @@ class Anomaly:
     value: float
     median: float  # of the steps before
     steps: int  # how many of this kind the interval has
-    again: bool = False  # the steps before were not finite either, as was reported
+    again: bool = False  # the interval before had some that were not finite, too
 
     def row(self, found: dict) -> dict:
         """For metrics.jsonl. found: what faults.autopsy returned."""
-        row = dict(anomaly=self.kind, value=self.value, median=self.median, steps=self.steps)
-        return row | dict(rank=self.rank) | found
-
-    def text(self, found: dict) -> str:
-        return describe(self.row(found))
-
-
-def describe(row: dict) -> str:
-    """What a row of metrics.jsonl says of an anomaly."""
-    if row["anomaly"] == "not finite":
-        text = "not finite: loss or gradient; without a finite gradient the update was skipped"
-    else:
-        text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
-    if "positions" in row:
-        first, end = row["positions"]
-        text += f"; rank {row['rank']}, samples {first} to {end - 1}"
-    if row.get("first_bad_layer"):
-        text += f"; first layer whose output is not finite: {row['first_bad_layer']}"
-    return text
+        return dict(anomaly=self.kind, value=self.value, median=self.median, steps=self.steps,
+                    rank=self.rank) | found
 
 
 class AnomalyDetector:
-    """Examines the losses and gradient norms of each log interval.
+    """Examines the losses and gradient norms of each log interval."""
 
-    report: whether to return anomalies, as on rank 0, or only to keep the medians up to date.
-    """
-
-    def __init__(self, report: bool):
-        self.report = report
+    def __init__(self):
         self.recent = {name: deque(maxlen=WINDOW) for name in SPIKE_FACTOR}
-        self.not_finite_since, self.not_finite_steps = None, 0
+        self.was_bad = False
 
-    def add(self, step: int, losses: np.ndarray, norms: np.ndarray, bad: np.ndarray,
-            excess: np.ndarray | tuple = ()) -> tuple[list[Anomaly], list[str]]:
-        """Of the newest steps, up to `step`; and what else to warn of.
+    def add(self, step: int, losses: np.ndarray, norms: np.ndarray,
+            bad: np.ndarray) -> list[Anomaly]:
+        """Of the newest steps, up to `step`.
 
-        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite;
-        excess: [steps] of --skip_spikes, 0 where nothing was skipped.
+        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite.
         """
         steps = np.arange(step - losses.shape[1] + 1, step + 1)
         all_losses = np.where(np.isfinite(losses), losses, np.inf)
         ranks, worst = all_losses.argmax(0), all_losses.max(0)
-        anomalies, texts = [], []
+        found = []
         if bad.any():
             first = int(bad.argmax())
             value = losses[ranks[first], first] if np.isinf(worst[first]) else norms[first]
-            anomalies.append(Anomaly(
-                "not finite", int(steps[first]), int(ranks[first]), float(value), 0.0,
-                int(bad.sum()), again=self.not_finite_since is not None))
-            self.not_finite_since = self.not_finite_since or int(steps[first])
-            self.not_finite_steps += int(bad.sum())
-        elif self.not_finite_since:
-            texts.append(f"finite again; {self.not_finite_steps} steps from step "
-                         f"{self.not_finite_since} on were not, and were skipped")
-            self.not_finite_since, self.not_finite_steps = None, 0
+            found.append(Anomaly("not finite", int(steps[first]), int(ranks[first]), float(value),
+                                 0.0, int(bad.sum()), again=self.was_bad))
+        self.was_bad = bool(bad.any())
         for name, values in (("loss", worst), ("gradient", norms)):
             median, limit = self.usual(name)
             high = ~bad & (values > limit)
             if high.any():
                 i = int(np.where(high, values, -np.inf).argmax())
-                anomalies.append(Anomaly(f"{name} spike", int(steps[i]), int(ranks[i]),
-                                         float(values[i]), median, int(high.sum())))
+                found.append(Anomaly(f"{name} spike", int(steps[i]), int(ranks[i]),
+                                     float(values[i]), median, int(high.sum())))
             self.recent[name].extend(values[~bad].tolist())
-        if np.any(excess):
-            texts.append(spikes.describe(steps, excess, losses.mean(0), norms))
-        return anomalies if self.report else [], texts
+        return found
 
     def usual(self, name: str) -> tuple[float, float]:
         """(median of the newest values, what is a spike: infinity while too few are known)."""

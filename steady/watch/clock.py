@@ -3,7 +3,6 @@
 A host clock only sees when work was queued on a GPU, not when it ran.
 """
 
-import heapq
 import itertools
 import time
 from collections import deque
@@ -28,7 +27,6 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=WINDOW)  # of the newest steps since the last log
-        self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.events = DeviceTimes() if device.type == "cuda" and by_phase else None
 
     def phase(self, name: str) -> str:
@@ -45,12 +43,10 @@ class Clock:
             self.events.mark(name)
         return ended
 
-    def end_step(self, step: int):
+    def end_step(self):
         now = time.perf_counter()
-        ms = (now - self.step_began - self.outside_seconds) * 1e3
+        self.window_ms.append((now - self.step_began - self.outside_seconds) * 1e3)
         self.step_began, self.outside_seconds = now, 0.0
-        self.window_ms.append(ms)
-        heapq.heappushpop(self.slowest, (ms, step))
         if self.events:
             self.events.end()
 
@@ -81,11 +77,6 @@ class Clock:
             ms = ms | dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
             window = self.events.take_steps()
         return ms, window
-
-    def slowest_steps(self) -> list:
-        """[[step, ms]], the slowest first; none on a GPU."""
-        found = [] if self.device.type == "cuda" else sorted(self.slowest, reverse=True)
-        return [[step, round(ms, 3)] for ms, step in found if step]
 
 
 class DeviceTimes:

@@ -5,6 +5,7 @@ is timed at the logs, and the kernel is asked where the time went. All of it bec
 metrics.jsonl, from which steady/watch/causes.py tells the two apart.
 """
 
+import contextlib
 import gc
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 
 from steady import private
 from steady.checkpoints.retry import retry
-from steady.watch import nvml, proc
+from steady.watch import proc
 
 SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
 MOST_THREADS = 16  # that are looked at, the oldest
@@ -73,7 +74,6 @@ class Machine:
         self.looked = False  # whether the last call of `read` did what takes longer
         self.steps_between = 0  # steps since then
         self.probe_us = 0.0  # the newest of the device that trains
-        self.gpu, self.gpu_read = nvml.open_gpu(device), -math.inf
         gc.callbacks.append(self.on_gc)
         self.before = None
         if threading.current_thread() is threading.main_thread():
@@ -106,16 +106,13 @@ class Machine:
         then, old, ran = self.slow_read
         self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
         if self.looked:
-            row |= self.probe.read(self.device)
+            row |= self.probe.read(self.device) | gpu_readings(self.device)
             of_device = "gpu" if self.device.type == "cuda" else "cpu"
             self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
             new, threads = self.counters(), self.threads()
             row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
             row |= busiest(ran, threads, self.steps_between)
             self.slow_read, self.steps_between = (time.perf_counter(), new, threads), 0
-        if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
-            row |= self.gpu.read()
-            self.gpu_read = time.perf_counter()
         return row
 
     def threads(self) -> dict[int, tuple[float, float]]:
@@ -129,14 +126,10 @@ class Machine:
 
     def counters(self) -> dict[str, float]:
         """ms, since the process or the machine began, in which a core was stolen by the hypervisor
-        (mean of all cores), the container had used up its quota, or the main thread waited for a
-        disk (0 where the kernel does not account for delays)."""
+        (mean of all cores), or the container had used up its quota."""
         out = {}
-        cpus, of_process = proc.read("proc/stat").split(), proc.stat_fields("self")
-        if cpus:
+        if cpus := proc.read("proc/stat").split():
             out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
-        if of_process:
-            out["disk_ms"] = int(of_process[39]) * 1e3 / TICKS
         quota = proc.read(self.quota).split() if self.quota else []
         for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
             if name in quota:
@@ -147,6 +140,18 @@ class Machine:
         gc.callbacks.remove(self.on_gc)
         if self.before is not None:
             signal.signal(signal.SIGCONT, self.before)
+
+
+def gpu_readings(device: torch.device) -> dict[str, float]:
+    """Clock, temperature and power, as far as torch's reader (the package nvidia-ml-py) is there
+    and the GPU reports them."""
+    row = {}
+    with contextlib.suppress(Exception):
+        if device.type == "cuda":
+            row["perf/clock_mhz"] = torch.cuda.clock_rate(device)
+            row["machine/gpu_celsius"] = torch.cuda.temperature(device)
+            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
+    return row
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:

@@ -12,29 +12,26 @@ from torch import Tensor, nn
 class Update:
     """Norms before an optimizer step and, by `measure`, after it, without syncing with the device.
 
-    log: (name, tensor). A copy of the weights is kept until then.
+    A copy of the weights is kept until then.
     """
 
-    def __init__(self, shards, log):
+    def __init__(self, shards):
         trained = {name: p for name, p in shards.parameters.items() if p.grad is not None}
         self.names, self.weights = list(trained), [p.detach() for p in trained.values()]
-        self.norms, self.log = shards.norms, log
-        self.write("grad_norm", self.norms([p.grad for p in trained.values()]))
+        self.norms = shards.norms
+        self.grads = self.norms([p.grad for p in trained.values()])
         self.before = [w.clone() for w in self.weights]
 
-    def measure(self):
-        sizes = self.norms(self.before)
-        changes = self.norms(torch._foreach_sub(self.before, self.weights))
-        self.write("param_norm", sizes)
-        self.write("update_ratio", changes, sizes)
-
-    def write(self, name: str, norms: Tensor, of: Tensor | None = None):
-        """Log norms of each layer, as a share of those of `of` where given."""
-        groups = by_layer(self.names, norms)
-        whole = by_layer(self.names, of) if of is not None else {}
-        for group, norm in groups.items():
-            share = norm / whole[group].clamp(min=1e-12) if whole else norm
-            self.log(f"health/{name}{group}", share)
+    def measure(self) -> dict[str, Tensor]:
+        """Norms of gradients and weights, and of the change as a share of the weights."""
+        sizes = by_layer(self.names, self.norms(self.before))
+        changes = by_layer(self.names, self.norms(torch._foreach_sub(self.before, self.weights)))
+        found = {}
+        for layer, grad in by_layer(self.names, self.grads).items():
+            found[f"health/grad_norm{layer}"] = grad
+            found[f"health/param_norm{layer}"] = sizes[layer]
+            found[f"health/update_ratio{layer}"] = changes[layer] / sizes[layer].clamp(min=1e-12)
+        return found
 
 
 def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:

@@ -76,10 +76,8 @@ def available_bytes() -> float:
 
 
 def available_threads(now: int) -> float:
-    """Threads that could still be started, by the cgroup, by the user's limit, by the kernel's."""
-    running = read("proc/loadavg").partition("/")[2]
-    rooms = [number(read("proc/sys/kernel/threads-max")) - (number(running) if running else 0)]
-    rooms.append(soft_limit("RLIMIT_NPROC") - now)  # the user's other processes are not counted
+    """Threads that could still be started, by the user's limit and by the cgroup's."""
+    rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
     for folder in cgroup_folders("pids"):
         used = number(read(folder / "pids.current"))
         rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))

@@ -4,8 +4,6 @@ import os
 import signal
 import time
 
-import torch
-
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.private import untested
 from steady.watch import proc
@@ -74,9 +72,7 @@ def crowded() -> str:
         runnable.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
         time.sleep(0.01)
     others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
-    cores = os.cpu_count()
-    if others < cores:
+    if others < os.cpu_count():
         return ""
-    advice = "; OMP_NUM_THREADS=1 loses least" if torch.get_num_threads() > 1 else ""
-    return (f"load    {others} other threads are running or ready to on {cores} cores: steps will "
-            f"be slow and uneven{advice}")
+    return (f"load    {others} other threads are running or ready to on {os.cpu_count()} cores: "
+            "steps will be slow and uneven; OMP_NUM_THREADS=1 loses least")

@@ -13,20 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from steady.watch import wandb_sink
-from steady.watch.clouds import tensorboard_folder
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
 PHASES = STEP_PHASES + OUTSIDE_PHASES
-
-# TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
-# holds the interpreter's lock: of rows that come faster it gets what training itself is about.
-SECONDS_BETWEEN_TIMES = 1.0
-TIMES = ("perf/", "machine/", "memory/", "goodput/", "disk/")
 
 
 # --- files and TensorBoard -------------------------------------------------------------------
@@ -46,8 +39,7 @@ class Sinks:
         file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open["metrics.jsonl"] = file
         if cfg.tensorboard:
-            folder = tensorboard_folder(cfg, out_dir)
-            self.open["TensorBoard"] = TensorBoard(cfg, folder, start_step + 1)
+            self.open["TensorBoard"] = TensorBoard(cfg, out_dir, start_step + 1)
         if cfg.wandb:
             self.open["W&B"] = wandb_sink.start(out_dir, dataclasses.asdict(cfg))
 
@@ -125,9 +117,8 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
-NESTED = {"end": dict, "order": dict, "slowest": list, "anomaly": str, "runs_out": str, "hang": str,
-          "sample": str, "ranks_ms": list, "profile": dict, "busiest_thread": str,
-          "trace": str}
+NESTED = dict(end=dict, order=dict, profile=dict, ranks_ms=list, anomaly=str, runs_out=str,
+              hang=str, sample=str, busiest_thread=str, trace=str)
 
 
 def known_types(row) -> dict | None:
@@ -151,15 +142,15 @@ def has_known_type(name: str, value) -> bool:
 
 
 class TensorBoard:
-    """A SummaryWriter that continues an earlier process's, with charts and the configuration.
+    """A SummaryWriter that continues an earlier process's.
 
     Opened at the first row: importing it costs 0.2 s, and its thread must not be there when loader
     processes fork.
     """
 
-    def __init__(self, cfg, folder: Path, first_step: int):
-        self.cfg, self.folder, self.first_step = cfg, folder, first_step
-        self.writer, self.times, self.times_written = None, {}, -math.inf
+    def __init__(self, cfg, out_dir: Path, first_step: int):
+        self.cfg, self.first_step, self.writer = cfg, first_step, None
+        self.folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
 
     def open(self):
         from torch.utils.tensorboard import SummaryWriter
@@ -170,31 +161,12 @@ class TensorBoard:
         # interrupted run wrote after the checkpoint that this one started from.
         self.writer = SummaryWriter(self.folder, purge_step=self.first_step, max_queue=10_000,
                                     flush_secs=self.cfg.tensorboard_flush_secs)
-        charts = {
-            "loss": ["train/loss$", "val/loss$"],
-            "throughput": ["perf/tokens_per_second"],
-            "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
-        }
-        if len(self.cfg.data) > 1:
-            charts["loss by dataset"] = ["train/loss/.*", "val/loss/.*"]
-        sections = {"steady": charts}
-        if self.cfg.monitor != "off":  # a chart each: all lines of a run have the same colour
-            sections["phases (ms/step)"] = {
-                name: [f"perf/{name}_ms$"] for name in PHASES
-                if name != "waiting" or dist.is_initialized()}
-        self.writer.add_custom_scalars({
-            section: {title: ["Multiline", tags] for title, tags in content.items()}
-            for section, content in sections.items()})
         settings = dataclasses.asdict(self.cfg)
         self.write_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
 
     def write(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items()
                    if isinstance(v, (int, float)) and not k.startswith("limit/")}
-        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
-        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
-            numbers |= self.times
-            self.times, self.times_written = {}, time.monotonic()
         if numbers:
             if not self.writer:
                 self.open()
@@ -249,15 +221,16 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     busy = own_ms.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
-    probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
-    known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
-    if len(busy) <= MOST_RANKS:
-        known["ranks_ms"] = [round(float(ms), 3) for ms in busy]
-    return known | {
+    row = {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
     }
+    if probes.all():
+        row["perf/slowest_rank_probe"] = probes[slow] / np.median(np.delete(probes, slow))
+    if len(busy) <= MOST_RANKS:
+        row["ranks_ms"] = [round(float(ms), 3) for ms in busy]
+    return row
 
 
 # --- numbers ---------------------------------------------------------------------------------
