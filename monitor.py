@@ -28,8 +28,7 @@ from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
 from steady.watch.anomalies import AnomalyDetector
-from steady.watch.clock import Clock
-from steady.watch.goodput import Goodput
+from steady.watch.clock import Clock, Goodput
 from steady.watch.learning import Learning
 from steady.watch.machine import Machine
 from steady.watch.norms import Update, output_health
@@ -91,7 +90,7 @@ class Monitor:
         # time
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.machine, self.read_step, self.disturbed = Machine(device), start_step, False
+        self.machine, self.disturbed = Machine(device, start_step), False
         self.sampler = self.tracer = None
         if out_dir and cfg.monitor != "off":
             self.sampler, self.tracer = Sampler(self.clock), Tracer(self, out_dir)
@@ -182,14 +181,14 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
         parts = (totals, weights, self.losses, self.grad_norms, self.excess,
-                 [self.machine.probe_us], self.clock.own_ms(step - self.logged_step))
+                 self.clock.own_ms(step - self.logged_step))
         values = on_device([value for part in parts for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(gather(values, names, self.ranks.group).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
         ends = np.cumsum([len(part) for part in parts])[:-1]
-        totals, weights, losses, norms, excess, probes, own = np.split(table, ends, axis=1)
+        totals, weights, losses, norms, excess, own = np.split(table, ends, axis=1)
         self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
         sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
@@ -210,7 +209,7 @@ class Monitor:
             done = self.mixture.order.epochs(self.progress.position)
             for dataset, epochs in zip(self.mixture.datasets, done, strict=True):
                 row[f"train/epochs/{dataset.name}"] = epochs
-        return row | slowest_rank(own, probes[:, 0]), anomalies
+        return row | slowest_rank(own), anomalies
 
     def rates(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
@@ -244,10 +243,9 @@ class Monitor:
         """Of the machine and of memory, since the last log."""
         if self.cfg.monitor == "off":
             return {}
-        row = self.machine.read(step - self.read_step)
-        self.read_step = step
-        if self.machine.looked:
-            row |= self.resources.read()
+        row = self.machine.read(step)
+        if slow := self.machine.read_slowly(step):
+            row |= slow | self.resources.read()
         if self.disturbed or self.resources.allocations:
             row["perf/disturbed"] = 1  # by looking closely: it says nothing of the speed
         self.disturbed = False

@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 
 from steady.checkpoints.sealed import atomic_write
-from steady.watch.goodput import KINDS, seconds_so_far
+from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.report import report
 from steady.watch.sinks import PHASES
 from steady.watch.slowdowns import worth_saying

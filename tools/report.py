@@ -48,7 +48,7 @@ def regression_percent(reports: list[dict]) -> float:
         rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
         return 100 * float(np.max([rates[0] / rate - 1 for rate in rates[1:]]))
     lasting = [event.percent for event in reports[0]["slowdowns"]
-               if event.kind != "work" and event.ended is None and worth_saying(event)]
+               if event.ended is None and worth_saying(event)]
     return max(lasting, default=0.0)
 
 

@@ -19,7 +19,7 @@ COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms"}
-OF_MACHINE = {*WAITS, "slow rank, machine", "clocks", "stopped", "network", "probe"}
+OF_MACHINE = {*WAITS, "clocks", "stopped", "network", "probe"}
 READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
             "machine/gpu_watts": "{:.0f} W"}
 
@@ -98,7 +98,8 @@ def explain(event, before: list[dict], after: list[dict]) -> dict:
         left.take("probe", (ratio - 1) * event.before, [COMMON], ratio=ratio)
     left.take("network", total, ["waiting"])
     of_machine = sum(ms for code, ms, _ in left.explained if code in OF_MACHINE)
-    of_program = total - of_machine - left.ms.get(COMMON, 0.0)
+    unclear = sum(ms for code, ms, _ in left.explained if code == "slow rank")
+    of_program = total - of_machine - unclear - left.ms.get(COMMON, 0.0)
     parts = [*left.explained, ("unexplained", sum(left.ms.values()), {})]
     parts.sort(key=lambda part: -part[1])
     # where what they share is all there is, the phases are those that it lies in
@@ -155,10 +156,8 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
         rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
         votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
         rank, phase = max(set(votes), key=votes.count)
-        probe = new.get("perf/slowest_rank_probe", 0.0)
-        code = "slow rank, machine" if probe > 1 + 0.3 * (ratio - 1) else "slow rank"
-        left.take(code, (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank), ratio=ratio,
-                  phase=OWN_PHASES[int(phase)], probe=probe)
+        left.take("slow rank", (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank),
+                  ratio=ratio, phase=OWN_PHASES[int(phase)])
     if goes_on(after, "machine/stops"):
         left.take("stopped", left.total)
     compute = [name for name in left.ms if name not in ("data", "waiting")]

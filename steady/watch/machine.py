@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -66,18 +65,15 @@ class Probe:
 class Machine:
     """Reads what may explain a slow-down from outside the training loop. Main thread only."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, step: int = 0):
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
-        self.quota = quota_file()
-        self.slow_read = -math.inf, self.counters(), self.threads()
-        self.looked = False  # whether the last call of `read` did what takes longer
-        self.steps_between = 0  # steps since then
-        self.probe_us = 0.0  # the newest of the device that trains
+        self.read_step = self.slow_step = step  # of the newest reading, and of the newest slow one
+        self.slow_read, self.before = -math.inf, (counters(), threads())
         gc.callbacks.append(self.on_gc)
-        self.before = None
+        self.handler = None
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGCONT, self.on_continue)
+            self.handler = signal.signal(signal.SIGCONT, self.on_continue)
 
     def on_gc(self, when: str, info: dict):
         if when == "start":
@@ -88,13 +84,11 @@ class Machine:
     def on_continue(self, *_):
         self.stops += 1
 
-    def read(self, steps: int) -> dict[str, float]:
-        """ms/step over the `steps` since the last call; counts since the process began.
-
-        What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
-        """
+    def read(self, step: int) -> dict[str, float]:
+        """ms/step since the last call; counts since the process began."""
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/gc_ms": gc_seconds / steps * 1e3}
+        row = {"perf/gc_ms": gc_seconds / (step - self.read_step) * 1e3}
+        self.read_step = step
         graphs = private.compilations()
         if graphs is not None:
             row["perf/compilations"] = graphs
@@ -102,44 +96,48 @@ class Machine:
             row["health/retries"] = retry.count
         if self.stops:
             row["machine/stops"] = self.stops
-        self.steps_between += steps
-        then, old, ran = self.slow_read
-        self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
-        if self.looked:
-            row |= self.probe.read(self.device) | gpu_readings(self.device)
-            of_device = "gpu" if self.device.type == "cuda" else "cpu"
-            self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
-            new, threads = self.counters(), self.threads()
-            row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
-            row |= busiest(ran, threads, self.steps_between)
-            self.slow_read, self.steps_between = (time.perf_counter(), new, threads), 0
         return row
 
-    def threads(self) -> dict[int, tuple[float, float]]:
-        """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
-        out = {}
-        for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
-            text = proc.read(f"proc/self/task/{name}/schedstat").split()
-            if len(text) > 1:
-                out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
-        return out
-
-    def counters(self) -> dict[str, float]:
-        """ms, since the process or the machine began, in which a core was stolen by the hypervisor
-        (mean of all cores), or the container had used up its quota."""
-        out = {}
-        if cpus := proc.read("proc/stat").split():
-            out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
-        quota = proc.read(self.quota).split() if self.quota else []
-        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
-            if name in quota:
-                out["throttled_ms"] = int(quota[quota.index(name) + 1]) * in_ms
-        return out
+    def read_slowly(self, step: int) -> dict[str, float]:
+        """What takes longer to read, of the steps since it was read; {} if that was just now."""
+        if time.perf_counter() - self.slow_read < SECONDS_BETWEEN:
+            return {}
+        row = self.probe.read(self.device) | gpu_readings(self.device)
+        (old, ran), steps = self.before, step - self.slow_step
+        self.before = new, now = counters(), threads()
+        row |= {f"machine/{name}": (new[name] - old[name]) / steps for name in new}
+        row |= busiest(ran, now, steps)
+        self.slow_read, self.slow_step = time.perf_counter(), step
+        return row
 
     def close(self):
         gc.callbacks.remove(self.on_gc)
-        if self.before is not None:
-            signal.signal(signal.SIGCONT, self.before)
+        if self.handler is not None:
+            signal.signal(signal.SIGCONT, self.handler)
+
+
+def threads() -> dict[int, np.ndarray]:
+    """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
+    out = {}
+    for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
+        text = proc.read(f"proc/self/task/{name}/schedstat").split()
+        if len(text) > 1:
+            out[int(name)] = np.array([int(text[0]), int(text[1])]) / 1e6
+    return out
+
+
+def counters() -> dict[str, float]:
+    """ms, since the process or the machine began, in which a core was stolen by the hypervisor
+    (mean of all cores), or the container had used up its quota."""
+    out = {}
+    if cpus := proc.read("proc/stat").split():
+        out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
+    for folder in proc.cgroup_folders("cpu"):
+        words = proc.read(folder / "cpu.stat").split()
+        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
+            if name in words and "throttled_ms" not in out:
+                out["throttled_ms"] = int(words[words.index(name) + 1]) * in_ms
+    return out
 
 
 def gpu_readings(device: torch.device) -> dict[str, float]:
@@ -157,18 +155,12 @@ def gpu_readings(device: torch.device) -> dict[str, float]:
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     """ms/step that the thread which waited longest was kept from a core, since the others of an
     operation wait for it; and that a thread of Python's beside the one that trains has computed."""
-    more = {tid: np.subtract(now[tid], before[tid]) / steps for tid in now.keys() & before.keys()}
+    more = {tid: ((now[tid] - before[tid]) / steps).tolist() for tid in now.keys() & before.keys()}
     if not more:
         return {}
-    row = {"perf/cpu_queue_ms": max(float(queued) for _, queued in more.values())}
-    others = [(float(more[thread.native_id][0]), thread.name) for thread in threading.enumerate()
+    row = {"perf/cpu_queue_ms": max(queued for _, queued in more.values())}
+    others = [(more[thread.native_id][0], thread.name) for thread in threading.enumerate()
               if thread is not threading.main_thread() and thread.native_id in more]
     if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row
-
-
-def quota_file() -> Path | None:
-    """cpu.stat of the cgroup of this process, or of one above it; None if there is none."""
-    files = [folder / "cpu.stat" for folder in proc.cgroup_folders("cpu")]
-    return next((file for file in files if "throttled" in proc.read(file)), None)

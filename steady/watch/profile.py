@@ -26,8 +26,8 @@ import torch
 
 SWITCH_SECONDS = 0.0005  # of Python work that a look may miss; Python's own 5 ms hide far more
 SECONDS = 0.1  # between two looks, in the mean
-HURRY, YOUNG = 3, 300  # so many times as often for the first looks, and while a slow-down waits for
-# its line to be known
+HURRY = 3  # times as often while a slow-down waits for its line to be known, and for
+YOUNG = 300  # looks at first
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
@@ -77,9 +77,10 @@ class Sampler:
         found = {}
         for (phase, place), n in taken.most_common():
             lines = found.setdefault(phase, {})
-            name = " < ".join(f"{short(code.co_filename)}:{line} {function_name(code)}"
-                              for code, line in filter(None, place)) or OTHERS
-            name = name if len(lines) < MOST_LINES else OTHERS
+            name = OTHERS
+            if len(lines) < MOST_LINES and place[0]:
+                name = " < ".join(f"{short(code.co_filename)}:{line} {function_name(code)}"
+                                  for code, line in filter(None, place))
             lines[name] = lines.get(name, 0) + n
         return found
 
@@ -132,9 +133,6 @@ class Line:
     place: str  # "FILE:LINE FUNCTION", and "< FILE:LINE FUNCTION" of its caller
     ms: float
     error: float
-
-    def __str__(self) -> str:
-        return f"{self.place}  (±{self.error:.1g}, phase {self.phase})"
 
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:

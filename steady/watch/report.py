@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.watch.goodput import KINDS, seconds_so_far
+from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
 from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector, worth_saying
@@ -125,7 +125,7 @@ def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
     lines = [str(finding) for finding in out["training"]]
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
-    if all(event.kind == "work" for event in shown):
+    if not shown:
         lines.append(out["unjudged"] or "steady: no slow-down found")
     for event in shown:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""

@@ -209,11 +209,10 @@ def put_event_files_in_order(folder: Path):
 MOST_RANKS = 64  # more of them would make a row longer than all its metrics
 
 
-def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
+def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
-    And how much longer its machine takes for a fixed piece of work. own_ms: [ranks, OWN_PHASES];
-    probes: [ranks], 0 if unknown. {} for a single rank, and where the GPU of one has not got to the
+    own_ms: [ranks, OWN_PHASES]. {} for a single rank, and where the GPU of one has not got to the
     end of a step that is timed, as with a log at each step.
     """
     if len(own_ms) == 1 or not own_ms.any(1).all():
@@ -226,8 +225,6 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
     }
-    if probes.all():
-        row["perf/slowest_rank_probe"] = probes[slow] / np.median(np.delete(probes, slow))
     if len(busy) <= MOST_RANKS:
         row["ranks_ms"] = [round(float(ms), 3) for ms in busy]
     return row

@@ -17,6 +17,7 @@ from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
+USUAL = 30  # points before a slow-down that it is compared with
 KEPT = 128  # points that are kept: of each some kilobytes
 CERTAIN_LOOKS = 60  # of the sampler, since it began: with fewer, lines are worth waiting for
 PATIENCE = 32  # points for which they are waited for
@@ -25,14 +26,14 @@ NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
 
 @dataclass(eq=False)
 class SlowDown:
-    """Something that takes longer, or more work, since a step. In ms/step of equal work."""
+    """Something that takes longer since a step. In ms/step of equal work."""
 
     since: int  # the first step, about
     found: int  # the step of the log that found it
     before: float
     after: float
     percent: float  # of a step
-    series: str = COMMON  # of which values: also a phase, or "work"
+    series: str = COMMON  # of which values: also a phase
     since_range: tuple[int, int] = (0, 0)  # where `since` lies with 95 %
     creeps: bool = False  # a gradual rise, not a jump
     phases: list = field(default_factory=list)  # (name, ms/step added), the largest first
@@ -42,8 +43,8 @@ class SlowDown:
 
     @property
     def kind(self) -> str:
-        """"step", "work", or an outside phase."""
-        return "step" if self.series in (COMMON, *STEP_PHASES) else self.series
+        """"step", or an outside phase."""
+        return self.series if self.series in OUTSIDE_PHASES else "step"
 
 
 def worth_saying(event: SlowDown) -> bool:
@@ -213,7 +214,7 @@ class SlowdownDetector:
                 values[name] = total / (point["last"] - since)
                 self.seen[name] = point["last"]
         for name, value in values.items():
-            unit = None if name in ("work", COMMON) else values[COMMON]
+            unit = None if name == COMMON else values[COMMON]
             found = self.levels.setdefault(name, Cusum()).add(point["last"], value, unit)
             if found and found.ended is None:
                 self.begin(found, name)
@@ -240,14 +241,14 @@ class SlowdownDetector:
         common = row["perf/step_ms"] / work - sum(alone.values())
         # what is alone varies by more on a machine that is slower
         alone = {name: value / max(1.0, factor) for name, value in alone.items()}
-        return {"work": work, **alone, COMMON: common}
+        return {**alone, COMMON: common}
 
     def begin(self, event: SlowDown, series: str):
         """Take up a rise of a series, unless it is part of an event that is known."""
         event.series, event.since_range = series, (event.since, event.since)
         points = [p for p in self.points if p["last"] < event.since]
-        self.usual[event] = points[-30:] or [self.points[0]]
-        self.locate(event)
+        self.usual[event] = points[-USUAL:] or [self.points[0]]
+        self.describe(event)
         for other in self.usual:
             if (other is not event and other.kind == event.kind
                     and (other.series in STEP_PHASES) == (series in STEP_PHASES)
@@ -256,7 +257,6 @@ class SlowdownDetector:
                 return
         self.events.append(event)
         self.unsaid.append(event)
-        self.describe(event)
 
     def after(self, event: SlowDown) -> list[dict]:
         """The points since its beginning."""
@@ -264,6 +264,16 @@ class SlowdownDetector:
         if event.ended is not None:
             points = points[:-3]  # it has ended where three of five are normal again
         return [p for p in points if event.since <= p["first"]] or points[-1:]
+
+    def describe(self, event: SlowDown):
+        """Since when, whether it is a jump, the phases and the causes, from all that is known."""
+        if event.ended is None:
+            self.locate(event)
+        usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
+        if event.kind == "step":
+            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
+                                          for p in usual]))
+        vars(event).update(explain(event, usual, self.after(event)))
 
     def locate(self, event: SlowDown):
         """Since when, between which steps that is sure, and whether it is a jump."""
@@ -278,22 +288,12 @@ class SlowdownDetector:
             event.since, event.creeps = points[k]["first"], creeps
             event.since_range = points[low]["first"], points[high]["first"]
 
-    def describe(self, event: SlowDown):
-        """Compute phases and causes from the points before and since."""
-        usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
-        if event.kind == "step":
-            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
-                                          for p in usual]))
-        vars(event).update(explain(event, usual, self.after(event)))
-
     def to_say(self) -> list[SlowDown]:
         """Of the active events those that have become worth saying, once their cause is known or
         there is nothing more to wait for."""
         out, self.waits = [], False
         for event in self.unsaid:
-            if event.kind == "step" and event.found < self.points[-1]["last"]:
-                self.locate(event)
-                self.describe(event)
+            self.describe(event)
             after = self.after(event)
             looks = sum(n for p in after for lines in p["profile"].values() for n in lines.values())
             if 0 < looks < CERTAIN_LOOKS and len(after) <= PATIENCE:
@@ -306,7 +306,5 @@ class SlowdownDetector:
     def finish(self) -> list[SlowDown]:
         """At the end of the rows: all events, from all that is known."""
         for event in self.usual:
-            if event.kind == "step":
-                self.locate(event)
-                self.describe(event)
+            self.describe(event)
         return [*self.events]

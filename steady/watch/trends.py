@@ -158,12 +158,13 @@ class Resources:
             if skipped or name in self.reported or row.get(metric) is None:
                 continue
             used = row[metric] if limit else -row[metric]
-            if not self.samples.setdefault(name, Samples()).add(row["step"], used):
+            samples = self.samples.setdefault(name, Samples())
+            if not samples.add(row["step"], used):
                 continue
             room = self.limits[limit] if limit else 0.0
             if name == "device memory":  # a step needs more than what stays between steps
                 room -= max(0.0, (row.get("memory/peak_gb") or 0.0) - used)
-            steps, values = np.array(self.samples[name].means).T
+            steps, values = np.array(samples.means).T
             growth = trend(steps, values - values[0], room - values[0])
             if growth and growth[2] < self.last_step:
                 since, per_step, at_step = growth

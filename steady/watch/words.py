@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from steady.watch.sinks import STEP_PHASES
 
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
-SLOW_RANK = ("rank {rank} is slow and the others wait for it: its own work takes {ratio:.2f} times "
-             "as long as theirs, mostly because of {phase}")
 CAUSES = {  # code of a Cause → words
-    "work": "longer sequences or a larger batch: more work, not slower",
     "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
     "evaluation": "evaluation, slower or more frequent: see --eval_steps and --eval_interval",
     "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
@@ -23,12 +20,12 @@ CAUSES = {  # code of a Cause → words
                  "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
     "thread": "another thread of this process computes: {name}",
     "line": "{line.place}  (±{line.error:.1g}, phase {line.phase})",
-    "slow rank": SLOW_RANK,
+    "slow rank": "rank {rank} is slow and the others wait for it: its own work takes {ratio:.2f} "
+                 "times as long as theirs, mostly because of {phase}; its machine is slower, or "
+                 "its share of the work is larger",
     "unexplained": "unexplained",
     "passed": "it has passed, or too little is left of it to tell why",
     # of the machine
-    "slow rank, machine": f"{SLOW_RANK}; its machine is the slower one, its probe takes "
-                          "{probe:.2f} times as long",
     "clocks": "lower GPU clocks, by heat or the power limit: {readings}",
     "stopped": "the process is stopped and continued by signals: find out what sends SIGSTOP",
     "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
@@ -89,8 +86,6 @@ def describe_event(event) -> str:
     if high - low > 0.1 * event.since:
         since += f" ({low} to {high})"
     causes = [str(cause) for cause in event.causes]
-    if kind == "work":
-        return f"work per step {event.percent:+.0f}% {since}: {causes[0]}"
     how = "gradually slower" if event.creeps else "slower"
     of_a_step = "" if kind == "step" else " of a step"
     phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event.phases] or ["all phases"])
@@ -103,8 +98,6 @@ def describe_event(event) -> str:
 
 
 def describe_end(event) -> str:
-    if event.kind == "work":
-        return f"work per step is back to what it was before step {event.since}"
     return f"{event.kind} time is back to normal; it was longer since step {event.since}"
 
 
