@@ -77,11 +77,11 @@ class Monitor:
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
+        self.resources, self.anomalies = Resources(cfg, out_dir, device), AnomalyDetector()
         for row in self.sinks.kept:  # of earlier processes, which have said what they found
             self.learning.add(row)
             self.slowdowns.add(row)
-        self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
-        self.anomalies = AnomalyDetector()
+            self.resources.find(row)
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
@@ -243,7 +243,7 @@ class Monitor:
         """Of the machine and of memory, since the last log."""
         if self.cfg.monitor == "off":
             return {}
-        row = self.machine.read(step)
+        row = self.machine.read(step) | self.goodput.row()
         if slow := self.machine.read_slowly(step):
             row |= slow | self.resources.read()
         if self.disturbed or self.resources.allocations:
@@ -251,7 +251,7 @@ class Monitor:
         self.disturbed = False
         if self.sampler and (profile := self.sampler.take()):
             row["profile"] = profile
-        return row | self.goodput.row()
+        return row
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
         """ms per step in each phase, from the host's clock or from CUDA events."""
@@ -272,16 +272,16 @@ class Monitor:
         if not self.out_dir:
             return
         print(self.line(step, row), flush=True)
-        if finding := self.learning.add({"step": step, **row}):
+        row = row | {"step": step}
+        if finding := self.learning.add(row):
             self.warn(step, str(finding))
-        for event in self.slowdowns.add({"step": step, **row}):
-            text = describe_event(event) if event.ended is None else describe_end(event)
+        for event in self.slowdowns.add(row):
+            self.warn(step, describe_event(event) if event.ended is None else describe_end(event))
             if event.kind == "step" and event.ended is None:
                 self.tracer.on_slowdown()
-            self.warn(step, text)
         if self.sampler:
             self.sampler.hurry = self.slowdowns.waits
-        for text in self.resources.warnings({"step": step, **row}):
+        for text in self.resources.warnings(row):
             self.warn(step, text)
             self.write(step, {"runs_out": text})  # for the report
 
@@ -303,7 +303,7 @@ class Monitor:
             print(f"warning: step {step}: {text}", flush=True)
 
     def close(self) -> str:
-        """Write the last row; returns the report of the run, which TensorBoard also shows."""
+        """Write the last row; returns the report of the run."""
         self.goodput.add(self.clock.take_seconds())
         self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.close()
@@ -312,12 +312,9 @@ class Monitor:
         if self.sampler:
             self.sampler.close()
             self.tracer.close()
-        text = ""
-        if self.out_dir:
-            # with what came after the last log; where a process that begins earlier cuts it off
-            self.write(self.last_step, {"end": self.goodput.row()})
-            with contextlib.suppress(OSError):  # metrics.jsonl is gone
-                text = report_text(report(self.out_dir))
-                self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
+        # with what came after the last log; where a process that begins earlier cuts it off
+        self.write(self.last_step, {"end": self.goodput.row()})
         self.sinks.close()
-        return text
+        with contextlib.suppress(OSError):  # metrics.jsonl is gone
+            return report_text(report(self.out_dir)) if self.out_dir else ""
+        return ""

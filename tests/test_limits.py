@@ -32,7 +32,7 @@ def noise(sd=0.02):
 
 def resources_of(last_step=LAST, **options) -> Resources:
     options = dict(save_interval=0) | options
-    resources = Resources(tiny_config(max_steps=last_step, **options), None, CPU, [])
+    resources = Resources(tiny_config(max_steps=last_step, **options), None, CPU)
     resources.limits = LIMITS
     return resources
 

@@ -28,21 +28,12 @@ def describe(run) -> str:
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
-    epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
-    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
-    if len(epochs) > 1:
-        total = sum(d.weight for d in data.datasets)
-        each = zip(data.datasets, epochs, strict=True)
-        sources = ", ".join(f"{d.name} {float(d.weight / total):.1%} ({n})" for d, n in each)
-        sources += f": {si(data.n_tokens)} tokens"
-    sources += "".join(d.describe() for d in data.datasets)
+    weights = sum(d.weight for d in data.datasets)
+    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.describe()}"
+               for d, epochs in zip(data.datasets, data.order.epochs(samples), strict=True)]
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    shares = ""
-    if cfg.batch_size % (ranks.micro_batch * ranks.world_size):
-        least, rest = divmod(cfg.batch_size, ranks.world_size)
-        shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
     lines = [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
@@ -50,11 +41,11 @@ def describe(run) -> str:
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {sources} in {cfg.max_steps} steps, {ranks.workers} loader processes a rank",
+        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens, {ranks.workers} loader "
+        "processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}"
-        f"{shares}, {cfg.optimizer}",
+        f"{ranks.micro_batch}, {cfg.optimizer}",
         f"run     {run.dir.path}",
     ]
     if run.dir.resumed_from:

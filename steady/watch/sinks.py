@@ -39,7 +39,9 @@ class Sinks:
         file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open["metrics.jsonl"] = file
         if cfg.tensorboard:
-            self.open["TensorBoard"] = TensorBoard(cfg, out_dir, start_step + 1)
+            folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+            self.open["TensorBoard"] = TensorBoard(folder, start_step + 1,
+                                                   cfg.tensorboard_flush_secs)
         if cfg.wandb:
             self.open["W&B"] = wandb_sink.start(out_dir, dataclasses.asdict(cfg))
 
@@ -53,9 +55,6 @@ class Sinks:
         line = json.dumps({"step": step, **finite}, default=str) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
-
-    def write_text(self, tag: str, text: str, step: int):
-        self.use("TensorBoard", lambda board: board.write_text(tag, text, step))
 
     def close(self):
         """All but metrics.jsonl, to which the last sample is still to come."""
@@ -148,9 +147,9 @@ class TensorBoard:
     processes fork.
     """
 
-    def __init__(self, cfg, out_dir: Path, first_step: int):
-        self.cfg, self.first_step, self.writer = cfg, first_step, None
-        self.folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+    def __init__(self, folder: Path, first_step: int, flush_secs: int):
+        self.folder, self.first_step, self.flush_secs = folder, first_step, flush_secs
+        self.writer = None
 
     def open(self):
         from torch.utils.tensorboard import SummaryWriter
@@ -160,9 +159,7 @@ class TensorBoard:
         # With the default queue of 10 a slow disk blocks training. purge_step hides what an
         # interrupted run wrote after the checkpoint that this one started from.
         self.writer = SummaryWriter(self.folder, purge_step=self.first_step, max_queue=10_000,
-                                    flush_secs=self.cfg.tensorboard_flush_secs)
-        settings = dataclasses.asdict(self.cfg)
-        self.write_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+                                    flush_secs=self.flush_secs)
 
     def write(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items()
@@ -175,12 +172,8 @@ class TensorBoard:
             # all of them in one event: add_scalar for each takes three times as long
             values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
             self.writer.file_writer.add_summary(Summary(value=values), step)
-        if "sample" in row:
-            self.write_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
-
-    def write_text(self, tag: str, text: str, step: int):
-        if self.writer:
-            self.writer.add_text(tag, text, step)
+        if "sample" in row and self.writer:
+            self.writer.add_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
 
     def close(self):
         if self.writer:

@@ -110,28 +110,22 @@ class Resources:
     """What the monitor asks at its logs: what there is, what will not last, which line keeps it.
 
     settled_step: until here new checkpoints take disk space and none is deleted, which says
-    nothing about later. kept: earlier rows of the run.
+    nothing about later.
     """
 
-    def __init__(self, cfg, run_dir: Path | None, device: torch.device, kept: list[dict]):
+    def __init__(self, cfg, run_dir: Path | None, device: torch.device):
         self.run_dir, self.device, self.last_step = run_dir, device, cfg.max_steps
         self.settled_step = (cfg.keep_checkpoints + 2) * cfg.save_interval
         self.limits, self.samples, self.reported = {}, {}, set()
-        self.allocations = None
-        for row in kept:
-            self.find(row)  # what it returns was said by the earlier process
-        self.begin_process()
-
-    def begin_process(self):
-        """Of the process before only the disk is left."""
-        self.limits = {}
-        self.samples = {k: v for k, v in self.samples.items() if k == "disk space"}
-        self.reported &= {"disk space"}
+        self.limits_read, self.allocations = False, None
 
     def read(self) -> dict[str, float]:
         """Columns of a row: what is used and what is left."""
         found = read_resources(self.device, self.run_dir)
-        return found if self.limits else found | limits(found, self.device)
+        if not self.limits_read:  # now that the loader's processes run
+            self.limits_read = True
+            found |= limits(found, self.device)
+        return found
 
     def warnings(self, row: dict) -> list[str]:
         """What will run out, as a sentence each; some logs later, which line allocates it."""
@@ -148,8 +142,10 @@ class Resources:
     def find(self, row: dict) -> list[Finding]:
         """What is found with this row, each resource once in a process."""
         began = "perf/startup_s" in row
-        if began:
-            self.begin_process()
+        if began:  # a new process: of the one before only the disk is left
+            self.limits = {}
+            self.samples = {k: v for k, v in self.samples.items() if k == "disk space"}
+            self.reported &= {"disk space"}
         self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
         found = []
         for name, (metric, limit, unit) in RESOURCES.items():

@@ -5,8 +5,6 @@ A finding is a code with values, which tests and tools compare; sentences are ma
 
 from dataclasses import dataclass, field
 
-from steady.watch.sinks import STEP_PHASES
-
 DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
 CAUSES = {  # code of a Cause → words
     "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
@@ -37,13 +35,10 @@ CAUSES = {  # code of a Cause → words
     "probe": "the machine is slower, its probe takes {ratio:.2f} times as long: a neighbour on "
              "this host, or lower clocks",
 }
-VERDICTS = {  # (who is to blame, whether all phases share it) → words
-    ("machine", True): "all phases take {:.2f} times as long, in the same proportions: the machine",
-    ("program", True): "all phases take {:.2f} times as long: the program, not the machine",
-    ("unclear", True): "all phases take {:.2f} times as long: the machine or the program",
-    ("machine", False): "the machine, not the program",
-    ("program", False): "the rest of the step is as fast as before: the program, not the machine",
-    ("unclear", False): "the machine or the program: its other phases have changed more",
+VERDICTS = {  # who is to blame → words
+    "machine": "the machine, not the program",
+    "program": "the rest of the step is as fast as before: the program, not the machine",
+    "unclear": "the machine or the program",
 }
 RUNS_OUT = ("runs out at about step {at_step:,} of {last_step:,}, by {rate} since about step "
             "{since:,}")
@@ -93,8 +88,7 @@ def describe_event(event) -> str:
             f"({event.percent:+.0f}%{of_a_step}), {phases}")
     if kind != "step":
         return f"{head}: {causes[0]}"
-    verdict = VERDICTS[event.blames, event.series not in STEP_PHASES]
-    return "\n    ".join([head, *causes, verdict.format(event.after / event.before)])
+    return "\n    ".join([head, *causes, VERDICTS[event.blames]])
 
 
 def describe_end(event) -> str:
