@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,7 @@ import torch
 
 SWITCH_SECONDS = 0.0005  # of Python work that a look may miss; Python's own 5 ms hide far more
 SECONDS = 0.1  # between two looks, in the mean
-HURRY = 3  # times as often while a slow-down waits for its line to be known, and for
-YOUNG = 300  # looks at first
+HURRY = 3  # times as often at first, and while a slow-down waits for its line to be known
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
@@ -45,14 +43,22 @@ class Sampler:
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, code, line, code and line of its caller)
         self.ours = {}  # code → whether its file is worth naming
-        self.looks, self.hurry, self.ended = 0, False, False
+        self.hurry, self.ended = True, False
         self.before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        threading.Thread(target=run, args=(weakref.ref(self),), name="sampler", daemon=True).start()
+        threading.Thread(target=self.run, name="sampler", daemon=True).start()
+
+    def run(self):
+        jitter = random.Random(0).random  # steps may last as long as a pause
+        while not self.ended:
+            # Only where collections are off, as while training: one that begins while CPython makes
+            # frame objects for this thread may let the other one run on, and then it crashes.
+            if not gc.isenabled():
+                self.look(sys._current_frames().get(self.thread_id))
+            time.sleep(SECONDS / (HURRY if self.hurry else 1) * (0.5 + jitter()))
 
     def look(self, frame):
         """Count where the thread is; keeps no frame, and so none of the tensors in it."""
-        self.looks += 1
         inner = self.innermost(frame)
         caller = self.innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
@@ -87,19 +93,6 @@ class Sampler:
     def close(self):
         self.ended = True  # the thread sees it when it wakes up
         sys.setswitchinterval(self.before)
-
-
-def run(sampler: weakref.ref):
-    """Let it look until it is closed, or gone."""
-    jitter = random.Random(0).random  # steps may last as long as a pause
-    while (found := sampler()) and not found.ended:
-        # Only where collections are off, as while training: one that begins while CPython makes
-        # frame objects for this thread may let the other one run on, and then it crashes.
-        if not gc.isenabled():
-            found.look(sys._current_frames().get(found.thread_id))
-        seconds = SECONDS / (HURRY if found.hurry or found.looks < YOUNG else 1)
-        del found
-        time.sleep(seconds * (0.5 + jitter()))
 
 
 def worth_naming(file: str) -> bool:

@@ -17,7 +17,6 @@ from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that say how long each phase takes normally
-USUAL = 30  # points before a slow-down that it is compared with
 KEPT = 128  # points that are kept: of each some kilobytes
 CERTAIN_LOOKS = 60  # of the sampler, since it began: with fewer, lines are worth waiting for
 PATIENCE = 32  # points for which they are waited for
@@ -163,7 +162,7 @@ class SlowdownDetector:
         self.events = deque(maxlen=100)  # also those that ended
         self.usual = {}  # event that lasts → the points before it
         self.unsaid = []  # of these, those that `add` has not returned
-        self.waits = False  # for more looks, to know the cause of an event
+        self.waits = True  # for more looks of the sampler, to know what is normal, or a cause
 
     def add(self, row: dict) -> list[SlowDown]:
         """The events that are worth saying since this row, and those of them that end with it."""
@@ -247,7 +246,10 @@ class SlowdownDetector:
         """Take up a rise of a series, unless it is part of an event that is known."""
         event.series, event.since_range = series, (event.since, event.since)
         points = [p for p in self.points if p["last"] < event.since]
-        self.usual[event] = points[-USUAL:] or [self.points[0]]
+        # the step at which the level below this one began
+        began = max((e.ended or e.since for e in self.events if e.series == series), default=0)
+        level = sum(began < p["first"] for p in points)
+        self.usual[event] = points[-max(BASELINE, level):] or [self.points[0]]
         self.describe(event)
         for other in self.usual:
             if (other is not event and other.kind == event.kind

@@ -23,19 +23,19 @@ class Tracer:
     """
 
     def __init__(self, monitor, out_dir: Path):
-        self.monitor, self.folder, self.wanted, self.warned = monitor, out_dir / "traces", False, 0
-        self.profiler, self.first = None, 0
-        self.before = None
+        self.monitor, self.folder = monitor, out_dir / "traces"
+        self.wanted = self.warned = False
+        self.profiler, self.first, self.handler = None, 0, None
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGUSR2, self.on_signal)
+            self.handler = signal.signal(signal.SIGUSR2, self.want)
 
-    def on_signal(self, *_):
+    def want(self, *_):
         self.wanted = True
 
     def on_slowdown(self):
         """The first of a process is traced."""
-        self.wanted, self.warned = self.wanted or not self.warned, 1
+        self.wanted, self.warned = self.wanted or not self.warned, True
 
     @property
     def busy(self) -> bool:
@@ -66,5 +66,5 @@ class Tracer:
     def close(self):
         if self.profiler:
             self.profiler.stop()
-        if self.before is not None:
-            signal.signal(signal.SIGUSR2, self.before)
+        if self.handler is not None:
+            signal.signal(signal.SIGUSR2, self.handler)
