@@ -27,16 +27,14 @@ from steady.options import due
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
-from steady.watch.anomalies import AnomalyDetector
 from steady.watch.clock import Clock, Goodput
-from steady.watch.learning import Learning
+from steady.watch.evaluation import Update, output_health
+from steady.watch.learning import AnomalyDetector, Learning
 from steady.watch.machine import Machine
-from steady.watch.norms import Update, output_health
-from steady.watch.profile import Sampler
+from steady.watch.profile import Sampler, Tracer
 from steady.watch.report import report, report_text
 from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
 from steady.watch.slowdowns import SlowdownDetector
-from steady.watch.trace import Tracer
 from steady.watch.trends import Resources
 from steady.watch.words import describe_anomaly, describe_end, describe_event
 

@@ -23,7 +23,7 @@ from steady.tokens.files import IGNORE, TokenWriter
 from steady.tokens.order import mixture_pattern
 from steady.tokens.packing import boundaries, pack
 from steady.tokens.tokenizers import byte_tokenizer
-from steady.watch.norms import output_health
+from steady.watch.evaluation import output_health
 from tools import prepare
 
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ from steady.models import device as devices
 from steady.ranks import parallel
 from steady.ranks.muon import Muon
 from steady.tokens.files import TokenWriter
-from steady.watch import anomalies
+from steady.watch import learning
 from tools import prepare
 
 
@@ -755,7 +755,7 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, caps
         return data.Batch(torch.randint_like(found[0].int(), 257)) if start == 8 * 60 else found
 
     monkeypatch.setattr(data.Mixture, "batch", batch)
-    monkeypatch.setattr(anomalies, "WINDOW", 30)
+    monkeypatch.setattr(learning, "WINDOW", 30)
     output = run("--max_steps", 80, "--log_interval", 20, "--out_dir", "r", "--optimizer", "adamw",
                "--learning_rate", 3e-3)
     spikes = [row for row in rows(tmp_path / "r") if "anomaly" in row]

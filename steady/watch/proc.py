@@ -31,9 +31,6 @@ def stat_fields(pid: int | str) -> list[str]:
     return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
 
 
-# --- a process -------------------------------------------------------------------------------
-
-
 def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
     """Resident memory of a process, with or without the files it has mapped (token files, say).
 
@@ -54,9 +51,6 @@ def process_age_seconds() -> float:
         return 0.0
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
-# --- what is left ----------------------------------------------------------------------------
 
 
 def available_bytes() -> float:

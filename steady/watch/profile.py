@@ -9,9 +9,12 @@ A look takes 0.05 to 0.13 ms of a core, most of it to be woken up: 0.1 % of the 
 while a call into C keeps Python's lock, but still finds the line of that call.
 """
 
+import contextlib
 import gc
 import math
+import os
 import random
+import signal
 import sys
 import sysconfig
 import threading
@@ -22,6 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from steady import private
 
 SWITCH_SECONDS = 0.0005  # of Python work that a look may miss; Python's own 5 ms hide far more
 SECONDS = 0.1  # between two looks, in the mean
@@ -30,6 +36,7 @@ LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
 MIN_LOOKS = 8  # at a phase that became longer, to say anything of its lines
+TRACED_STEPS, MOST_TRACES = 3, 5
 HERE = str(Path(__file__).parent)  # what measures
 FOREIGN = (*(str(Path(module.__file__).parent) for module in (torch, np)), HERE, "<",
            "/tmp/torchinductor")
@@ -113,6 +120,65 @@ def short(file: str) -> str:
     """A path as it is shown: from the repository, or its last two parts."""
     path = Path(file)
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:]))
+
+
+# --- tracing ---------------------------------------------------------------------------------
+
+
+class Tracer:
+    """A trace of three steps, by torch.profiler: at the first slow-down that is said, and on
+    SIGUSR2. traces/step_N.json of the run directory; https://ui.perfetto.dev opens it.
+
+    Records steps from the one after `wanted` is set; `step` is called after each while `busy`.
+    monitor: gives the phase, and writes where the trace is.
+    """
+
+    def __init__(self, monitor, out_dir: Path):
+        self.monitor, self.folder = monitor, out_dir / "traces"
+        self.wanted = self.warned = False
+        self.profiler, self.first, self.handler = None, 0, None
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+        if threading.current_thread() is threading.main_thread():
+            self.handler = signal.signal(signal.SIGUSR2, self.want)
+
+    def want(self, *_):
+        self.wanted = True
+
+    def on_slowdown(self):
+        """The first of a process is traced."""
+        self.wanted, self.warned = self.wanted or not self.warned, True
+
+    @property
+    def busy(self) -> bool:
+        return self.wanted or self.profiler is not None
+
+    def step(self, step: int):
+        """Begin or end a trace."""
+        previous = self.monitor.phase("logging")
+        if self.profiler is None:
+            self.wanted = False
+            few = len(list(self.folder.glob("step_*.json"))) < MOST_TRACES
+            if few and not private.is_profiling():  # a fork may profile by itself
+                activities = [ProfilerActivity.CPU]
+                activities += [ProfilerActivity.CUDA] * (self.monitor.device.type == "cuda")
+                self.profiler, self.first = profile(activities=activities), step + 1
+                self.profiler.start()
+        elif step >= self.first + TRACED_STEPS - 1:
+            profiler, self.profiler = self.profiler, None
+            profiler.stop()
+            file = self.folder / f"step_{self.first}.json"
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+                self.folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(file))
+                print(f"step {step}: a trace of {TRACED_STEPS} steps is in {file}", flush=True)
+                self.monitor.write(step, {"trace": str(file)})
+        self.monitor.phase(previous)
+
+    def close(self):
+        if self.profiler:
+            self.profiler.stop()
+        if self.handler is not None:
+            signal.signal(signal.SIGUSR2, self.handler)
 
 
 # --- comparing -------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
 
 import contextlib
-import math
 import re
 from array import array
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
-from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector, worth_saying
+from steady.watch.slowdowns import SlowdownDetector, worth_saying
 from steady.watch.words import DATA_ADVICE, describe_event
 
 FIGURES = ("train/loss", "val/loss", "val/bits_per_byte", "perf/step_ms_p95", "perf/mfu",
@@ -37,7 +36,7 @@ def report(run_dir: Path, also=None) -> dict:
     # of the rows no more is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
     happened = {kind: [] for kind in ("hang", "runs_out", "trace", "anomaly")}
-    last_log, interval = None, 1
+    last_log = None
     newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if also:
@@ -59,7 +58,6 @@ def report(run_dir: Path, also=None) -> dict:
                 rates.append(row["perf/tokens_per_second"])
             for name in ms if last_log is not None else ():
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
-        interval = max(interval, row["step"] - (last_log or 0))
         last_log = row["step"]
     if medians:
         tenth = max(1, len(medians) // 10)
@@ -76,7 +74,7 @@ def report(run_dir: Path, also=None) -> dict:
         step=newest,
         training=learning.findings(),
         slowdowns=detector.finish(),
-        unjudged=why_unjudged(detector, len(medians), interval),
+        judged=bool(detector.normal),
         hangs=happened["hang"],
         runs_out=happened["runs_out"],
         anomalies=happened["anomaly"],
@@ -97,17 +95,6 @@ def vocab_size(run_dir: Path) -> int | None:
     return None
 
 
-def why_unjudged(detector: SlowdownDetector, logs: int, interval: int) -> str:
-    """Why the speed cannot be judged after so many logs, each of so many steps; "" if it can."""
-    if detector.normal:
-        return ""
-    if logs and detector.tflop is None:
-        return "speed not judged: the logs have no times of phases"
-    needed = logs + (BASELINE - len(detector.points)) * math.ceil(MIN_STEPS / interval)
-    needs = f", needs {needed}" if logs else ""  # else the log interval is unknown
-    return f"run too short to judge speed ({logs} logs{needs})"
-
-
 def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
     """Wall time since the run began, by kind; training split over phases in proportion to ms."""
     measured = sum(ms.values())
@@ -126,7 +113,8 @@ def verdict(out: dict) -> list[str]:
     lines = [str(finding) for finding in out["training"]]
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if not shown:
-        lines.append(out["unjudged"] or "steady: no slow-down found")
+        lines.append("steady: no slow-down found" if out["judged"] else
+                     "too few logs with times of phases to judge the speed")
     for event in shown:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
         lines.append(describe_event(event) + ended)
