@@ -116,12 +116,6 @@ def test_a_slower_program_is_not_a_slower_machine():
     assert event.blames == "unclear" and codes(event) == ["unexplained"]
 
 
-def test_a_slower_machine_and_a_slower_program_at_once():
-    events = detect(made(factor=1.25, wobbles=0.03, phase="optimizer", share=0.25))[0]
-    assert any(name == "optimizer" for event in events for name, _ in event.phases)
-    assert {"probe", "unexplained"} <= {code for event in events for code in codes(event)}
-
-
 def test_a_second_change_on_top_of_the_first_is_found():
     rows = made(wobbles=0.05, phase="forward", share=0.2)
     for row in rows[90:]:
@@ -172,14 +166,6 @@ def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
     (event,) = detect(rows)[0]
     assert event.blames == "program" and codes(event) == ["unexplained", "contention"]
     assert 0.8 <= event.causes[0].ms / (event.after - event.before) < 0.9, event
-
-
-def test_lower_clocks_do_not_explain_what_the_gpu_has_no_part_in():
-    """A GPU that waits for the loop may lower them itself."""
-    rows = made(phase="other", share=0.5, wobbles=0.02,
-                more=lambda late: {"perf/clock_mhz": 1200 if late else 1900})
-    (event,) = of_program(detect(rows)[0])
-    assert event.phases[0][0] == "other" and codes(event) == ["unexplained"]
 
 
 @pytest.mark.parametrize("more, readings", [
@@ -240,10 +226,10 @@ def test_change_points():
 def test_the_machine_is_read():
     reader = machine.Machine(torch.device("cpu"))
     try:
-        assert "machine/cpu_probe_us" in reader.read_slowly(1)
-        assert reader.read_slowly(2) == {}  # not at every log
-        reader.slow_read -= 1
-        row = reader.read_slowly(3)
+        assert "machine/cpu_probe_us" in reader.read(1)
+        assert "machine/cpu_probe_us" not in reader.read(2)  # not at every log
+        reader.slow_read = -1e9, *reader.slow_read[1:]
+        row = reader.read(3)
         assert row["machine/cpu_probe_us"] > 0 and row["machine/steal_ms"] >= 0
     finally:
         reader.close()
@@ -286,32 +272,6 @@ def test_rare_slow_steps_that_stop_are_no_slow_down():
 def test_what_happened_once_does_not_make_all_steps_slower(column):
     (event,) = detect(made(wobbles=0.02, factor=1.3, more=lambda late: {column: 1 + late}))[0]
     assert event.blames == "machine" and codes(event)[0] == "probe"
-
-
-@pytest.mark.parametrize("column, value", [
-    ("machine/steal_ms", 3.0), ("perf/compilations", 1)])
-def test_columns_that_are_new_explain_nothing(column, value):
-    """As in a run that an older version began."""
-    rows = made(wobbles=0.02, phase="forward", share=0.2)
-    for row in rows[PLANTED:]:
-        row[column] = value
-    (event,) = of_program(detect(rows)[0])
-    assert codes(event) == ["unexplained"]
-
-
-def test_a_slow_down_that_creeps_to_be_worth_a_word_is_said():
-    rows = made(wobbles=0.01, logs=200)
-    for i, row in enumerate(rows):
-        factor = 1 + 0.9 * max(0, i - PLANTED) / 140
-        for name in row:
-            if name.endswith(("_ms", "_us", "_median")):
-                row[name] *= factor
-        row["perf/tflops"] = 1 / row["perf/step_ms"]
-    detector, said = SlowdownDetector(), []
-    for row in rows:
-        said += [(event.series, row["step"]) for event in detector.add(row)
-                 if worth_saying(event)]
-    assert said, "never warned of"
 
 
 @pytest.mark.parametrize("name", ["perf/tflops", "perf/step_ms", "perf/logging_ms",

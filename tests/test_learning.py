@@ -4,9 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import column
 
-import data
 import train
 from steady.watch.learning import Learning
 from steady.watch.report import report
@@ -120,15 +118,6 @@ def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch
     assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 0
     assert "training                                    ok              diverged\n" in (
         capsys.readouterr().out)
-
-
-def test_perplexity_beyond_floats_is_infinite(run, tmp_path, monkeypatch):
-    plain = data.Batch.add_by_dataset
-    monkeypatch.setattr(data.Batch, "add_by_dataset",
-                        lambda batch, totals, losses: plain(batch, totals, losses + 710))
-    printed = run("--out_dir", "r")
-    assert "| perplexity inf |" in printed
-    assert column(tmp_path / "r", "val/perplexity")[12] is None
 
 
 def test_numbers_of_the_log_line_are_short():

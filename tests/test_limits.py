@@ -65,16 +65,6 @@ def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
     assert "B/step since about step 1" in str(finding)
 
 
-@pytest.mark.parametrize("warmup", [
-    lambda s: 1 - np.exp(-s / 100),
-    lambda s: 0.5 * (s >= 100) + 0.5 * (s >= 500) + 0.5 * (s >= 1000),
-], ids=["caches fill", "first evaluation and checkpoints"])
-def test_a_leak_after_a_warm_up_is_found(warmup):
-    [finding] = watch(lambda s: 1 + warmup(s) + 0.0003 * max(0, s - 2000) + noise())
-    assert abs(finding.since - 2000) < 1000  # a quarter of what was seen since
-    assert finding.values["per_step"] == pytest.approx(0.0003, rel=0.1)
-
-
 def test_a_leak_that_begins_late_is_found_and_does_not_count_what_was_before():
     [finding] = watch(lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), rows=2000)
     assert abs(finding.since - 9000) < 300
@@ -103,14 +93,6 @@ def test_what_a_step_needs_of_the_device_counts():
     [finding] = watch(lambda s: 10 + 0.01 * s, "memory/allocated_gb",
                       also=lambda s: {"memory/peak_gb": 40 + 0.01 * s})
     assert finding.values["at_step"] == pytest.approx(4000, rel=0.02)
-
-
-def test_rows_that_lack_a_resource_are_passed_over():
-    resources, found = resources_of(), []
-    for s in range(1, 4000):
-        row = {"step": s, "val/loss": 1.0, HOST: leak(s) if s % 10 == 0 else None}
-        found += resources.find({"step": s, "anomaly": "loss"}) + resources.find(row)
-    assert len(found) == 1
 
 
 # --- no alarm ---
@@ -148,10 +130,6 @@ def test_growth_that_reaches_the_limit_only_after_the_last_step_is_no_alarm():
     assert watch(lambda s: 2 + 0.00005 * s + noise(), rows=3000, every=33) == []
     [finding] = watch(lambda s: 2 + 0.000075 * s + noise(), rows=3000, every=33)
     assert finding.values["at_step"] == pytest.approx(80_000, rel=0.05)
-
-
-def test_growth_that_was_seen_for_a_short_time_is_not_continued_for_long():
-    assert watch(lambda s: 1 + 0.001 * s, rows=100) == []  # it would take six times as long
 
 
 def test_the_first_checkpoints_are_no_alarm():
@@ -283,12 +261,6 @@ def test_what_kept_a_process_from_running(root, line):
     assert machine.counters() == {"steal_ms": 80 * tick, "throttled_ms": pytest.approx(7)}
     (root / "proc/stat").unlink()
     assert "steal_ms" not in machine.counters()
-
-
-def test_the_limit_of_the_device_is_what_others_leave(root, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 * 10**9)
-    assert limits.limits({}, torch.device("cuda"))["limit/device_gb"] == 70
 
 
 # --- which line it is ---

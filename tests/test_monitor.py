@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import json
-import mmap
-import multiprocessing
 import pickle
 import re
 import time
@@ -24,11 +22,10 @@ from steady.ranks.parallel import Shards
 from steady.watch import clock as clocks
 from steady.watch import machine, profile
 from steady.watch import sinks as telemetry
-from steady.watch import trends as limits
 from steady.watch.clock import DeviceTimes
 from steady.watch.learning import AnomalyDetector
 from steady.watch.report import report
-from steady.watch.sinks import duration, open_metrics, si
+from steady.watch.sinks import open_metrics
 
 CPU = torch.device("cpu")
 
@@ -265,56 +262,6 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
 
 
-def test_the_garbage_collector_is_timed(monkeypatch):
-    clock = Clock(monkeypatch)
-
-    def collect_for_20_ms(when, info):
-        clock.advance(0.02 * (when == "stop"))
-
-    gc.disable()
-    gc.callbacks.append(collect_for_20_ms)
-    signals = machine.Machine(CPU)
-    try:
-        gc.collect()
-        assert signals.read(step=4)["perf/gc_ms"] == pytest.approx(5)
-        assert signals.read(step=8)["perf/gc_ms"] == 0
-    finally:
-        signals.close()
-        gc.callbacks.remove(collect_for_20_ms)
-        gc.enable()
-    assert signals.on_gc not in gc.callbacks
-
-
-def test_the_memory_of_loader_processes_is_their_own(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    path = tmp_path / "train.bin"
-    path.write_bytes(bytes(10**8))
-
-    def memory_beside(size):
-        def work():
-            tokens = np.memmap(path, np.uint8, "r")  # which all processes share
-            assert not tokens.any()  # so all of it is in memory
-            # not from the heap, which keeps what was freed
-            block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            np.frombuffer(block, np.uint8)[:] = 1
-            ready.set()
-            end.wait()
-
-        ready, end = fork.Event(), fork.Event()
-        process = fork.Process(target=work, daemon=True)
-        process.start()
-        assert ready.wait(60)
-        found = limits.read_resources(CPU, tmp_path)
-        end.set()
-        process.join()
-        return found
-
-    without, found = memory_beside(1), memory_beside(10**8)
-    grown = found["memory/host_anonymous_gb"] - without["memory/host_anonymous_gb"]
-    assert grown == pytest.approx(0.1, abs=0.02)
-    assert found["memory/host_rss_gb"] > 0.05 and found["memory/open_files"] > 2
-
-
 # --- metrics ---
 
 
@@ -400,13 +347,6 @@ def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
     assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
     assert row["perf/padding_fraction"] == 0.75
     assert "padding is 75% of the tokens computed: --data_mode packed" in m.close()
-
-
-def test_numbers_for_people():
-    assert [si(x) for x in (0.5, 12, 1234, 1234567, 1.5e9)] == [
-        "0.5", "12", "1.23k", "1.23M", "1.5G",
-    ]
-    assert duration(59.6) == "1m00s" and duration(3700) == "1h01m" and duration(5) == "5s"
 
 
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):

@@ -100,15 +100,6 @@ def test_it_looks_until_it_is_closed(monkeypatch):
     wait_until(lambda: not thread.is_alive())
 
 
-def test_a_row_holds_few_lines(sampler):
-    frame = sys._getframe()
-    for n in range(40):
-        sampler.counts["data", ((frame.f_code, n), None)] = 100 - n
-    lines = sampler.take()["data"]
-    assert len(lines) == profile.MOST_LINES + 1 and sum(lines.values()) == sum(range(61, 101))
-    assert OTHERS in lines and ":0 " in next(iter(lines))
-
-
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "LEAST", 1)

@@ -68,8 +68,8 @@ class Machine:
     def __init__(self, device: torch.device, step: int = 0):
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
-        self.read_step = self.slow_step = step  # of the newest reading, and of the newest slow one
-        self.slow_read, self.before = -math.inf, (counters(), threads())
+        self.read_step = step
+        self.slow_read = -math.inf, step, counters(), threads()
         gc.callbacks.append(self.on_gc)
         self.handler = None
         if threading.current_thread() is threading.main_thread():
@@ -85,7 +85,10 @@ class Machine:
         self.stops += 1
 
     def read(self, step: int) -> dict[str, float]:
-        """ms/step since the last call; counts since the process began."""
+        """ms/step since the last call; counts since the process began.
+
+        What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
+        """
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
         row = {"perf/gc_ms": gc_seconds / (step - self.read_step) * 1e3}
         self.read_step = step
@@ -96,18 +99,14 @@ class Machine:
             row["health/retries"] = retry.count
         if self.stops:
             row["machine/stops"] = self.stops
-        return row
-
-    def read_slowly(self, step: int) -> dict[str, float]:
-        """What takes longer to read, of the steps since it was read; {} if that was just now."""
-        if time.perf_counter() - self.slow_read < SECONDS_BETWEEN:
-            return {}
-        row = self.probe.read(self.device) | gpu_readings(self.device)
-        (old, ran), steps = self.before, step - self.slow_step
-        self.before = new, now = counters(), threads()
-        row |= {f"machine/{name}": (new[name] - old[name]) / steps for name in new}
-        row |= busiest(ran, now, steps)
-        self.slow_read, self.slow_step = time.perf_counter(), step
+        then, before, old, ran = self.slow_read
+        if time.perf_counter() - then < SECONDS_BETWEEN:
+            return row
+        new, now = counters(), threads()
+        row |= {f"machine/{name}": (new[name] - old[name]) / (step - before) for name in new}
+        row |= busiest(ran, now, step - before)
+        row |= self.probe.read(self.device) | gpu_readings(self.device)
+        self.slow_read = time.perf_counter(), step, new, now
         return row
 
     def close(self):

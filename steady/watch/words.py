@@ -76,17 +76,13 @@ class Finding:
 
 def describe_event(event) -> str:
     """Since when something takes longer, by how much, in which phases, why, and whose fault."""
-    kind, since = event.kind, f"since about step {event.since}"
-    low, high = event.since_range
-    if high - low > 0.1 * event.since:
-        since += f" ({low} to {high})"
     causes = [str(cause) for cause in event.causes]
     how = "gradually slower" if event.creeps else "slower"
-    of_a_step = "" if kind == "step" else " of a step"
+    of_a_step = "" if event.kind == "step" else " of a step"
     phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event.phases] or ["all phases"])
-    head = (f"{kind} {how} {since}: {event.before:.3g} -> {event.after:.3g} ms/step "
-            f"({event.percent:+.0f}%{of_a_step}), {phases}")
-    if kind != "step":
+    head = (f"{event.kind} {how} since about step {event.since}: {event.before:.3g} -> "
+            f"{event.after:.3g} ms/step ({event.percent:+.0f}%{of_a_step}), {phases}")
+    if event.kind != "step":
         return f"{head}: {causes[0]}"
     return "\n    ".join([head, *causes, VERDICTS[event.blames]])
 
