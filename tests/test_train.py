@@ -320,7 +320,8 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     run("--data", "a", *common, "--max_steps", 2, "--save_interval", 1, "--out_dir", "s", bare=True)
     flags = ["--out_dir", "s", "--auto_resume", "--allow_change", "batch_size", "--batch_size", 2,
              "--epochs", 1]
-    assert "1.00 epochs in 4 steps" in run(*flags, bare=True)
+    told = run(*flags, bare=True)
+    assert "(1.00 epochs)" in told and "tokens in 4 steps" in told
     assert list_checkpoints(tmp_path / "s/checkpoints")[-1].name == "step_00000004.pt"
     assert "already finished (4 steps)" in run(*flags, bare=True)
 
@@ -738,7 +739,7 @@ def test_a_non_finite_loss_on_one_rank_is_skipped_and_reported(run, tmp_path, mo
     assert row["positions"] == [5 * 8 + 4, 6 * 8] and row["datasets"] == ["corpus0"]
     assert row["first_bad_layer"] is None  # samples and weights are sound
     assert column(tmp_path / "r", "health/nonfinite_steps") == {1: 0, 4: 0, 8: 2, 12: 0}
-    assert "warning: step 6: not finite" in output and "finite again; 2 steps from step 6" in output
+    assert "warning: step 6: not finite" in output
     assert column(tmp_path / "r", "val/loss")[12] < 6
 
 

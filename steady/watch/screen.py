@@ -41,8 +41,8 @@ def describe(run) -> str:
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens, {ranks.workers} loader "
-        "processes a rank",
+        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {cfg.max_steps} steps, "
+        f"{ranks.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}, {cfg.optimizer}",
