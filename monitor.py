@@ -285,10 +285,11 @@ class Monitor:
 
     def report(self, anomaly, found: dict):
         """A row and a warning of an anomaly; found: what faults.autopsy returned."""
-        self.write(anomaly.step, anomaly.row(found))
+        step, row = anomaly.step, anomaly.row(found)
+        self.write(step, row)
         if not anomaly.again:
-            self.warn(anomaly.step, f"{describe_anomaly(anomaly.row(found))}; see python data.py "
-                                    f"show {self.out_dir} {anomaly.step}")
+            self.warn(step, f"{describe_anomaly(row)}; see python data.py show "
+                            f"{self.out_dir} {step}")
 
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps

@@ -135,15 +135,6 @@ def test_what_began_long_ago_keeps_its_beginning():
     assert [e for e in events if worth_saying(e)] == [event]  # not the machine's 5 % up and down
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("creeps", [True, False])
-def test_a_jump_is_no_creep(share, creeps):
-    for seed in range(5):
-        events = of_program(detect(made(seed, phase="other", share=share, creeps=creeps,
-                                        wobbles=0.1))[0])
-        assert events[-1].creeps == creeps, (seed, events)
-
-
 @pytest.mark.parametrize("column, ms, cause", [
     ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
     ("perf/cpu_queue_ms", 8, "contention"), ("machine/stops", 5, "stopped"),

@@ -38,14 +38,6 @@ def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
     assert "trace of three steps" in told
 
 
-def test_traces_stay_few(run, tmp_path, signalled, monkeypatch):
-    signalled([1, 5, 9])
-    monkeypatch.setattr(profile, "MOST_TRACES", 2)
-    run("--out_dir", "r")
-    assert sorted(file.name for file in (tmp_path / "r/traces").iterdir()) == [
-        "step_2.json", "step_6.json"]
-
-
 def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
     signalled([2])
     (tmp_path / "r").mkdir()

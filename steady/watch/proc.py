@@ -36,12 +36,8 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
 
     0 if it has ended or the system does not say.
     """
-    pages = read(f"proc/{pid}/statm").split()
-    if pages:
-        return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
-    if pid != "self":
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
+    pages = read(f"proc/{pid}/statm").split() or (0, 0, 0)
+    return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_age_seconds() -> float:

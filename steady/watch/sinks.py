@@ -22,9 +22,6 @@ OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not p
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 
 
-# --- files and TensorBoard -------------------------------------------------------------------
-
-
 class Sinks:
     """metrics.jsonl, TensorBoard, Weights & Biases. A sink that fails is given up with one warning.
 
@@ -196,12 +193,6 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-# --- ranks -----------------------------------------------------------------------------------
-
-
-MOST_RANKS = 64  # more of them would make a row longer than all its metrics
-
-
 def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
@@ -213,17 +204,12 @@ def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
     busy = own_ms.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
-    row = {
+    return {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
+        "ranks_ms": [round(float(ms), 3) for ms in busy],
     }
-    if len(busy) <= MOST_RANKS:
-        row["ranks_ms"] = [round(float(ms), 3) for ms in busy]
-    return row
-
-
-# --- numbers ---------------------------------------------------------------------------------
 
 
 def plain(value):

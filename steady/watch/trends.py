@@ -43,8 +43,9 @@ RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, 
 
 def read_resources(device: torch.device, run_dir: Path | None) -> dict[str, float]:
     """GB and counts that are used or free now; what is unknown is left out."""
-    row = {"memory/host_rss_gb": proc.rss_bytes() / 1e9}
+    row = {}
     if proc.read("proc/self/statm"):
+        row["memory/host_rss_gb"] = proc.rss_bytes() / 1e9
         pids = "self", *(worker.pid for worker in multiprocessing.active_children())
         own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
         row["memory/host_anonymous_gb"] = own / 1e9
