@@ -236,7 +236,7 @@ class Config:
         350.0, "GB/s between devices, for --estimate (default: NVLink of an H100)", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "folder for them (default: out_dir/tensorboard, or a cloud's)", metavar="DIR")
+        None, "folder for them (default: out_dir/tensorboard)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1, at_most=10**6)
     wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")

@@ -21,24 +21,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import Config
+from steady.guard import spikes
 from steady.guard.deadline import UNKNOWN
 from steady.models.device import peak_flops
 from steady.options import due
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
-from steady.watch.anomalies import AnomalyDetector
-from steady.watch.clock import Clock
-from steady.watch.goodput import Goodput
-from steady.watch.learning import Learning
+from steady.watch.clock import Clock, Goodput
+from steady.watch.evaluation import Update, output_health
+from steady.watch.learning import AnomalyDetector, Learning
 from steady.watch.machine import Machine
-from steady.watch.norms import Update, output_health
-from steady.watch.profile import Sampler
-from steady.watch.report import describe_end, describe_event, report, report_text
+from steady.watch.profile import Sampler, Tracer
+from steady.watch.report import report, report_text
 from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
 from steady.watch.slowdowns import SlowdownDetector
-from steady.watch.trace import Tracer
 from steady.watch.trends import Resources
+from steady.watch.words import describe_anomaly, describe_end, describe_event
 
 LINE = {  # what the log line shows besides the step
     "train/loss": "loss {:.4f}",
@@ -54,8 +53,6 @@ LINE = {  # what the log line shows besides the step
     "health/update_ratio": "update {:.1e}",
     "health/output_entropy": "entropy {:.2f}",
 }
-FULL_LINE = {f"perf/{name}_ms": f"{name} {{:.1f}}" for name in PHASES}
-FULL_LINE["health/param_norm"] = "weights {:.1f}"
 
 
 class Monitor:
@@ -79,12 +76,11 @@ class Monitor:
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
+        self.resources, self.anomalies = Resources(cfg, out_dir, device), AnomalyDetector()
         for row in self.sinks.kept:  # of earlier processes, which have said what they found
             self.learning.add(row)
             self.slowdowns.add(row)
-        self.resources = Resources(cfg, out_dir, device, self.sinks.kept)
-        # an autopsy takes all ranks where they hold shards
-        self.anomalies = AnomalyDetector(bool(out_dir) or ranks.shards.size > 1)
+            self.resources.find(row)
         # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
@@ -93,7 +89,7 @@ class Monitor:
         # time
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.machine, self.read_step, self.disturbed = Machine(device), start_step, False
+        self.machine, self.disturbed = Machine(device, start_step), False
         self.sampler = self.tracer = None
         if out_dir and cfg.monitor != "off":
             self.sampler, self.tracer = Sampler(self.clock), Tracer(self, out_dir)
@@ -127,12 +123,13 @@ class Monitor:
     def before_update(self, step: int):
         """With `full`, if it is due: keep the weights, to know the size of the update."""
         if self.cfg.monitor == "full" and self.due(step):
-            self.update = Update(self.ranks.shards, self.log)
+            self.update = Update(self.ranks.shards)
 
     def after_update(self, model: nn.Module, batch):
         """With `full`, if it is due: norms, the update's size, the output's entropy."""
         if self.update:
-            self.update.measure()
+            for name, value in self.update.measure().items():
+                self.log(name, value)
             self.update = None
             with self.ranks.autocast, gathered(model):
                 counted = batch.targets != IGNORE
@@ -147,7 +144,7 @@ class Monitor:
         loss: this rank's share of the mean, times the number of ranks, and grad_norm, of all ranks,
         both on the device; size: tokens of all ranks; excess: of Spikes, where --skip_spikes is on.
         """
-        self.clock.end_step(step)
+        self.clock.end_step()
         self.last_step, anomalies = step, []
         self.padded_tokens += size.tokens
         self.tokens += size.real_tokens
@@ -181,26 +178,18 @@ class Monitor:
                 self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         names = sorted(self.gathered)  # in the same order on every rank
-        parts = dict(
-            totals=[self.gathered[name][0] for name in names],
-            weights=[self.gathered[name][1] for name in names],
-            losses=self.losses, norms=self.grad_norms, excess=self.excess,
-            probes=[self.machine.probe_us],
-            own=self.clock.own_ms(step - self.logged_step),
-        )
-        values = on_device([value for part in parts.values() for value in part], self.device)
+        totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
+        parts = (totals, weights, self.losses, self.grad_norms, self.excess,
+                 self.clock.own_ms(step - self.logged_step))
+        values = on_device([value for part in parts for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
         table = np.array(gather(values, names, self.ranks.group).tolist())  # [ranks, values]
         if previous:
             self.phase(previous)
-        found, end = {}, 0
-        for name, part in parts.items():
-            found[name] = table[:, end : end + len(part)]
-            end += len(part)
-        losses, norms, excess = found["losses"], found["norms"], found["excess"]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        totals, weights, losses, norms, excess, own = np.split(table, ends, axis=1)
         self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
-        sums = zip(names, found["totals"].sum(0).tolist(), found["weights"].sum(0).tolist(),
-                   strict=True)
+        sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
         row["train/loss"], anomalies = float(losses.mean()), []
         bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
@@ -209,14 +198,17 @@ class Monitor:
             row["health/nonfinite_steps"] = int(bad.sum())
             if excess.size:
                 row["health/skipped_spikes"] = int((excess[0] != 0).sum())
-            anomalies, texts = self.anomalies.add(step, losses, norms[0], bad, excess[0])
-            for text in texts if self.out_dir else ():
-                self.warn(step, text)
+            if excess.any():
+                steps = range(step - losses.shape[1] + 1, step + 1)
+                self.warn(step, spikes.describe(steps, excess[0], losses.mean(0), norms[0]))
+            anomalies = self.anomalies.add(step, losses, norms[0], bad)
+            if not self.out_dir and self.ranks.shards.size == 1:
+                anomalies = []  # rank 0 reports them; an autopsy takes all ranks that hold shards
         if self.mixture:
             done = self.mixture.order.epochs(self.progress.position)
             for dataset, epochs in zip(self.mixture.datasets, done, strict=True):
                 row[f"train/epochs/{dataset.name}"] = epochs
-        return row | slowest_rank(found["own"], found["probes"][:, 0]), anomalies
+        return row | slowest_rank(own), anomalies
 
     def rates(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
@@ -250,16 +242,15 @@ class Monitor:
         """Of the machine and of memory, since the last log."""
         if self.cfg.monitor == "off":
             return {}
-        row = self.machine.read(step - self.read_step)
-        self.read_step = step
-        if self.machine.looked:
+        row = self.machine.read(step) | self.goodput.row()
+        if "machine/cpu_probe_us" in row:  # not at every log, where they are close
             row |= self.resources.read()
         if self.disturbed or self.resources.allocations:
             row["perf/disturbed"] = 1  # by looking closely: it says nothing of the speed
         self.disturbed = False
         if self.sampler and (profile := self.sampler.take()):
             row["profile"] = profile
-        return row | self.goodput.row()
+        return row
 
     def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
         """ms per step in each phase, from the host's clock or from CUDA events."""
@@ -280,41 +271,41 @@ class Monitor:
         if not self.out_dir:
             return
         print(self.line(step, row), flush=True)
-        if finding := self.learning.add({"step": step, **row}):
+        row = row | {"step": step}
+        if finding := self.learning.add(row):
             self.warn(step, str(finding))
-        for event in self.slowdowns.add({"step": step, **row}):
-            text = describe_event(event) if event.ended is None else describe_end(event)
+        for event in self.slowdowns.add(row):
+            self.warn(step, describe_event(event) if event.ended is None else describe_end(event))
             if event.kind == "step" and event.ended is None:
                 self.tracer.on_slowdown()
-            self.warn(step, text)
-            self.sinks.write_text("slow-downs", text, step)
         if self.sampler:
             self.sampler.hurry = self.slowdowns.waits
-        for text in self.resources.warnings({"step": step, **row}):
+        for text in self.resources.warnings(row):
             self.warn(step, text)
             self.write(step, {"runs_out": text})  # for the report
 
     def report(self, anomaly, found: dict):
         """A row and a warning of an anomaly; found: what faults.autopsy returned."""
-        self.write(anomaly.step, anomaly.row(found))
-        if self.out_dir and not anomaly.again:
-            self.warn(anomaly.step, f"{anomaly.text(found)}; see python data.py show "
-                                    f"{self.out_dir} {anomaly.step}")
+        step, row = anomaly.step, anomaly.row(found)
+        self.write(step, row)
+        if not anomaly.again:
+            self.warn(step, f"{describe_anomaly(row)}; see python data.py show "
+                            f"{self.out_dir} {step}")
 
     def line(self, step: int, row: dict[str, float]) -> str:
         last = self.cfg.max_steps
-        forms = LINE | FULL_LINE if self.cfg.monitor == "full" else LINE
-        shown = [in_form(form, row[name]) for name, form in forms.items() if name in row]
+        shown = [in_form(form, row[name]) for name, form in LINE.items() if name in row]
         if last == UNKNOWN:
             return " | ".join([f"step {step}/?", *shown])
         left = duration((last - step) * row["perf/step_ms"] / 1e3)
         return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
 
     def warn(self, step: int, text: str):
-        print(f"warning: step {step}: {text}", flush=True)
+        if self.out_dir:
+            print(f"warning: step {step}: {text}", flush=True)
 
     def close(self) -> str:
-        """Write the last row; returns the report of the run, which TensorBoard also shows."""
+        """Write the last row; returns the report of the run."""
         self.goodput.add(self.clock.take_seconds())
         self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
         self.goodput.close()
@@ -323,14 +314,9 @@ class Monitor:
         if self.sampler:
             self.sampler.close()
             self.tracer.close()
-        text = ""
-        if self.out_dir:
-            end = {"end": self.goodput.row()}  # with what came after the last log
-            if slowest := self.clock.slowest_steps():
-                end["slowest"] = slowest
-            self.write(self.last_step, end)  # where a process that begins earlier cuts it off
-            with contextlib.suppress(OSError):  # metrics.jsonl is gone
-                text = report_text(report(self.out_dir))
-                self.sinks.write_text("diagnosis", f"```\n{text}\n```", self.last_step)
+        # with what came after the last log; where a process that begins earlier cuts it off
+        self.write(self.last_step, {"end": self.goodput.row()})
         self.sinks.close()
-        return text
+        with contextlib.suppress(OSError):  # metrics.jsonl is gone
+            return report_text(report(self.out_dir)) if self.out_dir else ""
+        return ""

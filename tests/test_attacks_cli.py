@@ -284,7 +284,8 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys, ki
     assert sorted(tmp_path.iterdir()) == files and other.read_text() == "<!doctype html>"
     assert not page.is_file() or page.stat().st_size in (0, len("<!doctype html>"))
     assert report_command(["r/7"]) == 2
-    assert capsys.readouterr().err == "monitor.py: error: r/7: no such run; runs here: r\n"
+    assert capsys.readouterr().err == (
+        "monitor.py: error: r/7: no such run, there is no metrics.jsonl in it\n")
 
 
 # --- errors that are not the user's ---

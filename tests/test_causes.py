@@ -3,13 +3,12 @@
 import itertools
 import os
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from steady.watch import machine, nvml
+from steady.watch import machine
 from steady.watch.causes import Cause
 from steady.watch.sinks import OUTSIDE_PHASES
 from steady.watch.slowdowns import SlowdownDetector, change_point, worth_saying
@@ -117,12 +116,6 @@ def test_a_slower_program_is_not_a_slower_machine():
     assert event.blames == "unclear" and codes(event) == ["unexplained"]
 
 
-def test_a_slower_machine_and_a_slower_program_at_once():
-    events = detect(made(factor=1.25, wobbles=0.03, phase="optimizer", share=0.25))[0]
-    assert any(name == "optimizer" for event in events for name, _ in event.phases)
-    assert {"probe", "unexplained"} <= {code for event in events for code in codes(event)}
-
-
 def test_a_second_change_on_top_of_the_first_is_found():
     rows = made(wobbles=0.05, phase="forward", share=0.2)
     for row in rows[90:]:
@@ -142,24 +135,13 @@ def test_what_began_long_ago_keeps_its_beginning():
     assert [e for e in events if worth_saying(e)] == [event]  # not the machine's 5 % up and down
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("creeps", [True, False])
-def test_a_jump_is_no_creep(share, creeps):
-    for seed in range(5):
-        events = of_program(detect(made(seed, phase="other", share=share, creeps=creeps,
-                                        wobbles=0.1))[0])
-        assert events[-1].creeps == creeps, (seed, events)
-
-
 @pytest.mark.parametrize("column, ms, cause", [
     ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
-    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"),
-    ("machine/stops", 5, "stopped"), ("perf/clock_mhz", None, "clocks"),
+    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"), ("machine/stops", 5, "stopped"),
 ])
 def test_what_the_kernel_says_is_the_machine(column, ms, cause):
     def more(late):
-        clock = 1200 if late else 1900
-        return {column: clock if ms is None else ms * late}
+        return {column: ms * late}
 
     rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
     for i, row in enumerate(rows) if column == "machine/stops" else ():
@@ -177,28 +159,16 @@ def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
     assert 0.8 <= event.causes[0].ms / (event.after - event.before) < 0.9, event
 
 
-def test_lower_clocks_do_not_explain_what_the_gpu_has_no_part_in():
-    """A GPU that waits for the loop may lower them itself."""
-    rows = made(phase="other", share=0.5, wobbles=0.02,
-                more=lambda late: {"perf/clock_mhz": 1200 if late else 1900})
-    (event,) = of_program(detect(rows)[0])
-    assert event.phases[0][0] == "other" and codes(event) == ["unexplained"]
-
-
-@pytest.mark.parametrize("name, reading", [("heat", " (88 °C)"), ("power", " at 650 W")])
-def test_why_the_clocks_of_a_gpu_are_lower(name, reading):
-    def more(late):
-        return {"perf/clock_mhz": 1400 if late else 1900, "machine/gpu_celsius": 88 if late else 60,
-                "machine/gpu_watts": 650.0, f"machine/gpu_throttled_by_{name}": int(late)}
-
-    rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
+@pytest.mark.parametrize("more, readings", [
+    ({"machine/gpu_celsius": 88, "machine/gpu_watts": 650.0}, "1400 MHz, 88 °C, 650 W"),
+    ({}, "1400 MHz"),
+])
+def test_lower_clocks_of_a_gpu_come_with_what_it_reports(more, readings):
+    rows = made(factor=1.3, wobbles=0.02, probes=False,
+                more=lambda late: {"perf/clock_mhz": 1400 if late else 1900} | more)
     (event,) = detect(rows)[0]
-    assert event.blames == "machine" and codes(event)[0] == name
-    assert event.causes[0].values == {"reading": reading}
-    for row in rows:  # a GPU may give the reason without the reading
-        row["machine/gpu_celsius"] = row["machine/gpu_watts"] = None
-    (event,) = detect(rows)[0]
-    assert codes(event)[0] == name and event.causes[0].values == {"reading": ""}
+    assert event.blames == "machine" and codes(event)[0] == "clocks"
+    assert event.causes[0].values == {"readings": readings}
 
 
 def test_what_is_said_waits_until_a_line_is_known():
@@ -217,36 +187,18 @@ def test_what_is_said_waits_until_a_line_is_known():
     assert found[0] == "line" and event.found < step and waited and not detector.waits
 
 
-def event_of_waiting(more) -> dict:
-    """The one event where ranks wait; more: late → the columns that say how long, and for whom."""
-    rows = made(wobbles=0.02, more=more)
+@pytest.mark.parametrize("ratio, code, blames", [(1.8, "slow rank", "unclear"),
+                                                 (1.02, "network", "machine")])
+def test_a_slow_rank_or_a_slow_network(ratio, code, blames):
+    rows = made(wobbles=0.02, more=lambda late: {
+        "perf/slowest_rank": 3, "perf/slowest_rank_ratio": ratio if late else 1.02,
+        "perf/slowest_rank_phase": 1, "perf/waiting_ms": 2.0 + 10.0 * late})
     for row in rows:
         row["perf/step_ms"] += row["perf/waiting_ms"]
         row["perf/step_ms_median"] = row["perf/step_ms"]
         row["perf/tflops"] = 1 / row["perf/step_ms"]
     (event,) = detect(rows)[0]
-    return event
-
-
-@pytest.mark.parametrize("slower, code", [(1.8, "slow rank, machine"), (1.0, "slow rank, work")])
-def test_a_slow_rank_or_its_machine(slower, code):
-    def more(late):
-        return {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.8 if late else 1.02,
-                "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": slower if late else 1.0,
-                "perf/waiting_ms": 10.0 * late}
-
-    event = event_of_waiting(more)
-    assert codes(event)[0] == code and event.causes[0].values["rank"] == 3
-    assert event.blames == ("machine" if slower > 1 else "program")
-
-
-def test_a_slow_network_is_no_slow_rank():
-    def more(late):
-        return {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.02, "perf/waiting_ms":
-                2.0 + 10.0 * late, "perf/slowest_rank_phase": 1, "perf/slowest_rank_probe": 1.0}
-
-    event = event_of_waiting(more)
-    assert codes(event)[0] == "network" and event.blames == "machine"
+    assert codes(event)[0] == code and event.blames == blames
 
 
 def test_change_points():
@@ -266,67 +218,21 @@ def test_the_machine_is_read():
     reader = machine.Machine(torch.device("cpu"))
     try:
         assert "machine/cpu_probe_us" in reader.read(1)
-        assert "machine/cpu_probe_us" not in reader.read(1)  # not at every log
-        reader.slow_read = reader.slow_read[0] - 1, *reader.slow_read[1:]
-        sum(range(10**5))
-        row = reader.read(1)
-        assert row["machine/cpu_probe_us"] > 0
-        assert row["machine/steal_ms"] >= 0
-        assert reader.probe_us == row["machine/cpu_probe_us"]
+        assert "machine/cpu_probe_us" not in reader.read(2)  # not at every log
+        reader.slow_read = -1e9, *reader.slow_read[1:]
+        row = reader.read(3)
+        assert row["machine/cpu_probe_us"] > 0 and row["machine/steal_ms"] >= 0
     finally:
         reader.close()
 
 
-class FakeNvml:
-    """As the driver's library: functions that return 0 and write to their last argument."""
-
-    values = dict(ClockInfo=1410, Temperature=84, PowerUsage=350_500,
-                  CurrentClocksThrottleReasons=0x20)
-
-    def __getattr__(self, name):
-        if name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID"):
-            return lambda *_: 0
-        if name == "nvmlDeviceGetTotalEccErrors":
-            return lambda *_: 3  # not supported
-        value = self.values.get(name.removeprefix("nvmlDeviceGet"))
-        if value is None:
-            raise AttributeError(name)
-
-        def get(handle, *arguments):
-            arguments[-1]._obj.value = value
-            return 0
-        return get
-
-
-def test_a_gpu_is_read(monkeypatch):
-    found = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
-    library = FakeNvml()
-    library.nvmlDeviceGetHandleByUUID = lambda uuid, _: found.append(uuid) or 0
-    gpu = nvml.Gpu(torch.device("cuda"), library)
-    assert found == [b"GPU-1-2"]
-    assert gpu.read() == {
-        "perf/clock_mhz": 1410, "machine/gpu_celsius": 84, "machine/gpu_watts": 350.5,
-        "machine/gpu_throttled_by_heat": 1, "machine/gpu_throttled_by_power": 0}
-    reader = machine.Machine(torch.device("cpu"))
-    try:
-        reader.gpu = gpu
-        assert reader.read(1)["machine/gpu_celsius"] == 84
-        assert "machine/gpu_celsius" not in reader.read(1)  # at most once a second
-    finally:
-        reader.close()
-
-
-def test_a_gpu_without_nvml(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
-    library = FakeNvml()
-    library.nvmlDeviceGetHandleByUUID = lambda *_: 6  # not found, as of a part of one
-    with pytest.raises(ValueError, match="NVML error 6"):
-        nvml.Gpu(torch.device("cuda"), library)
-    assert nvml.open_gpu(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda _: library)
-    assert nvml.open_gpu(torch.device("cuda")) is None
+def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch):
+    assert machine.gpu_readings(torch.device("cuda")) == {}  # no GPU, or no nvidia-ml-py
+    for name, value in dict(clock_rate=1410, temperature=84, power_draw=350_500).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert machine.gpu_readings(torch.device("cpu")) == {}
+    assert machine.gpu_readings(torch.device("cuda")) == {
+        "perf/clock_mhz": 1410, "machine/gpu_celsius": 84, "machine/gpu_watts": 350.5}
 
 
 def test_stops_are_counted():
@@ -357,47 +263,6 @@ def test_rare_slow_steps_that_stop_are_no_slow_down():
 def test_what_happened_once_does_not_make_all_steps_slower(column):
     (event,) = detect(made(wobbles=0.02, factor=1.3, more=lambda late: {column: 1 + late}))[0]
     assert event.blames == "machine" and codes(event)[0] == "probe"
-
-
-@pytest.mark.parametrize("column, value", [
-    ("machine/steal_ms", 3.0), ("perf/compilations", 1), ("memory/workers_rss_gb", 1.0)])
-def test_columns_that_are_new_explain_nothing(column, value):
-    """As in a run that an older version began."""
-    rows = made(wobbles=0.02, phase="forward", share=0.2)
-    for row in rows[PLANTED:]:
-        row[column] = value
-    (event,) = of_program(detect(rows)[0])
-    assert codes(event) == ["unexplained"]
-
-
-def test_a_slow_down_that_creeps_to_be_worth_a_word_is_said():
-    rows = made(wobbles=0.01, logs=200)
-    for i, row in enumerate(rows):
-        factor = 1 + 0.9 * max(0, i - PLANTED) / 140
-        for name in row:
-            if name.endswith(("_ms", "_us", "_median")):
-                row[name] *= factor
-        row["perf/tflops"] = 1 / row["perf/step_ms"]
-    detector, said = SlowdownDetector(), []
-    for row in rows:
-        said += [(event.series, row["step"]) for event in detector.add(row)
-                 if worth_saying(event)]
-    assert said, "never warned of"
-
-
-def test_a_phase_that_is_over_when_the_work_changes_has_ended():
-    rows = made(wobbles=0.01, phase="data", share=0.3, logs=200)
-    for i, row in enumerate(rows):
-        if i >= 100:  # twice the work
-            for name in row:
-                if name.endswith(("_ms", "_median")):
-                    row[name] *= 2
-        if i >= 150:
-            for name in ("perf/data_ms", "perf/step_ms", "perf/step_ms_median"):
-                row[name] -= 2 * 0.3 * STEP_MS
-        row["perf/tflops"] = (2 if i >= 100 else 1) / row["perf/step_ms"]
-    events, _ = detect(rows)
-    assert all(event.ended is not None for event in events if event.series == "data")
 
 
 @pytest.mark.parametrize("name", ["perf/tflops", "perf/step_ms", "perf/logging_ms",

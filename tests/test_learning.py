@@ -4,11 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from conftest import column
 
-import data
 import train
-from steady.watch.learning import Learning, NonFiniteSteps
+from steady.watch.learning import Learning
 from steady.watch.report import report
 from steady.watch.sinks import in_form
 from tools.report import main
@@ -70,15 +68,11 @@ def test_losses_and_steps_that_are_not_finite():
         return [(f.code, f.since) for f in learning.findings()]
 
     assert kinds((3.0, 0), (3.0, 0), (None, 1), (3.0, 0)) == [("not finite", 52)]
-    assert kinds((3.0, 0), (None, 7), (math.nan, 50), (None, 50)) == [("not finite", 52)]
     assert kinds(*[(3.0, 0)] * 9, (3.0, 1)) == []  # a gradient alone, as in fp16
     assert kinds(*[(3.0, 0)] * 9, (3.0, 8)) == [("not finite", 402)]
     assert kinds((None, None), (None, None)) == [("not finite", 1)]  # --monitor off
     learning = Learning(VOCAB)
-    for step in (1, 100):
-        learning.add({"step": step, "train/loss": None})
-    assert learning.findings() == [NonFiniteSteps(1, 2, 100, 1, 0, exact=False)]
-    learning.add({"step": 100, "val/loss": None})
+    learning.add({"step": 100, "train/loss": None, "val/loss": None})
     assert [f.code for f in learning.findings()] == ["validation", "not finite"]
 
 
@@ -90,7 +84,7 @@ def test_a_run_that_goes_on_in_another_directory():
         learning.add({"step": 5001 + i, "train/loss": loss, "health/nonfinite_steps": i == 4})
     diverged, bad = learning.findings()
     assert diverged.since == 5031 and learning.interval == 1
-    assert bad == NonFiniteSteps(5005, 1, 40, 5005, 0, exact=True)
+    assert bad.since == 5005 and bad.values == dict(count=1, steps=40)
 
 
 def test_a_model_that_has_collapsed_to_a_uniform_guess():
@@ -124,15 +118,6 @@ def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch
     assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 0
     assert "training                                    ok              diverged\n" in (
         capsys.readouterr().out)
-
-
-def test_perplexity_beyond_floats_is_infinite(run, tmp_path, monkeypatch):
-    plain = data.Batch.add_by_dataset
-    monkeypatch.setattr(data.Batch, "add_by_dataset",
-                        lambda batch, totals, losses: plain(batch, totals, losses + 710))
-    printed = run("--out_dir", "r")
-    assert "| perplexity inf |" in printed
-    assert column(tmp_path / "r", "val/perplexity")[12] is None
 
 
 def test_numbers_of_the_log_line_are_short():

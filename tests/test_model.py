@@ -15,7 +15,7 @@ from steady.models.device import attention_backend, set_attention_backend
 from steady.models.layers import LinearCrossEntropy, RMSNorm, rotate
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE
-from steady.watch.norms import output_health
+from steady.watch.evaluation import output_health
 
 CPU = torch.device("cpu")
 

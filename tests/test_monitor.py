@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import json
-import mmap
-import multiprocessing
 import pickle
 import re
 import time
@@ -22,13 +20,12 @@ from steady.checkpoints.state import Progress
 from steady.models import device
 from steady.ranks.parallel import Shards
 from steady.watch import clock as clocks
-from steady.watch import goodput, machine, profile
+from steady.watch import machine, profile
 from steady.watch import sinks as telemetry
-from steady.watch import trends as limits
-from steady.watch.anomalies import AnomalyDetector
 from steady.watch.clock import DeviceTimes
+from steady.watch.learning import AnomalyDetector
 from steady.watch.report import report
-from steady.watch.sinks import PHASES, duration, open_metrics, si
+from steady.watch.sinks import open_metrics
 
 CPU = torch.device("cpu")
 
@@ -49,8 +46,8 @@ class Clock:
     def start_process(self, monkeypatch):
         """From now on the monitor believes to be in a process that was started this moment."""
         began = self.now
-        monkeypatch.setattr(goodput, "process_age_seconds", lambda: self.now - began)
-        monkeypatch.setattr(goodput.Goodput, "accounted", 0.0)
+        monkeypatch.setattr(clocks, "process_age_seconds", lambda: self.now - began)
+        monkeypatch.setattr(clocks.Goodput, "accounted", 0.0)
 
     def perf_counter(self) -> float:
         self.now += self.tick
@@ -137,9 +134,8 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
         "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1.00 | 120.0 ms | 8.33k tok/s | "
-        f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | data 65.0 | "
-        "forward 20.0 | backward 30.0 | optimizer 5.0 | other 0.0 | logging 0.0 | "
-        "evaluation 50.0 | checkpoint 0.0 | left 33h19m")  # 120 ms times a million, less eight
+        f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | "
+        "left 33h19m")  # 120 ms times a million, less eight
 
 
 def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock, monkeypatch):
@@ -243,9 +239,8 @@ def test_summary_says_where_the_time_went(tmp_path, clock):
     share = dict(re.findall(r"^ +(\S+) +(\S+)%", text, re.MULTILINE))
     assert share == {"start-up": "2.7", "forward": "8.1", "backward": "35.1", "checkpoint": "54.1"}
     assert "steps   5 ms (median), first tenth 5 ms, last tenth 5 ms" in text
-    assert "slowest step 5 (50 ms), step " in text
     assert "goodput 43.2% of the time was training, 0.0% was lost" in text
-    assert "verdict run too short to judge speed (2 logs, needs 52)\n" in text
+    assert "verdict too few logs" in text
     assert "checkpoint takes 54% of the time: a larger --save_interval" in text
     window = rows(tmp_path)[-2]
     assert window["perf/step_ms_median"] == pytest.approx(5)
@@ -265,57 +260,6 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     for share in (r"^ +training +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):
         assert re.search(share, text, re.MULTILINE)[1] == "87.5"  # 7 of 8 steps
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
-
-
-def test_the_garbage_collector_is_timed(monkeypatch):
-    clock = Clock(monkeypatch)
-
-    def collect_for_20_ms(when, info):
-        clock.advance(0.02 * (when == "stop"))
-
-    gc.disable()
-    gc.callbacks.append(collect_for_20_ms)
-    signals = machine.Machine(CPU)
-    try:
-        gc.collect()
-        assert signals.read(steps=4)["perf/gc_ms"] == pytest.approx(5)
-        assert signals.read(steps=4)["perf/gc_ms"] == 0
-    finally:
-        signals.close()
-        gc.callbacks.remove(collect_for_20_ms)
-        gc.enable()
-    assert signals.on_gc not in gc.callbacks
-
-
-def test_the_memory_of_loader_processes_is_their_own(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    path = tmp_path / "train.bin"
-    path.write_bytes(bytes(10**8))
-
-    def memory_beside(size):
-        def work():
-            tokens = np.memmap(path, np.uint8, "r")  # which all processes share
-            assert not tokens.any()  # so all of it is in memory
-            # not from the heap, which keeps what was freed
-            block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            np.frombuffer(block, np.uint8)[:] = 1
-            ready.set()
-            end.wait()
-
-        ready, end = fork.Event(), fork.Event()
-        process = fork.Process(target=work, daemon=True)
-        process.start()
-        assert ready.wait(60)
-        found = limits.memory_used(CPU)
-        end.set()
-        process.join()
-        return found
-
-    without, found = memory_beside(1), memory_beside(10**8)
-    grown = found["memory/workers_rss_gb"] - without["memory/workers_rss_gb"]
-    assert grown == pytest.approx(0.1, abs=0.02)
-    assert found["memory/host_rss_gb"] > 0.05 and found["memory/open_files"] > 2
-    assert limits.memory_used(CPU)["memory/workers_rss_gb"] == 0
 
 
 # --- metrics ---
@@ -361,38 +305,36 @@ def test_ranks_are_averaged_in_one_collective(tmp_path, clock, monkeypatch):
 
     monkeypatch.setattr(monitor, "gather", gather)
     m = make(tmp_path)
-    m.machine.probe_us = 10.0
     spend(m, clock, data=3, forward=20)
     m.log("b", 2.0)
     m.log("a", torch.tensor(3.0))
     step(m, 1, 5.0, 7.0)
-    # by name, so all ranks agree; their weights; loss, gradient norm; the machine's probe; own ms
-    expected = [3, 2, 1, 1, 5, 7, 10, 3, 20, 0, 0, 0]
+    # by name, so all ranks agree; their weights; loss, gradient norm; own ms
+    expected = [3, 2, 1, 1, 5, 7, 3, 20, 0, 0, 0]
     assert len(sent) == 1 and sent[0].tolist() == pytest.approx(expected)
     row = rows(tmp_path)[0]
     assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)
     assert row["perf/slowest_rank"] == 1 and row["perf/slowest_rank_ratio"] == pytest.approx(2)
     assert telemetry.OWN_PHASES[row["perf/slowest_rank_phase"]] == "forward"
-    assert row["perf/slowest_rank_probe"] == 2
 
 
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
     """With a log at each step a GPU is seldom there when the host asks; one rank's may be."""
-    own, probes = np.zeros((3, len(telemetry.OWN_PHASES))), np.ones(3)
+    own = np.zeros((3, len(telemetry.OWN_PHASES)))
     own[2, 1] = 20.0
-    assert telemetry.slowest_rank(own, probes) == {}
+    assert telemetry.slowest_rank(own) == {}
     own[:, 1] = 10.0, 10.0, 20.0
-    assert telemetry.slowest_rank(own, probes)["perf/slowest_rank_ratio"] == 2
+    assert telemetry.slowest_rank(own)["perf/slowest_rank_ratio"] == 2
 
 
 @pytest.mark.parametrize("noise, spike, found", [
     (0.01, 1.5, True), (0.5, 9.0, True), (0.5, 2.0, False), (0.001, 1.15, False)])
 def test_a_spike_is_far_above_the_noise(noise, spike, found):
-    detector = AnomalyDetector(report=True)
+    detector = AnomalyDetector()
     losses = 1.0 + noise * np.sin(np.arange(80.0))
     losses[70] = spike
     for step in range(8, 81, 8):
-        spikes, _ = detector.add(step, losses[None, step - 8 : step], np.ones(8), np.zeros(8, bool))
+        spikes = detector.add(step, losses[None, step - 8 : step], np.ones(8), np.zeros(8, bool))
         assert [(a.kind, a.step) for a in spikes] == [("loss spike", 71)] * (found and step == 72)
 
 
@@ -404,14 +346,7 @@ def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
     row = rows(tmp_path)[-1]
     assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
     assert row["perf/padding_fraction"] == 0.75
-    assert "padding is 75% of the tokens computed: --data_mode packed (and with" in m.close()
-
-
-def test_numbers_for_people():
-    assert [si(x) for x in (0.5, 12, 1234, 1234567, 1.5e9)] == [
-        "0.5", "12", "1.23k", "1.23M", "1.5G",
-    ]
-    assert duration(59.6) == "1m00s" and duration(3700) == "1h01m" and duration(5) == "5s"
+    assert "padding is 75% of the tokens computed: --data_mode packed" in m.close()
 
 
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
@@ -468,10 +403,7 @@ def test_a_sink_that_fails_is_given_up_with_one_warning(tmp_path, capsys, clock)
     assert "No space left" in told.err and told.out.count("loss 1.0000") == 4
 
 
-def test_tensorboard_has_every_scalar_a_layout_the_configuration_and_the_diagnosis(
-    tmp_path, clock, monkeypatch
-):
-    monkeypatch.setattr(telemetry, "SECONDS_BETWEEN_TIMES", 0)
+def test_tensorboard_has_every_scalar(tmp_path, clock):
     m = make(tmp_path, tensorboard_dir=tmp_path / "tb", tensorboard=True)
     for n in range(1, 9):
         spend(m, clock, data=n, forward=2 * n)
@@ -481,30 +413,9 @@ def test_tensorboard_has_every_scalar_a_layout_the_configuration_and_the_diagnos
     events = events_of(tmp_path / "tb")
     for row in rows(tmp_path):
         shown = {name for name in row if not name.startswith("limit/")}
-        for name in shown - {"step", "end", "slowest", "busiest_thread"}:
+        for name in shown - {"step", "end", "busiest_thread"}:
             (value,) = [e.value for e in events.Scalars(name) if e.step == row["step"]]
             assert value == pytest.approx(row[name], rel=1e-5)
-    tags = events.Tags()["tensors"]
-    assert {"configuration/text_summary", "diagnosis/text_summary"} <= set(tags)
-    assert "custom_scalars__config__" in tags
-    text = events.Tensors("diagnosis/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "verdict" in text and "goodput" in text
-    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    places = [layout.index(f"perf/{name}_ms$".encode()) for name in PHASES if name != "waiting"]
-    assert places == sorted(places)
-
-
-def test_tensorboard_gets_times_and_memory_at_most_once_a_second(tmp_path, clock):
-    m = make(tmp_path, tensorboard=True, log_interval=1)
-    for n in range(1, 9):
-        spend(m, clock, forward=1)
-        step(m, n)
-        clock.advance(0.3)  # between logs, in which they would be due
-    m.close()
-    events = events_of(tmp_path / "tensorboard")
-    assert [e.step for e in events.Scalars("train/loss")] == [*range(1, 9)]
-    assert [e.step for e in events.Scalars("perf/step_ms")] == [1, 5, 8]  # and at the end
-    assert len([row for row in rows(tmp_path) if "perf/step_ms" in row]) == 8
 
 
 def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, monkeypatch):

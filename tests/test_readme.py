@@ -22,8 +22,8 @@ from torch.distributed.run import config_from_args, parse_args
 import config
 from steady.watch.causes import Cause
 from steady.watch.profile import Line
-from steady.watch.report import describe_event
 from steady.watch.slowdowns import SlowDown
+from steady.watch.words import describe_event
 from tools import generate, prepare
 
 README = (ROOT / "README.md").read_text()

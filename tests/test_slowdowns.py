@@ -6,6 +6,7 @@ import gc
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_monitor import Clock, make, spend, step
@@ -18,7 +19,7 @@ from steady.watch import machine, slowdowns
 from steady.watch import sinks as telemetry
 from steady.watch import trends as limits
 from steady.watch.causes import Cause
-from steady.watch.report import ADVICE, describe_end, report, verdict
+from steady.watch.report import report
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
 from steady.watch.slowdowns import Cusum, SlowDown, SlowdownDetector
 from tools.report import main, regression_percent
@@ -38,8 +39,8 @@ class Driven(Clock):
         super().__init__(monkeypatch, tick=1e-3)
         monkeypatch.setattr(slowdowns, "MIN_STEPS", self.interval)
         monkeypatch.setattr(machine, "SECONDS_BETWEEN", math.inf)
-        monkeypatch.setattr(machine.Machine, "threads", lambda self: {})
-        monkeypatch.setattr(limits, "memory_used", lambda device: {})
+        monkeypatch.setattr(machine, "threads", lambda: {})
+        monkeypatch.setattr(limits, "read_resources", lambda *_: {})
 
     @property
     def late(self) -> bool:
@@ -155,9 +156,7 @@ def test_longer_sequences_are_more_work_and_not_slower(provoke, monkeypatch, clo
     provoke(clock, "--max_steps", step, "--save_interval", clock.interval, *size, 64)
     events, told = provoke(clock, "--resume", f"r/checkpoints/step_{step:08d}.pt", *size, 256,
                            "--allow_change", "seq_len")
-    assert "work" in codes(the_event(events, clock, "work"))
-    assert "more work, not slower" in told
-    assert "steady: no slow-down found" in told
+    assert events == [] and "steady: no slow-down found" in told
 
 
 def test_recompilation(provoke, monkeypatch, clock):
@@ -197,7 +196,7 @@ def drive(tmp_path, clock, monkeypatch):
 
 
 def test_a_slow_rank_is_named(drive, clock, monkeypatch):
-    """Rank 0 waits for rank 1, whose forward pass takes 30 ms more."""
+    """Rank 0 waits for rank 1, whose forward pass takes 30 ms more, for an unknown reason."""
     more = torch.zeros(len(OWN_PHASES))
     more[OWN_PHASES.index("forward")] = 30
 
@@ -215,6 +214,7 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     (cause,) = event.causes
     assert (cause.values["rank"], cause.values["phase"]) == (1, "forward")
     assert cause.values["ratio"] == pytest.approx((3 + 5 + 30) / (3 + 5))
+    assert event.blames == "unclear"
 
 
 @pytest.mark.parametrize("row, cause", [
@@ -223,7 +223,7 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     (lambda clock: {}, "unexplained"),
 ])
 def test_signals_of_a_gpu(drive, clock, monkeypatch, row, cause):
-    monkeypatch.setattr(limits, "memory_used", lambda device: row(clock))
+    monkeypatch.setattr(limits, "read_resources", lambda *_: row(clock))
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)
     assert event.phases == [("backward", pytest.approx(10))]
     assert codes(event)[0] == cause
@@ -243,7 +243,7 @@ def test_cpu_contention_and_its_end(drive, clock, monkeypatch, tmp_path, capsys)
         queued[0] += 20 * slow
         return dict(forward=3 + 20 * slow, backward=5)
 
-    monkeypatch.setattr(machine.Machine, "threads", lambda self: {1: (0.0, queued[0])})
+    monkeypatch.setattr(machine, "threads", lambda: {1: np.array([0.0, queued[0]])})
     event = the_event(drive(ms, intervals=36), clock)
     assert codes(event)[0] == "contention"
     assert 0 < event.ended - (began + 9 * clock.interval) <= 10 * clock.interval
@@ -315,18 +315,6 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
     assert event.percent == pytest.approx(167, abs=1)
 
 
-def test_a_creep_that_is_found_later_leaves_an_earlier_jump_what_it_was():
-    """5 ms more from step 2001 to 5000, while data has crept upwards since step 1251."""
-    rows = []
-    for n in range(50, 8001, 50):
-        data, forward = max(0, n - 1250) * 6e-4, 30.0 + 5 * (2000 < n <= 5000)
-        rows.append(quiet_row(n, forward + data) | {"perf/forward_ms": forward,
-                                                    "perf/data_ms": data})
-    jump, creep = events_of(rows)
-    assert creep.since < jump.since == 2001 and jump.found < creep.found
-    assert jump.ended > 5000 and jump.percent == pytest.approx(16.6, abs=0.5)
-
-
 def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     """A checkpoint every 150 steps takes 300 ms, and 1.2 s from step 6001 on."""
     detector, events = SlowdownDetector(), []
@@ -338,48 +326,6 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     assert event.before == pytest.approx(2) and event.after == pytest.approx(8)
     assert event.percent == pytest.approx(60)  # of a step
     assert event.phases == [("checkpoint", pytest.approx(6))]
-
-
-def test_a_slow_down_is_not_said_to_have_ended_as_the_work_of_a_step_changes():
-    """10 ms more for data of 40 ms from step 2001 on, and of 160 ms with four times the work."""
-    rows = []
-    for n in range(50, 8001, 50):
-        work = 4 if n > 5000 else 1
-        data, forward = 10.0 * work * (n > 2000), 30.0 * work
-        row = quiet_row(n, data + forward)
-        rows.append(row | {"perf/forward_ms": forward, "perf/data_ms": data,
-                           "perf/tflops": work * row["perf/tflops"]})
-    events = events_of(rows)
-    (event,) = (e for e in events if e.phases == [("data", 10.0)])
-    assert event.unseen and "whether the slow-down since step 2001 lasts" in describe_end(event)
-    figures = dict(training=[], unjudged="", slowdowns=events, hangs=[], runs_out=[], traces=[],
-                   figures={}, wall_s=1.0, seconds=dict.fromkeys(ADVICE, 0.0))
-    text = " ".join(verdict(figures))
-    assert "data +10" in text and "whether it lasts is unknown" in text and "ended" not in text
-
-
-def test_logging_is_no_advice_in_the_first_minute():
-    def said(wall_s):
-        return verdict(dict(training=[], unjudged="", slowdowns=[], hangs=[], runs_out=[],
-                            traces=[], figures={}, wall_s=wall_s,
-                            seconds=dict.fromkeys(ADVICE, 0.0) | {"logging": 0.1 * wall_s}))
-
-    assert said(59.0) == ["steady: no slow-down found"]
-    assert said(60.0)[1].startswith("logging takes 10% of the time")
-
-
-def test_an_evaluation_counts_where_its_row_has_no_times_of_steps():
-    """A GPU with a log at each step: the step of an evaluation is not timed."""
-    rows = []
-    for n in range(1, 4001):
-        row = quiet_row(n, 10.0)
-        if n % 100 == 1:
-            row |= {"perf/evaluation_ms": 200.0 if n < 2000 else 800.0, "perf/forward_ms": 0.0}
-            del row["perf/step_ms_median"]
-        rows.append(row)
-    (event,) = events_of(rows)
-    assert event.kind == "evaluation" and abs(event.since - 2001) <= 100
-    assert event.phases == [("evaluation", pytest.approx(6))]
 
 
 def test_six_values_are_needed_and_one_wild_value_is_not_believed():

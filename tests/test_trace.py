@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import after_updates, rows
 
-from steady.watch import trace
+from steady.watch import profile
 
 
 @pytest.fixture
@@ -38,14 +38,6 @@ def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
     assert "trace of three steps" in told
 
 
-def test_traces_stay_few(run, tmp_path, signalled, monkeypatch):
-    signalled([1, 5, 9])
-    monkeypatch.setattr(trace, "MOST_FILES", 2)
-    run("--out_dir", "r")
-    assert sorted(file.name for file in (tmp_path / "r/traces").iterdir()) == [
-        "step_2.json", "step_6.json"]
-
-
 def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
     signalled([2])
     (tmp_path / "r").mkdir()
@@ -61,7 +53,7 @@ def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
 
 
 def test_the_first_slow_down_is_traced(tmp_path):
-    tracer = trace.Tracer(None, tmp_path)
+    tracer = profile.Tracer(None, tmp_path)
     try:
         tracer.on_slowdown()
         assert tracer.wanted and tracer.busy

@@ -22,11 +22,11 @@ import numpy as np
 import yaml
 
 from steady.checkpoints.sealed import atomic_write
-from steady.watch.anomalies import describe
-from steady.watch.goodput import KINDS, seconds_so_far
-from steady.watch.report import describe_event, report
+from steady.watch.clock import KINDS, seconds_so_far
+from steady.watch.report import report
 from steady.watch.sinks import STEP_PHASES
 from steady.watch.slowdowns import worth_saying
+from steady.watch.words import describe_anomaly, describe_event
 
 PARTS = Path(__file__).parent / "page"
 POINTS = 1000  # most of a line, of all runs together
@@ -108,7 +108,7 @@ def events_of(found: dict, processes: list[dict]) -> list[dict]:
                 text=describe_event(event)) for event in found["slowdowns"] if worth_saying(event)]
     out += [dict(kind=finding.code, step=finding.since, text=str(finding))
             for finding in found["training"]]
-    out += [dict(kind="anomaly", step=row["step"], text=describe(row))
+    out += [dict(kind="anomaly", step=row["step"], text=describe_anomaly(row))
             for row in found["anomalies"][:MOST_ANOMALIES]]
     out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
     out += [dict(kind="runs out", step=row["step"], text=row["runs_out"])

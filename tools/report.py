@@ -7,7 +7,6 @@
 
 import json
 import math
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -49,15 +48,8 @@ def regression_percent(reports: list[dict]) -> float:
         rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
         return 100 * float(np.max([rates[0] / rate - 1 for rate in rates[1:]]))
     lasting = [event.percent for event in reports[0]["slowdowns"]
-               if event.kind != "work" and event.ended is None and worth_saying(event)]
+               if event.ended is None and worth_saying(event)]
     return max(lasting, default=0.0)
-
-
-def runs_here() -> str:
-    """The run directories in this folder and in those in it, the newest first."""
-    files = [*Path().glob("*/metrics.jsonl"), *Path().glob("*/*/metrics.jsonl")]
-    files.sort(key=os.path.getmtime, reverse=True)
-    return f"runs here: {', '.join(str(file.parent) for file in files[:8]) or 'none'}"
 
 
 def main(argv: list[str]) -> int:
@@ -78,8 +70,8 @@ def print_reports(argv: list[str]) -> int:
     args = read_flags(parser, argv)
     run_dirs = [Path(path) for path in args.run_dir]
     for path in run_dirs:
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path}: no such run; {runs_here()}")
+        if not (path / "metrics.jsonl").is_file():  # a FIFO would block
+            raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
     try:
         reports = [report(path) for path in run_dirs]
     except OSError as e:

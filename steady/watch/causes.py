@@ -12,13 +12,16 @@ import numpy as np
 
 from steady.watch.profile import add_profiles, function_of, longer_lines
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES
+from steady.watch.words import CAUSES
 
 COMMON = "all phases"  # what they share
 COMPUTE = ("forward", "backward", "optimizer")
 COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
-DATA_ADVICE = "more --num_workers, a faster disk, or less work for each sample"
-SLOW_RANK = ("rank {rank} is slow and the others wait for it: its own work takes {ratio:.2f} times "
-             "as long as theirs, mostly because of {phase}")
+WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
+         "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
+OF_MACHINE = {*WAITS, "clocks", "stopped", "network", "probe"}
+READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
+            "machine/gpu_watts": "{:.0f} W"}
 
 # --- constants, each with what it was measured by (python -m tests.bench diagnosis) --------------
 
@@ -30,58 +33,17 @@ LOADER = "data.py", "loader"  # in which the loop waits for loader processes: th
 LINE_SURE = 1.5  # times half of its 95 % interval, as the surest of some ten lines is picked
 LINE_LEFT = 0.7  # of that half interval: less than this left to explain is not worth a name
 
-CAUSES = {  # code → words
-    "work": "longer sequences or a larger batch: more work, not slower",
-    "logging": "a sink that blocks: try another --tensorboard_dir or a larger --log_interval",
-    "evaluation": "evaluation, slower or more frequent: see --eval_steps and --eval_interval",
-    "checkpoint": "checkpoints, slower or more frequent: a faster disk, a larger --save_interval",
-    "checkpoint grows": "something saved each time grows, such as a list that is rewritten",
-    "data": f"the loop waits for data: {DATA_ADVICE}",
-    "gc": "Python's garbage collector: call gc.freeze() after start-up or make fewer objects",
-    "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
-    "allocator": "the CUDA allocator runs out of memory and retries: try a smaller "
-                 "--micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True",
-    "thread": "another thread of this process computes: {name}",
-    "line": "{line}",
-    "slow rank": SLOW_RANK,
-    "slow rank, work": f"{SLOW_RANK}; its machine is as fast as theirs, so it is its share of the "
-                       "work",
-    "unexplained": "unexplained",
-    "passed": "it has passed, or too little is left of it to tell why",
-}
-OF_MACHINE = {
-    "slow rank, machine": f"{SLOW_RANK}; its machine is the slower one, its probe takes "
-                          "{probe:.2f} times as long",
-    "clocks": "lower GPU clocks: its temperature or its power limit",
-    "heat": "lower GPU clocks: it is too hot{reading}, look at its cooling",
-    "power": "lower GPU clocks: its power limit holds it back{reading}, see nvidia-smi -pl",
-    "stopped": "the process is stopped and continued by signals: find out what sends SIGSTOP",
-    "quota": "a CPU quota holds the container back: raise it, or start fewer threads and loaders",
-    "stolen": "the hypervisor gives this machine's cores to others: ask for a machine of your own",
-    "contention": "CPU contention: other processes run on these cores; the fewer threads, the less "
-                  "it costs (OMP_NUM_THREADS=1)",
-    "network": "collectives take longer, and no rank is slower on average: the "
-               "network or the links between them",
-    "disk": "the process waits for a disk: page faults, as memory is short, or slow files",
-    "probe": "the machine is slower, its probe takes {ratio:.2f} times as long: a neighbour on "
-             "this host, or lower clocks",
-}
-READINGS = {"heat": ("machine/gpu_celsius", " ({:.0f} °C)"),
-            "power": ("machine/gpu_watts", " at {:.0f} W")}
-WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
-         "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms"}
-
 
 @dataclass(frozen=True)
 class Cause:
     """A cause of a slow-down. ms: of what was added to a step, None if not measured."""
 
-    code: str  # in CAUSES or OF_MACHINE
+    code: str  # in words.CAUSES
     ms: float | None = None
     values: dict = field(default_factory=dict)  # what its words name
 
     def __str__(self) -> str:
-        words = (CAUSES | OF_MACHINE)[self.code].format(**self.values)
+        words = CAUSES[self.code].format(**self.values)
         return words if self.ms is None else f"{self.ms:+.3g} ms  {words}"
 
 
@@ -90,17 +52,17 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
 
     Of the probes the median: a row may have caught a bad moment.
     """
-    if len(rows) == 1:  # as of every log of 20 steps or more: a third of the time of a report
-        return {name: value for name, value in rows[0].items()
-                if value is not None and name != "profile"}
     out = {}
     for name in {name: None for row in rows for name in row if name != "profile"}:
         values = [row[name] for row in rows if row.get(name) is not None]
-        measured = name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS
-        if values:
-            out[name] = sum(values) / len(values) if measured else values[-1]
-        if values and name.endswith("_probe_us"):
+        if not values:
+            continue
+        if name.endswith("_probe_us"):
             out[name] = float(np.median(values))
+        elif name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS:
+            out[name] = sum(values) / len(values)
+        else:
+            out[name] = values[-1]
     return out
 
 
@@ -108,15 +70,14 @@ def explain(event, before: list[dict], after: list[dict]) -> dict:
     """Which phases became longer, the causes with their ms, and who is to blame.
 
     event: a SlowDown, of what all phases share or of what some have alone; before, after: points of
-    SlowdownDetector. Returns phases [(name, ms/step more)], causes, blames ("machine", "program",
-    or "unclear"), after (ms/step), percent.
+    SlowdownDetector. Returns fields of a SlowDown.
     """
     kind = event.kind
     if kind != "step":
         grows = kind == "checkpoint" and event.creeps
         ms = round(event.after - event.before, 3)
         return dict(phases=[(kind, ms)] if kind in OUTSIDE_PHASES else [],
-                    causes=[Cause("checkpoint grows" if grows else kind)], blames="unclear")
+                    causes=[Cause("checkpoint grows" if grows else kind)])
     old, new = mean_row([p["row"] for p in before]), mean_row([p["row"] for p in after])
     shared = grown(before, after, COMMON)
     more = {COMMON: shared}
@@ -137,12 +98,12 @@ def explain(event, before: list[dict], after: list[dict]) -> dict:
         left.take("probe", (ratio - 1) * event.before, [COMMON], ratio=ratio)
     left.take("network", total, ["waiting"])
     of_machine = sum(ms for code, ms, _ in left.explained if code in OF_MACHINE)
-    of_program = total - of_machine - left.ms.get(COMMON, 0.0)
+    unclear = sum(ms for code, ms, _ in left.explained if code == "slow rank")
+    of_program = total - of_machine - unclear - left.ms.get(COMMON, 0.0)
     parts = [*left.explained, ("unexplained", sum(left.ms.values()), {})]
     parts.sort(key=lambda part: -part[1])
     # where what they share is all there is, the phases are those that it lies in
-    shown = alone or {name: new.get(f"perf/{name}_ms", 0.0) / new["work"]
-                      - old.get(f"perf/{name}_ms", 0.0) / old["work"] for name in STEP_PHASES}
+    shown = alone or {name: ms_of(new, name) - ms_of(old, name) for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
     return dict(
         phases=[(name, round(float(ms), 3)) for name, ms in ranked if ms > 0.05 * ranked[0][1]],
@@ -161,6 +122,11 @@ def grown(before: list[dict], after: list[dict], name: str) -> float:
         return 0.0
     old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))).mean() for x in found)
     return float(new - old)
+
+
+def ms_of(row: dict, phase: str) -> float:
+    """ms per step of equal work."""
+    return row.get(f"perf/{phase}_ms", 0.0) / row["work"]
 
 
 class Left:
@@ -190,11 +156,8 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
         rows = [p["row"] for p in after if "perf/slowest_rank" in p["row"]]
         votes = [(row["perf/slowest_rank"], row["perf/slowest_rank_phase"]) for row in rows]
         rank, phase = max(set(votes), key=votes.count)
-        probe, code = new.get("perf/slowest_rank_probe"), "slow rank"
-        if probe:
-            code += ", machine" if probe > 1 + 0.3 * (ratio - 1) else ", work"
-        left.take(code, (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank), ratio=ratio,
-                  phase=OWN_PHASES[int(phase)], probe=probe)
+        left.take("slow rank", (ratio / old_ratio - 1) * old["perf/step_ms"], rank=int(rank),
+                  ratio=ratio, phase=OWN_PHASES[int(phase)])
     if goes_on(after, "machine/stops"):
         left.take("stopped", left.total)
     compute = [name for name in left.ms if name not in ("data", "waiting")]
@@ -202,18 +165,17 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
         left.take("compilations", left.total, compute)
     elif goes_on(after, "memory/alloc_retries"):
         left.take("allocator", left.total, compute)
-    if 0 < new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
-        code, reading = lower_clocks(new)
-        left.take(code, left.total, (COMMON, *COMPUTE), reading=reading)
+    if new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
+        readings = [form.format(new[name]) for name, form in READINGS.items() if name in new]
+        left.take("clocks", left.total, (COMMON, *COMPUTE), readings=", ".join(readings))
 
 
 def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
                factor: float):
     """Take what lines take longer by than on a machine that is `factor` slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
-        times = [row.get(f"perf/{phase}_ms", 0.0) / row["work"] for row in (old, new)]
         looks = [add_profiles(points).get(phase, {}) for points in (before, after)]
-        for line in longer_lines(phase, times, looks, factor):
+        for line in longer_lines(phase, [ms_of(old, phase), ms_of(new, phase)], looks, factor):
             sure = line.ms > LINE_SURE * line.error and left.ms[phase] > LINE_LEFT * line.error
             if sure and function_of(line.place) != LOADER:
                 left.take("line", line.ms, [phase], line=line)
@@ -230,14 +192,6 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
         for phase in STEP_PHASES:
             share = new.get(f"perf/{phase}_ms", 0.0) / new["perf/step_ms"]  # of it that it meets
             left.take(code, share * (ms - shared), [phase])
-
-
-def lower_clocks(new: dict) -> tuple[str, str]:
-    """(cause, reading) of lower clocks of a GPU, where it says so at half of the readings."""
-    for name, (column, form) in READINGS.items():
-        if new.get(f"machine/gpu_throttled_by_{name}", 0.0) >= 0.5:
-            return name, form.format(new[column]) if column in new else ""
-    return "clocks", ""
 
 
 def added(old: dict, new: dict, name: str) -> float:

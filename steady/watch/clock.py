@@ -1,18 +1,20 @@
-"""Where the time of steps goes, by phase: on the host's clock, and on a GPU by events.
+"""Where time goes: that of steps by phase, and that of a run, over all processes that worked on it.
 
-A host clock only sees when work was queued on a GPU, not when it ran.
+By the host's clock, which only sees when work was queued on a GPU, and on a GPU by events.
 """
 
-import heapq
 import itertools
 import time
 from collections import deque
 
 import torch
 
+from steady.watch.proc import process_age_seconds
 from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
 
 WINDOW = 100  # newest steps, at most, that median and 95th percentile are of
+KINDS = ("startup", "data", "training", *OUTSIDE_PHASES, "lost")
+COLUMNS = {f"goodput/{kind}" for kind in (*KINDS, "wall_s")}
 
 
 class Clock:
@@ -28,7 +30,6 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=WINDOW)  # of the newest steps since the last log
-        self.slowest = [(0.0, 0)] * 5  # (ms, step), a heap
         self.events = DeviceTimes() if device.type == "cuda" and by_phase else None
 
     def phase(self, name: str) -> str:
@@ -45,12 +46,10 @@ class Clock:
             self.events.mark(name)
         return ended
 
-    def end_step(self, step: int):
+    def end_step(self):
         now = time.perf_counter()
-        ms = (now - self.step_began - self.outside_seconds) * 1e3
+        self.window_ms.append((now - self.step_began - self.outside_seconds) * 1e3)
         self.step_began, self.outside_seconds = now, 0.0
-        self.window_ms.append(ms)
-        heapq.heappushpop(self.slowest, (ms, step))
         if self.events:
             self.events.end()
 
@@ -81,11 +80,6 @@ class Clock:
             ms = ms | dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
             window = self.events.take_steps()
         return ms, window
-
-    def slowest_steps(self) -> list:
-        """[[step, ms]], the slowest first; none on a GPU."""
-        found = [] if self.device.type == "cuda" else sorted(self.slowest, reverse=True)
-        return [[step, round(ms, 3)] for ms, step in found if step]
 
 
 class DeviceTimes:
@@ -132,3 +126,47 @@ class DeviceTimes:
         """ms of each step read since the last call."""
         taken, self.steps = self.steps, []
         return [sum(ms.values()) for ms in taken]
+
+
+class Goodput:
+    """Seconds of wall time since the run began, by kind, continued from process to process.
+
+    "startup" includes the first step of each process, "training" all other phases of a step but
+    "data"; "lost" is the time of steps that had to be repeated. kept, dropped: rows as in Sinks.
+    """
+
+    accounted = 0.0  # age of this process when its previous Goodput ended, as before a rollback
+
+    def __init__(self, kept: list[dict], dropped: list[dict]):
+        self.seconds = dict.fromkeys(KINDS, 0.0) | seconds_so_far(kept)
+        with_lost = seconds_so_far(dropped)
+        if with_lost:
+            self.seconds["lost"] += sum(with_lost.values()) - sum(self.seconds.values())
+        self.startup = 0.0  # of this process
+        self.add_startup(max(0.0, process_age_seconds() - Goodput.accounted))
+
+    def add_startup(self, seconds: float):
+        self.startup += seconds
+        self.seconds["startup"] += seconds
+
+    def add(self, seconds: dict[str, float]):
+        """Seconds by phase since the last call."""
+        for phase, s in seconds.items():
+            self.seconds[phase if phase in KINDS else "training"] += s
+
+    def row(self) -> dict[str, float]:
+        wall = sum(self.seconds.values())
+        shares = {f"goodput/{kind}": s / wall for kind, s in self.seconds.items()}
+        return shares | {"goodput/wall_s": wall}
+
+    def close(self):
+        Goodput.accounted = process_age_seconds()
+
+
+def seconds_so_far(rows: list[dict]) -> dict[str, float]:
+    """Seconds by kind up to the newest of these rows that has them; {} if none has."""
+    for row in reversed(rows):
+        row = row.get("end", row)
+        if row.keys() >= COLUMNS:
+            return {kind: row[f"goodput/{kind}"] * row["goodput/wall_s"] for kind in KINDS}
+    return {}

@@ -1,83 +1,22 @@
-"""Whether a run learns: a loss that rises, or steps that are not finite, from metrics.jsonl's rows.
-
-While training (monitor.py) and afterwards (steady/watch/report.py), from the same rows.
+"""Whether a run learns, from the rows of metrics.jsonl; and the single steps unlike the others:
+spikes of the loss or the gradient norm, and non-finite values.
 """
 
 import math
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from steady.watch.sinks import quantile
+from steady.watch.words import Finding
 
 LEAST, MOST = 5, 50  # logs that the loss is the median of: a tenth of all, within these bounds
 NOISE = 100  # newest second differences of logs, which tell how much the loss varies anyway
-
-
-@dataclass(frozen=True)
-class Diverged:
-    since: int
-    loss: float
-    first: float  # of the first step
-    lowest: float
-    lowest_step: int
-    uniform: float  # of a guess; inf if unknown
-    code: str = "diverged"
-
-    def __str__(self) -> str:
-        known = [f"{self.first:.4g} at the start"]
-        if self.lowest < self.loss:
-            known.append(f"{self.lowest:.4g} at step {self.lowest_step}")
-        if self.loss > self.uniform:
-            known.append(f"a uniform guess has {self.uniform:.4g}")
-        return (f"training diverged since about step {self.since}: loss {self.loss:.4g}, "
-                f"{', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class NothingLearned:
-    loss: float
-    uniform: float
-    since: int = 1
-    code: str = "nothing learned"
-
-    def __str__(self) -> str:
-        return (f"training has learned nothing: loss {self.loss:.4g}, a uniform guess has "
-                f"{self.uniform:.4g}")
-
-
-@dataclass(frozen=True)
-class HighValidationLoss:
-    """Not finite, above a uniform guess, or above the best."""
-
-    since: int
-    step: int
-    loss: float
-    other: float | None = None  # the best if it was at step `since`, else a uniform guess
-    code: str = "validation"
-
-    def __str__(self) -> str:
-        text = f"validation loss {self.loss:.4g} at step {self.step}"
-        if self.other is None:
-            return text
-        if self.since < self.step:
-            return f"{text}, {self.other:.4g} at step {self.since}"
-        return f"{text}, a uniform guess has {self.other:.4g}"
-
-
-@dataclass(frozen=True)
-class NonFiniteSteps:
-    since: int
-    count: int
-    steps: int  # of these
-    first: int
-    all_since: int  # 0: the newest log has others
-    exact: bool  # else there were at least so many
-    code: str = "not finite"
-
-    def __str__(self) -> str:
-        text = (f"{'' if self.exact else 'at least '}{self.count} of {self.steps} steps, since "
-                f"step {self.first}, were not finite and were skipped")
-        return text + f"; all of them since step {self.all_since}" * (self.all_since > 0)
+# A spike is above the median by this factor and by ten robust standard deviations.
+SPIKE_FACTOR = {"loss": 1.2, "gradient": 3.0}
+MIN_VALUES = 20  # needed to know the median
+WINDOW = 100  # finite values that a new one is compared with
 
 
 class Learning:
@@ -97,15 +36,14 @@ class Learning:
         self.first = None  # the loss of the first step
         self.recent, self.noise = deque(maxlen=MOST), deque(maxlen=NOISE)
         self.logs, self.said = 0, False
-        self.newest, self.lowest, self.lowest_step = 0.0, math.inf, 0  # smoothed losses
+        self.newest, self.lowest = 0.0, math.inf  # smoothed losses
         self.since, self.limit = 0, math.inf  # the step since when the loss is above this, or 0
         self.step, self.interval = 0, 1  # of the newest log; the most steps from one to the next
         self.before = 0  # the step before the first log, as of a run that goes on elsewhere
-        self.bad, self.bad_since, self.counted = 0, 0, True  # steps not finite; the first of them
-        self.bad_losses, self.all_bad_since = False, 0  # not gradients alone; 0: the newest is not
+        self.bad, self.bad_since, self.bad_losses = 0, 0, False  # not finite: not gradients alone
         self.val, self.best_val = None, (math.inf, 0)  # (validation loss, step)
 
-    def add(self, row: dict) -> Diverged | None:
+    def add(self, row: dict) -> Finding | None:
         """The finding if the run has begun to diverge with this row."""
         if "val/loss" in row:
             loss = math.nan if row["val/loss"] is None else row["val/loss"]
@@ -116,22 +54,19 @@ class Learning:
         if not self.step:  # the first log of a process is of one step
             self.step = self.before = row["step"] - 1
         began, self.step, loss = self.step + 1, row["step"], row["train/loss"]
-        steps = self.step - began + 1
-        self.interval = max(self.interval, steps)
+        self.interval = max(self.interval, self.step - began + 1)
         finite = loss is not None and math.isfinite(loss)
         bad = row.get("health/nonfinite_steps") or int(not finite)
         self.bad += bad
-        self.counted = "health/nonfinite_steps" in row  # not with --monitor off
         self.bad_since = self.bad_since or (began if bad else 0)
         self.bad_losses |= not finite
-        self.all_bad_since = (self.all_bad_since or began) if 0 < steps <= bad else 0
         if finite and self.first is None:
             self.first = loss
         elif finite:
             return self.compare(began, loss)
         return None
 
-    def compare(self, began: int, loss: float) -> Diverged | None:
+    def compare(self, began: int, loss: float) -> Finding | None:
         if len(self.recent) > 1:
             (_, earlier), (_, before) = self.recent[-2], self.recent[-1]
             self.noise.append(abs(loss - 2 * before + earlier))
@@ -141,8 +76,7 @@ class Learning:
         self.newest = quantile([value for _, value in newest], 0.5)
         limit = max(self.uniform, self.first) + 0.5
         if self.logs >= LEAST:
-            if self.newest < self.lowest:
-                self.lowest, self.lowest_step = self.newest, self.step
+            self.lowest = min(self.lowest, self.newest)
             # 3.139 = 1.2816 sqrt(6); a median would not see that one log in ten is unlike the rest
             sigma = quantile(self.noise, 0.8) / 3.139
             sigma *= 1 + 5 / len(self.noise)  # as few are known only roughly
@@ -154,25 +88,85 @@ class Learning:
         said, self.said = self.said, self.since > 0 and self.logs >= LEAST
         return self.findings()[0] if self.said and not said else None
 
-    def findings(self) -> list:
+    def findings(self) -> list[Finding]:
         """What is wrong with the training up to the newest row."""
         found = []
         if self.since:
-            found.append(Diverged(self.since, self.newest, self.first, self.lowest,
-                                  self.lowest_step, self.uniform))
+            found.append(Finding("diverged", self.since, dict(
+                loss=self.newest, first=self.first, lowest=self.lowest)))
         elif self.logs >= LEAST and self.newest > self.uniform - 0.01:
-            found.append(NothingLearned(self.newest, self.uniform))
+            found.append(Finding("nothing learned", 1, dict(
+                loss=self.newest, uniform=self.uniform)))
         if self.val:
             (loss, step), (best, best_step) = self.val, self.best_val
-            if not math.isfinite(loss):
-                found.append(HighValidationLoss(step, step, loss))
-            elif loss > max(self.uniform, self.first or 0.0) + 0.5:
-                found.append(HighValidationLoss(step, step, loss, self.uniform))
-            elif loss > best + max(0.2 * best, 0.1):
-                found.append(HighValidationLoss(best_step, step, loss, best))
+            limit = min(best + max(0.2 * best, 0.1), max(self.uniform, self.first or 0.0) + 0.5)
+            if not loss <= limit:  # or NaN
+                found.append(Finding("validation", best_step, dict(
+                    loss=loss, step=step, best=best)))
         # of gradients alone a few: fp16's loss scaler finds its scale that way
         steps = self.step - self.before
         if self.bad_losses or self.bad > 0.01 * steps:
-            found.append(NonFiniteSteps(self.all_bad_since or self.bad_since, self.bad, steps,
-                                        self.bad_since, self.all_bad_since, self.counted))
+            found.append(Finding("not finite", self.bad_since, dict(count=self.bad, steps=steps)))
         return found
+
+
+@dataclass
+class Anomaly:
+    """The first non-finite step of a log interval, or its largest spike."""
+
+    kind: str  # "not finite", "loss spike", "gradient spike"
+    step: int
+    rank: int  # whose loss it was
+    value: float
+    median: float  # of the steps before
+    steps: int  # how many of this kind the interval has
+    again: bool = False  # the interval before had some that were not finite, too
+
+    def row(self, found: dict) -> dict:
+        """For metrics.jsonl. found: what faults.autopsy returned."""
+        return dict(anomaly=self.kind, value=self.value, median=self.median, steps=self.steps,
+                    rank=self.rank) | found
+
+
+class AnomalyDetector:
+    """Examines the losses and gradient norms of each log interval."""
+
+    def __init__(self):
+        self.recent = {name: deque(maxlen=WINDOW) for name in SPIKE_FACTOR}
+        self.was_bad = False
+
+    def add(self, step: int, losses: np.ndarray, norms: np.ndarray,
+            bad: np.ndarray) -> list[Anomaly]:
+        """Of the newest steps, up to `step`.
+
+        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite.
+        """
+        steps = np.arange(step - losses.shape[1] + 1, step + 1)
+        all_losses = np.where(np.isfinite(losses), losses, np.inf)
+        ranks, worst = all_losses.argmax(0), all_losses.max(0)
+        found = []
+        if bad.any():
+            first = int(bad.argmax())
+            value = losses[ranks[first], first] if np.isinf(worst[first]) else norms[first]
+            found.append(Anomaly("not finite", int(steps[first]), int(ranks[first]), float(value),
+                                 0.0, int(bad.sum()), again=self.was_bad))
+        self.was_bad = bool(bad.any())
+        for name, values in (("loss", worst), ("gradient", norms)):
+            median, limit = self.usual(name)
+            high = ~bad & (values > limit)
+            if high.any():
+                i = int(np.where(high, values, -np.inf).argmax())
+                found.append(Anomaly(f"{name} spike", int(steps[i]), int(ranks[i]),
+                                     float(values[i]), median, int(high.sum())))
+            self.recent[name].extend(values[~bad].tolist())
+        return found
+
+    def usual(self, name: str) -> tuple[float, float]:
+        """(median of the newest values, what is a spike: infinity while too few are known)."""
+        recent = self.recent[name]
+        if len(recent) < MIN_VALUES:
+            return 0.0, math.inf
+        median = quantile(recent, 0.5)
+        # 1.4826 median absolute deviations are one standard deviation of a normal distribution
+        spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
+        return median, max(SPIKE_FACTOR[name] * median, median + 10 * spread)

@@ -5,20 +5,20 @@ is timed at the logs, and the kernel is asked where the time went. All of it bec
 metrics.jsonl, from which steady/watch/causes.py tells the two apart.
 """
 
+import contextlib
 import gc
 import math
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from steady import private
 from steady.checkpoints.retry import retry
-from steady.watch import nvml, proc
+from steady.watch import proc
 
 SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
 MOST_THREADS = 16  # that are looked at, the oldest
@@ -65,19 +65,15 @@ class Probe:
 class Machine:
     """Reads what may explain a slow-down from outside the training loop. Main thread only."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, step: int = 0):
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
-        self.quota = quota_file()
-        self.slow_read = -math.inf, self.counters(), self.threads()
-        self.looked = False  # whether the last call of `read` did what takes longer
-        self.steps_between = 0  # steps since then
-        self.probe_us = 0.0  # the newest of the device that trains
-        self.gpu, self.gpu_read = nvml.open_gpu(device), -math.inf
+        self.read_step = step
+        self.slow_read = -math.inf, step, counters(), threads()
         gc.callbacks.append(self.on_gc)
-        self.before = None
+        self.handler = None
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGCONT, self.on_continue)
+            self.handler = signal.signal(signal.SIGCONT, self.on_continue)
 
     def on_gc(self, when: str, info: dict):
         if when == "start":
@@ -88,13 +84,14 @@ class Machine:
     def on_continue(self, *_):
         self.stops += 1
 
-    def read(self, steps: int) -> dict[str, float]:
-        """ms/step over the `steps` since the last call; counts since the process began.
+    def read(self, step: int) -> dict[str, float]:
+        """ms/step since the last call; counts since the process began.
 
         What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
         """
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/gc_ms": gc_seconds / steps * 1e3}
+        row = {"perf/gc_ms": gc_seconds / (step - self.read_step) * 1e3}
+        self.read_step = step
         graphs = private.compilations()
         if graphs is not None:
             row["perf/compilations"] = graphs
@@ -102,68 +99,70 @@ class Machine:
             row["health/retries"] = retry.count
         if self.stops:
             row["machine/stops"] = self.stops
-        self.steps_between += steps
-        then, old, ran = self.slow_read
-        self.looked = time.perf_counter() - then >= SECONDS_BETWEEN
-        if self.looked:
-            row |= self.probe.read(self.device)
-            of_device = "gpu" if self.device.type == "cuda" else "cpu"
-            self.probe_us = row.get(f"machine/{of_device}_probe_us", self.probe_us)
-            new, threads = self.counters(), self.threads()
-            row |= {f"machine/{name}": (new[name] - old[name]) / self.steps_between for name in new}
-            row |= busiest(ran, threads, self.steps_between)
-            self.slow_read, self.steps_between = (time.perf_counter(), new, threads), 0
-        if self.gpu and time.perf_counter() - self.gpu_read >= nvml.SECONDS_BETWEEN:
-            row |= self.gpu.read()
-            self.gpu_read = time.perf_counter()
+        then, before, old, ran = self.slow_read
+        if time.perf_counter() - then < SECONDS_BETWEEN:
+            return row
+        new, now = counters(), threads()
+        row |= {f"machine/{name}": (new[name] - old[name]) / (step - before) for name in new}
+        row |= busiest(ran, now, step - before)
+        row |= self.probe.read(self.device) | gpu_readings(self.device)
+        self.slow_read = time.perf_counter(), step, new, now
         return row
-
-    def threads(self) -> dict[int, tuple[float, float]]:
-        """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
-        out = {}
-        for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
-            text = proc.read(f"proc/self/task/{name}/schedstat").split()
-            if len(text) > 1:
-                out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
-        return out
-
-    def counters(self) -> dict[str, float]:
-        """ms, since the process or the machine began, in which a core was stolen by the hypervisor
-        (mean of all cores), the container had used up its quota, or the main thread waited for a
-        disk (0 where the kernel does not account for delays)."""
-        out = {}
-        cpus, of_process = proc.read("proc/stat").split(), proc.stat_fields("self")
-        if cpus:
-            out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
-        if of_process:
-            out["disk_ms"] = int(of_process[39]) * 1e3 / TICKS
-        quota = proc.read(self.quota).split() if self.quota else []
-        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
-            if name in quota:
-                out["throttled_ms"] = int(quota[quota.index(name) + 1]) * in_ms
-        return out
 
     def close(self):
         gc.callbacks.remove(self.on_gc)
-        if self.before is not None:
-            signal.signal(signal.SIGCONT, self.before)
+        if self.handler is not None:
+            signal.signal(signal.SIGCONT, self.handler)
+
+
+def threads() -> dict[int, np.ndarray]:
+    """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
+    out = {}
+    for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
+        text = proc.read(f"proc/self/task/{name}/schedstat").split()
+        if len(text) > 1:
+            out[int(name)] = np.array([int(text[0]), int(text[1])]) / 1e6
+    return out
+
+
+def counters() -> dict[str, float]:
+    """ms, since the process or the machine began, in which a core was stolen by the hypervisor
+    (mean of all cores), the container had used up its quota, or the main thread waited for a disk
+    (0 where the kernel does not account for delays)."""
+    out = {}
+    if of_process := proc.stat_fields("self"):
+        out["disk_ms"] = int(of_process[39]) * 1e3 / TICKS
+    if cpus := proc.read("proc/stat").split():
+        out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
+    for folder in proc.cgroup_folders("cpu"):
+        words = proc.read(folder / "cpu.stat").split()
+        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
+            if name in words and "throttled_ms" not in out:
+                out["throttled_ms"] = int(words[words.index(name) + 1]) * in_ms
+    return out
+
+
+def gpu_readings(device: torch.device) -> dict[str, float]:
+    """Clock, temperature and power, as far as torch's reader (the package nvidia-ml-py) is there
+    and the GPU reports them."""
+    row = {}
+    with contextlib.suppress(Exception):
+        if device.type == "cuda":
+            row["perf/clock_mhz"] = torch.cuda.clock_rate(device)
+            row["machine/gpu_celsius"] = torch.cuda.temperature(device)
+            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
+    return row
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     """ms/step that the thread which waited longest was kept from a core, since the others of an
     operation wait for it; and that a thread of Python's beside the one that trains has computed."""
-    more = {tid: np.subtract(now[tid], before[tid]) / steps for tid in now.keys() & before.keys()}
+    more = {tid: ((now[tid] - before[tid]) / steps).tolist() for tid in now.keys() & before.keys()}
     if not more:
         return {}
-    row = {"perf/cpu_queue_ms": max(float(queued) for _, queued in more.values())}
-    others = [(float(more[thread.native_id][0]), thread.name) for thread in threading.enumerate()
+    row = {"perf/cpu_queue_ms": max(queued for _, queued in more.values())}
+    others = [(more[thread.native_id][0], thread.name) for thread in threading.enumerate()
               if thread is not threading.main_thread() and thread.native_id in more]
     if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row
-
-
-def quota_file() -> Path | None:
-    """cpu.stat of the cgroup of this process, or of one above it; None if there is none."""
-    files = [folder / "cpu.stat" for folder in proc.cgroup_folders("cpu")]
-    return next((file for file in files if "throttled" in proc.read(file)), None)

@@ -31,20 +31,13 @@ def stat_fields(pid: int | str) -> list[str]:
     return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
 
 
-# --- a process -------------------------------------------------------------------------------
-
-
 def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
     """Resident memory of a process, with or without the files it has mapped (token files, say).
 
     0 if it has ended or the system does not say.
     """
-    pages = read(f"proc/{pid}/statm").split()
-    if pages:
-        return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
-    if pid != "self":
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak, in bytes
+    pages = read(f"proc/{pid}/statm").split() or (0, 0, 0)
+    return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_age_seconds() -> float:
@@ -54,9 +47,6 @@ def process_age_seconds() -> float:
         return 0.0
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
-# --- what is left ----------------------------------------------------------------------------
 
 
 def available_bytes() -> float:
@@ -76,10 +66,8 @@ def available_bytes() -> float:
 
 
 def available_threads(now: int) -> float:
-    """Threads that could still be started, by the cgroup, by the user's limit, by the kernel's."""
-    running = read("proc/loadavg").partition("/")[2]
-    rooms = [number(read("proc/sys/kernel/threads-max")) - (number(running) if running else 0)]
-    rooms.append(soft_limit("RLIMIT_NPROC") - now)  # the user's other processes are not counted
+    """Threads that could still be started, by the user's limit and by the cgroup's."""
+    rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
     for folder in cgroup_folders("pids"):
         used = number(read(folder / "pids.current"))
         rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))

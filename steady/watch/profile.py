@@ -9,29 +9,34 @@ A look takes 0.05 to 0.13 ms of a core, most of it to be woken up: 0.1 % of the 
 while a call into C keeps Python's lock, but still finds the line of that call.
 """
 
+import contextlib
 import gc
 import math
+import os
 import random
+import signal
 import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from steady import private
 
 SWITCH_SECONDS = 0.0005  # of Python work that a look may miss; Python's own 5 ms hide far more
 SECONDS = 0.1  # between two looks, in the mean
-HURRY, YOUNG = 3, 300  # so many times as often for the first looks, and while a slow-down waits for
-# its line to be known
+HURRY = 3  # times as often at first, and while a slow-down waits for its line to be known
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the others are "…"
 OTHERS = "…"
 MIN_LOOKS = 8  # at a phase that became longer, to say anything of its lines
+TRACED_STEPS, MOST_TRACES = 3, 5
 HERE = str(Path(__file__).parent)  # what measures
 FOREIGN = (*(str(Path(module.__file__).parent) for module in (torch, np)), HERE, "<",
            "/tmp/torchinductor")
@@ -45,14 +50,22 @@ class Sampler:
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, code, line, code and line of its caller)
         self.ours = {}  # code → whether its file is worth naming
-        self.looks, self.hurry, self.ended = 0, False, False
+        self.hurry, self.ended = True, False
         self.before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
-        threading.Thread(target=run, args=(weakref.ref(self),), name="sampler", daemon=True).start()
+        threading.Thread(target=self.run, name="sampler", daemon=True).start()
+
+    def run(self):
+        jitter = random.Random(0).random  # steps may last as long as a pause
+        while not self.ended:
+            # Only where collections are off, as while training: one that begins while CPython makes
+            # frame objects for this thread may let the other one run on, and then it crashes.
+            if not gc.isenabled():
+                self.look(sys._current_frames().get(self.thread_id))
+            time.sleep(SECONDS / (HURRY if self.hurry else 1) * (0.5 + jitter()))
 
     def look(self, frame):
         """Count where the thread is; keeps no frame, and so none of the tensors in it."""
-        self.looks += 1
         inner = self.innermost(frame)
         caller = self.innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
@@ -77,28 +90,16 @@ class Sampler:
         found = {}
         for (phase, place), n in taken.most_common():
             lines = found.setdefault(phase, {})
-            name = " < ".join(f"{short(code.co_filename)}:{line} {function_name(code)}"
-                              for code, line in filter(None, place)) or OTHERS
-            name = name if len(lines) < MOST_LINES else OTHERS
+            name = OTHERS
+            if len(lines) < MOST_LINES and place[0]:
+                name = " < ".join(f"{short(code.co_filename)}:{line} {function_name(code)}"
+                                  for code, line in filter(None, place))
             lines[name] = lines.get(name, 0) + n
         return found
 
     def close(self):
         self.ended = True  # the thread sees it when it wakes up
         sys.setswitchinterval(self.before)
-
-
-def run(sampler: weakref.ref):
-    """Let it look until it is closed, or gone."""
-    jitter = random.Random(0).random  # steps may last as long as a pause
-    while (found := sampler()) and not found.ended:
-        # Only where collections are off, as while training: one that begins while CPython makes
-        # frame objects for this thread may let the other one run on, and then it crashes.
-        if not gc.isenabled():
-            found.look(sys._current_frames().get(found.thread_id))
-        seconds = SECONDS / (HURRY if found.hurry or found.looks < YOUNG else 1)
-        del found
-        time.sleep(seconds * (0.5 + jitter()))
 
 
 def worth_naming(file: str) -> bool:
@@ -121,6 +122,65 @@ def short(file: str) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:]))
 
 
+# --- tracing ---------------------------------------------------------------------------------
+
+
+class Tracer:
+    """A trace of three steps, by torch.profiler: at the first slow-down that is said, and on
+    SIGUSR2. traces/step_N.json of the run directory; https://ui.perfetto.dev opens it.
+
+    Records steps from the one after `wanted` is set; `step` is called after each while `busy`.
+    monitor: gives the phase, and writes where the trace is.
+    """
+
+    def __init__(self, monitor, out_dir: Path):
+        self.monitor, self.folder = monitor, out_dir / "traces"
+        self.wanted = self.warned = False
+        self.profiler, self.first, self.handler = None, 0, None
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+        if threading.current_thread() is threading.main_thread():
+            self.handler = signal.signal(signal.SIGUSR2, self.want)
+
+    def want(self, *_):
+        self.wanted = True
+
+    def on_slowdown(self):
+        """The first of a process is traced."""
+        self.wanted, self.warned = self.wanted or not self.warned, True
+
+    @property
+    def busy(self) -> bool:
+        return self.wanted or self.profiler is not None
+
+    def step(self, step: int):
+        """Begin or end a trace."""
+        previous = self.monitor.phase("logging")
+        if self.profiler is None:
+            self.wanted = False
+            few = len(list(self.folder.glob("step_*.json"))) < MOST_TRACES
+            if few and not private.is_profiling():  # a fork may profile by itself
+                activities = [ProfilerActivity.CPU]
+                activities += [ProfilerActivity.CUDA] * (self.monitor.device.type == "cuda")
+                self.profiler, self.first = profile(activities=activities), step + 1
+                self.profiler.start()
+        elif step >= self.first + TRACED_STEPS - 1:
+            profiler, self.profiler = self.profiler, None
+            profiler.stop()
+            file = self.folder / f"step_{self.first}.json"
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+                self.folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(file))
+                print(f"step {step}: a trace of {TRACED_STEPS} steps is in {file}", flush=True)
+                self.monitor.write(step, {"trace": str(file)})
+        self.monitor.phase(previous)
+
+    def close(self):
+        if self.profiler:
+            self.profiler.stop()
+        if self.handler is not None:
+            signal.signal(signal.SIGUSR2, self.handler)
+
+
 # --- comparing -------------------------------------------------------------------------------
 
 
@@ -132,9 +192,6 @@ class Line:
     place: str  # "FILE:LINE FUNCTION", and "< FILE:LINE FUNCTION" of its caller
     ms: float
     error: float
-
-    def __str__(self) -> str:
-        return f"{self.place}  (±{self.error:.1g}, phase {self.phase})"
 
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:

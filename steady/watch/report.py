@@ -1,18 +1,17 @@
 """What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
 
 import contextlib
-import math
 import re
 from array import array
 from pathlib import Path
 
 import numpy as np
 
-from steady.watch.causes import DATA_ADVICE
-from steady.watch.goodput import KINDS, seconds_so_far
+from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
-from steady.watch.slowdowns import BASELINE, MIN_STEPS, SlowdownDetector, worth_saying
+from steady.watch.slowdowns import SlowdownDetector, worth_saying
+from steady.watch.words import DATA_ADVICE, describe_event
 
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
@@ -25,14 +24,6 @@ ADVICE = {  # phase → (the share of the time that is worth a line, what to try
     "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
     "lost": (0.05, "a smaller --save_interval"),
 }
-VERDICTS = {  # (who is to blame, whether all phases share it) → words
-    ("machine", True): "all phases take {:.2f} times as long, in the same proportions: the machine",
-    ("program", True): "all phases take {:.2f} times as long: the program, not the machine",
-    ("unclear", True): "all phases take {:.2f} times as long: the machine or the program",
-    ("machine", False): "the machine, not the program",
-    ("program", False): "the rest of the step is as fast as before: the program, not the machine",
-    ("unclear", False): "the machine or the program: its other phases have changed more",
-}
 
 
 def report(run_dir: Path, also=None) -> dict:
@@ -40,12 +31,12 @@ def report(run_dir: Path, also=None) -> dict:
 
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
-    learning = Learning(vocab_size(run_dir))
-    detector, figures, so_far = SlowdownDetector(), {}, {}
+    learning, detector = Learning(vocab_size(run_dir)), SlowdownDetector()
+    figures, so_far = {}, {}
     # of the rows no more is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
     happened = {kind: [] for kind in ("hang", "runs_out", "trace", "anomaly")}
-    slowest, last_log, interval = [], None, 1
+    last_log = None
     newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if also:
@@ -55,7 +46,6 @@ def report(run_dir: Path, also=None) -> dict:
         detector.add(row)
         figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
         so_far = seconds_so_far([row]) or so_far
-        slowest = [pair for pair in row.get("slowest", ()) if is_pair(pair)] or slowest
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
         if "perf/padding_fraction" in row:
@@ -68,7 +58,6 @@ def report(run_dir: Path, also=None) -> dict:
                 rates.append(row["perf/tokens_per_second"])
             for name in ms if last_log is not None else ():
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
-        interval = max(interval, row["step"] - (last_log or 0))
         last_log = row["step"]
     if medians:
         tenth = max(1, len(medians) // 10)
@@ -85,8 +74,7 @@ def report(run_dir: Path, also=None) -> dict:
         step=newest,
         training=learning.findings(),
         slowdowns=detector.finish(),
-        unjudged=why_unjudged(detector, len(medians), interval),
-        slowest=slowest,
+        judged=bool(detector.normal),
         hangs=happened["hang"],
         runs_out=happened["runs_out"],
         anomalies=happened["anomaly"],
@@ -98,11 +86,6 @@ def report(run_dir: Path, also=None) -> dict:
     return out | {"verdict": verdict(out)}
 
 
-def is_pair(value) -> bool:
-    """Whether it is [step, ms]."""
-    return isinstance(value, list) and [type(x) in (int, float) for x in value] == [True, True]
-
-
 def vocab_size(run_dir: Path) -> int | None:
     """Of config.yaml, if it is there."""
     with contextlib.suppress(OSError):
@@ -110,18 +93,6 @@ def vocab_size(run_dir: Path) -> int | None:
                           (run_dir / "config.yaml").read_text("utf-8", errors="replace"), re.M)
         return int(found[1]) if found else None
     return None
-
-
-def why_unjudged(detector: SlowdownDetector, logs: int, interval: int) -> str:
-    """Why the speed cannot be judged after so many logs, each of so many steps; "" if it can."""
-    if detector.normal:
-        return ""
-    if logs and detector.tflop is None:
-        return "speed not judged: the logs have no times of phases"
-    if not logs:  # so the log interval is unknown
-        return "run too short to judge speed (no log)"
-    needed = logs + (BASELINE - len(detector.points)) * math.ceil(MIN_STEPS / interval)
-    return f"run too short to judge speed ({logs} log{'s' * (logs != 1)}, needs {needed})"
 
 
 def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
@@ -141,12 +112,11 @@ def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
     lines = [str(finding) for finding in out["training"]]
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
-    if all(event.kind == "work" for event in shown):
-        lines.append(out["unjudged"] or "steady: no slow-down found")
+    if not shown:
+        lines.append("steady: no slow-down found" if out["judged"] else
+                     "too few logs with times of phases to judge the speed")
     for event in shown:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
-        if event.unseen:
-            ended = f"\n    By step {event.ended} steps do other work: whether it lasts is unknown."
         lines.append(describe_event(event) + ended)
     lines += [f"no progress: {row['hang']}" for row in out["hangs"]]
     lines += [row["runs_out"] for row in out["runs_out"]]
@@ -157,39 +127,9 @@ def verdict(out: dict) -> list[str]:
             lines.append(f"{name} takes {share:.0%} of the time: {advice}")
     padding = out["figures"].get("padding_fraction", 0.0)
     if padding > 0.2:
-        lines.append(f"padding is {padding:.0%} of the tokens computed: --data_mode packed (and "
-                     "with it a larger --seq_len), a larger --group_window, or processes that "
-                     "divide the batch evenly")
+        lines.append(f"padding is {padding:.0%} of the tokens computed: --data_mode packed, or a "
+                     "larger --group_window")
     return lines
-
-
-def describe_event(event) -> str:
-    """Since when something takes longer, by how much, in which phases, why, and whose fault."""
-    kind, since = event.kind, f"since about step {event.since}"
-    low, high = event.since_range
-    if high - low > 0.1 * event.since:
-        since += f" ({low} to {high})"
-    causes = [str(cause) for cause in event.causes]
-    if kind == "work":
-        return f"work per step {event.percent:+.0f}% {since}: {causes[0]}"
-    how = "gradually slower" if event.creeps else "slower"
-    of_a_step = "" if kind == "step" else " of a step"
-    phases = ", ".join([f"{name} {ms:+.3g} ms" for name, ms in event.phases] or ["all phases"])
-    head = (f"{kind} {how} {since}: {event.before:.3g} -> {event.after:.3g} ms/step "
-            f"({event.percent:+.0f}%{of_a_step}), {phases}")
-    if kind != "step":
-        return f"{head}: {causes[0]}"
-    verdict = VERDICTS[event.blames, event.series not in STEP_PHASES]
-    return "\n    ".join([head, *causes, verdict.format(event.after / event.before)])
-
-
-def describe_end(event) -> str:
-    if event.unseen:
-        return (f"steps do other work: whether the slow-down since step {event.since} lasts is "
-                "unknown")
-    if event.kind == "work":
-        return f"work per step is back to what it was before step {event.since}"
-    return f"{event.kind} time is back to normal; it was longer since step {event.since}"
 
 
 def report_text(out: dict) -> str:
@@ -202,10 +142,6 @@ def report_text(out: dict) -> str:
     if "step_ms_median" in figures:
         lines.append("steps   {step_ms_median:.4g} ms (median), first tenth {first_tenth_ms:.4g} "
                      "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
-    if "padding_fraction" in figures:
-        lines.append(f"padding {figures['padding_fraction']:.1%} of the tokens computed")
-    if out["slowest"]:
-        lines.append("slowest " + ", ".join(f"step {s} ({ms:.0f} ms)" for s, ms in out["slowest"]))
     trained = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))
     lines.append(f"goodput {trained / wall:.1%} of the time was training, "
                  f"{seconds['lost'] / wall:.1%} was lost to crashes")

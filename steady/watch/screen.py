@@ -1,6 +1,7 @@
 """What the screen shows of a run before its first step, and where it ends early."""
 
 import os
+import re
 import signal
 import time
 
@@ -10,6 +11,8 @@ from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.watch import proc
 from steady.watch.sinks import si
+
+TESTED = 2, 15  # the newest torch that all tests have passed with
 
 
 def early_end(cfg, progress, signal_number: int) -> str:
@@ -34,23 +37,14 @@ def describe(run) -> str:
     of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
     steps = f"{cfg.max_steps} steps"
-    epochs = [f"{n:.2f} epochs" for n in data.order.epochs(samples)]
     if cfg.max_steps == UNKNOWN:
-        epochs, steps = ["?"] * len(epochs), f"{cfg.max_minutes:g} minutes"
-    sources = f"{data.datasets[0].name}: {si(data.n_tokens)} tokens, {epochs[0]}"
-    if len(epochs) > 1:
-        total = sum(d.weight for d in data.datasets)
-        each = zip(data.datasets, epochs, strict=True)
-        sources = ", ".join(f"{d.name} {float(d.weight / total):.1%} ({n})" for d, n in each)
-        sources += f": {si(data.n_tokens)} tokens"
-    sources += "".join(d.describe() for d in data.datasets)
+        samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
+    weights = sum(d.weight for d in data.datasets)
+    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.describe()}"
+               for d, epochs in zip(data.datasets, data.order.epochs(samples), strict=True)]
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    shares = ""
-    if cfg.batch_size % (ranks.micro_batch * ranks.world_size):
-        least, rest = divmod(cfg.batch_size, ranks.world_size)
-        shares = f" ({least}{f' or {least + 1}' if rest else ''} sequences each)"
     lines = [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
@@ -58,16 +52,23 @@ def describe(run) -> str:
         f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {sources} in {steps}, {ranks.workers} loader processes a rank",
+        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {steps}, "
+        f"{ranks.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}"
-        f"{shares}, {cfg.optimizer}",
+        f"{ranks.micro_batch}, {cfg.optimizer}",
         f"run     {run.dir.path}",
     ]
     if run.dir.resumed_from:
         lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
-    return "\n".join(filter(None, (*lines, crowded())))
+    return "\n".join(filter(None, (*lines, crowded(), untested())))
+
+
+def untested() -> str:
+    """A line if this torch is newer than all that were tested; or ""."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    newest = ".".join(map(str, TESTED))
+    return f"torch   {torch.__version__}: tested up to {newest}" if version > TESTED else ""
 
 
 def crowded() -> str:
@@ -80,9 +81,7 @@ def crowded() -> str:
         runnable.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
         time.sleep(0.01)
     others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
-    cores = os.cpu_count()
-    if others < cores:
+    if others < os.cpu_count():
         return ""
-    advice = "; OMP_NUM_THREADS=1 loses least" if torch.get_num_threads() > 1 else ""
-    return (f"load    {others} other threads are running or ready to on {cores} cores: steps will "
-            f"be slow and uneven{advice}")
+    return (f"load    {others} other threads are running or ready to on {os.cpu_count()} cores: "
+            "steps will be slow and uneven; OMP_NUM_THREADS=1 loses least")

@@ -13,23 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from steady.watch import wandb_sink
-from steady.watch.clouds import tensorboard_folder
 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of this rank itself
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
 PHASES = STEP_PHASES + OUTSIDE_PHASES
-
-# TensorBoard computes a checksum of each event in Python, a microsecond for ten bytes, while it
-# holds the interpreter's lock: of rows that come faster it gets what training itself is about.
-SECONDS_BETWEEN_TIMES = 1.0
-TIMES = ("perf/", "machine/", "memory/", "goodput/", "disk/")
-
-
-# --- files and TensorBoard -------------------------------------------------------------------
 
 
 class Sinks:
@@ -46,8 +36,9 @@ class Sinks:
         file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open["metrics.jsonl"] = file
         if cfg.tensorboard:
-            folder = tensorboard_folder(cfg, out_dir)
-            self.open["TensorBoard"] = TensorBoard(cfg, folder, start_step + 1)
+            folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+            self.open["TensorBoard"] = TensorBoard(folder, start_step + 1,
+                                                   cfg.tensorboard_flush_secs)
         if cfg.wandb:
             self.open["W&B"] = wandb_sink.start(out_dir, dataclasses.asdict(cfg))
 
@@ -61,9 +52,6 @@ class Sinks:
         line = json.dumps({"step": step, **finite}, default=str) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
-
-    def write_text(self, tag: str, text: str, step: int):
-        self.use("TensorBoard", lambda board: board.write_text(tag, text, step))
 
     def close(self):
         """All but metrics.jsonl, to which the last sample is still to come."""
@@ -125,9 +113,8 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
-NESTED = {"end": dict, "order": dict, "slowest": list, "anomaly": str, "runs_out": str, "hang": str,
-          "sample": str, "ranks_ms": list, "profile": dict, "busiest_thread": str,
-          "trace": str}
+NESTED = dict(end=dict, order=dict, profile=dict, ranks_ms=list, anomaly=str, runs_out=str,
+              hang=str, sample=str, busiest_thread=str, trace=str)
 
 
 def known_types(row) -> dict | None:
@@ -151,15 +138,15 @@ def has_known_type(name: str, value) -> bool:
 
 
 class TensorBoard:
-    """A SummaryWriter that continues an earlier process's, with charts and the configuration.
+    """A SummaryWriter that continues an earlier process's.
 
     Opened at the first row: importing it costs 0.2 s, and its thread must not be there when loader
     processes fork.
     """
 
-    def __init__(self, cfg, folder: Path, first_step: int):
-        self.cfg, self.folder, self.first_step = cfg, folder, first_step
-        self.writer, self.times, self.times_written = None, {}, -math.inf
+    def __init__(self, folder: Path, first_step: int, flush_secs: int):
+        self.folder, self.first_step, self.flush_secs = folder, first_step, flush_secs
+        self.writer = None
 
     def open(self):
         from torch.utils.tensorboard import SummaryWriter
@@ -169,32 +156,11 @@ class TensorBoard:
         # With the default queue of 10 a slow disk blocks training. purge_step hides what an
         # interrupted run wrote after the checkpoint that this one started from.
         self.writer = SummaryWriter(self.folder, purge_step=self.first_step, max_queue=10_000,
-                                    flush_secs=self.cfg.tensorboard_flush_secs)
-        charts = {
-            "loss": ["train/loss$", "val/loss$"],
-            "throughput": ["perf/tokens_per_second"],
-            "step time (ms): mean, median, 95th percentile": ["perf/step_ms.*"],
-        }
-        if len(self.cfg.data) > 1:
-            charts["loss by dataset"] = ["train/loss/.*", "val/loss/.*"]
-        sections = {"steady": charts}
-        if self.cfg.monitor != "off":  # a chart each: all lines of a run have the same colour
-            sections["phases (ms/step)"] = {
-                name: [f"perf/{name}_ms$"] for name in PHASES
-                if name != "waiting" or dist.is_initialized()}
-        self.writer.add_custom_scalars({
-            section: {title: ["Multiline", tags] for title, tags in content.items()}
-            for section, content in sections.items()})
-        settings = dataclasses.asdict(self.cfg)
-        self.write_text("configuration", "\n".join(f"    {k}: {v}" for k, v in settings.items()), 0)
+                                    flush_secs=self.flush_secs)
 
     def write(self, step: int, row: dict):
         numbers = {k: v for k, v in row.items()
                    if isinstance(v, (int, float)) and not k.startswith("limit/")}
-        self.times |= {k: numbers.pop(k) for k in list(numbers) if k.startswith(TIMES)}
-        if time.monotonic() - self.times_written >= SECONDS_BETWEEN_TIMES and self.times:
-            numbers |= self.times
-            self.times, self.times_written = {}, time.monotonic()
         if numbers:
             if not self.writer:
                 self.open()
@@ -203,12 +169,8 @@ class TensorBoard:
             # all of them in one event: add_scalar for each takes three times as long
             values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
             self.writer.file_writer.add_summary(Summary(value=values), step)
-        if "sample" in row:
-            self.write_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
-
-    def write_text(self, tag: str, text: str, step: int):
-        if self.writer:
-            self.writer.add_text(tag, text, step)
+        if "sample" in row and self.writer:
+            self.writer.add_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
 
     def close(self):
         if self.writer:
@@ -231,17 +193,10 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-# --- ranks -----------------------------------------------------------------------------------
-
-
-MOST_RANKS = 64  # more of them would make a row longer than all its metrics
-
-
-def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
+def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
-    And how much longer its machine takes for a fixed piece of work. own_ms: [ranks, OWN_PHASES];
-    probes: [ranks], 0 if unknown. {} for a single rank, and where the GPU of one has not got to the
+    own_ms: [ranks, OWN_PHASES]. {} for a single rank, and where the GPU of one has not got to the
     end of a step that is timed, as with a log at each step.
     """
     if len(own_ms) == 1 or not own_ms.any(1).all():
@@ -249,18 +204,12 @@ def slowest_rank(own_ms: np.ndarray, probes: np.ndarray) -> dict[str, float]:
     busy = own_ms.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)
-    probe = probes[slow] / max(1e-9, np.median(np.delete(probes, slow)))
-    known = {"perf/slowest_rank_probe": probe} if probes.all() else {}
-    if len(busy) <= MOST_RANKS:
-        known["ranks_ms"] = [round(float(ms), 3) for ms in busy]
-    return known | {
+    return {
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own_ms[slow] - typical).argmax()),
+        "ranks_ms": [round(float(ms), 3) for ms in busy],
     }
-
-
-# --- numbers ---------------------------------------------------------------------------------
 
 
 def plain(value):

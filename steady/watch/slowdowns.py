@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from steady.watch.causes import COMMON, COMPUTE, explain, mean_row
+from steady.watch.causes import COMMON, COMPUTE, explain, mean_row, ms_of
 from steady.watch.profile import add_profiles
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES
 
@@ -21,31 +21,29 @@ KEPT = 128  # points that are kept: of each some kilobytes
 CERTAIN_LOOKS = 60  # of the sampler, since it began: with fewer, lines are worth waiting for
 PATIENCE = 32  # points for which they are waited for
 NEEDED = ("perf/step_ms_median", "perf/step_ms", "perf/tflops")
-OUTSIDE = [f"perf/{name}_ms" for name in OUTSIDE_PHASES]
 
 
 @dataclass(eq=False)
 class SlowDown:
-    """Something that takes longer, or more work, since a step. In ms/step of equal work."""
+    """Something that takes longer since a step. In ms/step of equal work."""
 
     since: int  # the first step, about
     found: int  # the step of the log that found it
     before: float
     after: float
     percent: float  # of a step
-    series: str = COMMON  # of which values: also a phase, or "work"
+    series: str = COMMON  # of which values: also a phase
     since_range: tuple[int, int] = (0, 0)  # where `since` lies with 95 %
     creeps: bool = False  # a gradual rise, not a jump
     phases: list = field(default_factory=list)  # (name, ms/step added), the largest first
     causes: list = field(default_factory=list)  # causes.Cause
     blames: str = "unclear"  # or "machine", "program"
     ended: int | None = None  # step
-    unseen: bool = False  # steps do other work since `ended`, so it may go on
 
     @property
     def kind(self) -> str:
-        """"step", "work", or an outside phase."""
-        return "step" if self.series in (COMMON, *STEP_PHASES) else self.series
+        """"step", or an outside phase."""
+        return self.series if self.series in OUTSIDE_PHASES else "step"
 
 
 def worth_saying(event: SlowDown) -> bool:
@@ -70,7 +68,6 @@ class Cusum:
         self.mean = 0.0  # the level
         self.normal, self.rising = [], []  # values that define it; since the sum was 0
         self.sum, self.since = 0.0, 0  # since: the last step at which the sum was 0
-        self.began = 0  # the step after which this level began
         self.newest = deque(maxlen=5)
         self.lower = deque(maxlen=10)  # (normal, its end, event): levels below, and their rises
 
@@ -84,7 +81,7 @@ class Cusum:
             normal, end, event = self.lower[-1]
             if sorted(self.newest)[2] < end:
                 self.lower.pop()
-                self.normal, self.rising, self.sum, self.began = normal, [], 0.0, step
+                self.normal, self.rising, self.sum = normal, [], 0.0
                 self.learn(unit)
                 event.ended = step
                 return event
@@ -121,7 +118,6 @@ class Cusum:
                          percent=100 * (after - self.mean) / self.unit)
         self.lower.append((self.normal, 0.7 * self.mean + 0.3 * after, event))
         self.normal, self.rising, self.sum = [], [], 0.0
-        self.before, self.began = self.began, self.since
         return event
 
 
@@ -137,17 +133,16 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     y = np.clip(values, smooth - 3 * noise, smooth + 3 * noise)  # outliers are no changes
     y = y - y.mean()
     i, k = np.arange(n), np.arange(1, n)[:, None]
-    models = {False: (i >= k).astype(float), True: np.maximum(0.0, i - k + 1.0)}  # [n - 1, n]
-    left = {}
-    for creeps, x in models.items():
+    left = []  # squared errors of a jump, and of a line, at each k
+    for x in (i >= k).astype(float), np.maximum(0.0, i - k + 1.0):  # [n - 1, n]
         x = x - x.mean(1, keepdims=True)
-        left[creeps] = (y @ y) - np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
-    left = {creeps: np.maximum(sums, 1e-30) for creeps, sums in left.items()}
-    best = {creeps: float(sums.min()) for creeps, sums in left.items()}
-    creeps = n * np.log(best[False] / best[True]) > 4.0  # a jump, unless a line is clearly better
-    sums = left[creeps]
+        explained = np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
+        left.append(np.maximum(y @ y - explained, 1e-30))
+    jump, line = left
+    creeps = bool(n * np.log(jump.min() / line.min()) > 4.0)  # only if a line is clearly better
+    sums = line if creeps else jump
     likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
-    return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), bool(creeps)
+    return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), creeps
 
 
 class SlowdownDetector:
@@ -167,7 +162,7 @@ class SlowdownDetector:
         self.events = deque(maxlen=100)  # also those that ended
         self.usual = {}  # event that lasts → the points before it
         self.unsaid = []  # of these, those that `add` has not returned
-        self.waits = False  # for more looks, to know the cause of an event
+        self.waits = True  # for more looks of the sampler, to know what is normal, or a cause
 
     def add(self, row: dict) -> list[SlowDown]:
         """The events that are worth saying since this row, and those of them that end with it."""
@@ -175,10 +170,7 @@ class SlowdownDetector:
         if "perf/startup_s" in row or row.get("perf/disturbed"):
             self.block, self.step = [], row["step"]
             return []
-        if not all(row.get(name) for name in NEEDED):
-            # null: it was not finite. A GPU with a log at each step times none with an evaluation.
-            between = {name: row[name] for name in OUTSIDE if row.get(name)}
-            self.block = [*self.block[-MIN_STEPS:], between] if between else self.block
+        if not all(row.get(name) for name in NEEDED):  # null: it was not finite
             return []
         tflop = row["perf/tflops"] * row["perf/step_ms"]
         self.tflop = self.tflop or tflop
@@ -200,12 +192,11 @@ class SlowdownDetector:
         """What is normal for a phase, from the newest points."""
         for event in [*self.usual]:
             if event.series in STEP_PHASES:  # nothing would see it return to normal
-                event.ended, event.unseen = self.points[-1]["last"], True
+                del self.usual[event]
         rows = [p["row"] for p in list(self.points)[-BASELINE:]]
         self.normal = {"work": float(np.median([row["work"] for row in rows]))}
         for name in STEP_PHASES:
-            ms = [row.get(f"perf/{name}_ms", 0.0) / row["work"] for row in rows]
-            self.normal[name] = float(np.median(ms))
+            self.normal[name] = float(np.median([ms_of(row, name) for row in rows]))
             self.levels[name] = Cusum()
 
     def watch(self, point: dict) -> list[SlowDown]:
@@ -222,11 +213,10 @@ class SlowdownDetector:
                 values[name] = total / (point["last"] - since)
                 self.seen[name] = point["last"]
         for name, value in values.items():
-            unit = None if name in ("work", COMMON) else values[COMMON]
-            level = self.levels.setdefault(name, Cusum())
-            found = level.add(point["last"], value, unit)
+            unit = None if name == COMMON else values[COMMON]
+            found = self.levels.setdefault(name, Cusum()).add(point["last"], value, unit)
             if found and found.ended is None:
-                self.begin(found, name, level.before)
+                self.begin(found, name)
         ended = [event for event in self.usual if event.ended is not None]
         said = [event for event in ended if event not in self.unsaid]
         for event in ended:
@@ -242,7 +232,7 @@ class SlowdownDetector:
         what is planted in one of them does not move it, a slower machine moves all.
         """
         work = row["work"]
-        ms = {name: row.get(f"perf/{name}_ms", 0.0) / work for name in STEP_PHASES}
+        ms = {name: ms_of(row, name) for name in STEP_PHASES}
         factors = [ms[name] / self.normal[name] for name in COMPUTE if self.normal[name]]
         factor = statistics.median_low(factors) if factors else 1.0
         alone = {name: value - factor * self.normal[name] for name, value in ms.items()
@@ -250,18 +240,17 @@ class SlowdownDetector:
         common = row["perf/step_ms"] / work - sum(alone.values())
         # what is alone varies by more on a machine that is slower
         alone = {name: value / max(1.0, factor) for name, value in alone.items()}
-        return {"work": work, **alone, COMMON: common}
+        return {**alone, COMMON: common}
 
-    def begin(self, event: SlowDown, series: str, began: int):
-        """Take up a rise of a series, unless it is part of an event that is known.
-
-        began: the step after which the level below it began.
-        """
+    def begin(self, event: SlowDown, series: str):
+        """Take up a rise of a series, unless it is part of an event that is known."""
         event.series, event.since_range = series, (event.since, event.since)
         points = [p for p in self.points if p["last"] < event.since]
+        # the step at which the level below this one began
+        began = max((e.ended or e.since for e in self.events if e.series == series), default=0)
         level = sum(began < p["first"] for p in points)
         self.usual[event] = points[-max(BASELINE, level):] or [self.points[0]]
-        self.locate(event)
+        self.describe(event)
         for other in self.usual:
             if (other is not event and other.kind == event.kind
                     and (other.series in STEP_PHASES) == (series in STEP_PHASES)
@@ -270,7 +259,6 @@ class SlowdownDetector:
                 return
         self.events.append(event)
         self.unsaid.append(event)
-        self.describe(event)
 
     def after(self, event: SlowDown) -> list[dict]:
         """The points since its beginning."""
@@ -278,6 +266,16 @@ class SlowdownDetector:
         if event.ended is not None:
             points = points[:-3]  # it has ended where three of five are normal again
         return [p for p in points if event.since <= p["first"]] or points[-1:]
+
+    def describe(self, event: SlowDown):
+        """Since when, whether it is a jump, the phases and the causes, from all that is known."""
+        if event.ended is None:
+            self.locate(event)
+        usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
+        if event.kind == "step":
+            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
+                                          for p in usual]))
+        vars(event).update(explain(event, usual, self.after(event)))
 
     def locate(self, event: SlowDown):
         """Since when, between which steps that is sure, and whether it is a jump."""
@@ -292,22 +290,12 @@ class SlowdownDetector:
             event.since, event.creeps = points[k]["first"], creeps
             event.since_range = points[low]["first"], points[high]["first"]
 
-    def describe(self, event: SlowDown):
-        """Compute phases and causes from the points before and since."""
-        usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
-        if event.kind == "step":
-            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
-                                          for p in usual]))
-        vars(event).update(explain(event, usual, self.after(event)))
-
     def to_say(self) -> list[SlowDown]:
         """Of the active events those that have become worth saying, once their cause is known or
         there is nothing more to wait for."""
         out, self.waits = [], False
         for event in self.unsaid:
-            if event.kind == "step" and event.found < self.points[-1]["last"]:
-                self.locate(event)
-                self.describe(event)
+            self.describe(event)
             after = self.after(event)
             looks = sum(n for p in after for lines in p["profile"].values() for n in lines.values())
             if 0 < looks < CERTAIN_LOOKS and len(after) <= PATIENCE:
@@ -320,7 +308,5 @@ class SlowdownDetector:
     def finish(self) -> list[SlowDown]:
         """At the end of the rows: all events, from all that is known."""
         for event in self.usual:
-            if event.kind == "step":
-                self.locate(event)
-                self.describe(event)
+            self.describe(event)
         return [*self.events]

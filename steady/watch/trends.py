@@ -1,7 +1,7 @@
 """What runs out: memory, open files, threads, disk space; how much is left, and until which step.
 
-Rows of metrics.jsonl go into ResourceTrends, which says once for each resource that its growth
-would end the run before its last step.
+Each log's row goes through Resources, which says once for each resource that its growth would end
+the run before its last step, and then looks for the line of Python that keeps allocating.
 """
 
 import contextlib
@@ -12,76 +12,56 @@ import os
 import time
 import tracemalloc
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from steady.guard.deadline import UNKNOWN
 from steady.ranks.ranks import rank_and_world
 from steady.watch import proc
 from steady.watch.profile import HERE, short, worth_naming
+from steady.watch.sinks import si
+from steady.watch.words import Finding
 
 MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
 LEAST_KEPT = 8  # bytes a step, of a line that is named: a reference to an object
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
-RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, unit, what to do)
-    # Without mapped files, such as token files: the system takes their pages back when it needs
-    # them. What the allocator of the device reserves and does not use comes back, too.
-    "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB",
-                    "look for what the loop keeps, such as losses that are never detached"),
-    "host memory of loader workers": (
-        "memory/workers_rss_gb", "limit/host_gb", "GB",
-        "look for what the dataset keeps in each worker, or fewer --num_workers"),
-    "device memory": ("memory/allocated_gb", "limit/device_gb", "GB",
-                      "look for tensors that the loop keeps, such as losses never detached"),
-    "open files": ("memory/open_files", "limit/open_files", "",
-                   "close what is opened, or raise ulimit -n"),
-    "threads": ("memory/threads", "limit/threads", "",
-                "look for what starts a thread or a pool of them again and again"),
-    "free disk space": (
-        "disk/free_gb", None, "GB",
-        "fewer checkpoints (--keep_checkpoints, --keep_every), or another --out_dir"),
-    "free inodes": ("disk/free_inodes", None, "",
-                    "look for what writes many small files, or another --out_dir"),
+RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, unit)
+    # Of this process and its loader's, without mapped files, such as token files: the system takes
+    # their pages back when it needs them.
+    "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB"),
+    # what the allocator reserves and does not use comes back, too
+    "device memory": ("memory/allocated_gb", "limit/device_gb", "GB"),
+    "open files": ("memory/open_files", "limit/open_files", ""),
+    "threads": ("memory/threads", "limit/threads", ""),
+    "disk space": ("disk/free_gb", None, "GB"),
 }
-HOST = [RESOURCES[name][0] for name in ("host memory", "host memory of loader workers")]
-IN_PYTHON = ("host memory", "device memory", "open files", "threads")
 
 
 # --- how much there is ------------------------------------------------------------------------
 
 
-def memory_used(device: torch.device) -> dict[str, float]:
-    """GB and counts of this process, of its loader's workers, and of the device."""
-    workers = multiprocessing.active_children()
-    out = {
-        "memory/host_rss_gb": proc.rss_bytes() / 1e9,
-        "memory/workers_rss_gb": sum(proc.rss_bytes(w.pid, shared=False) for w in workers) / 1e9,
-        "memory/open_files": len(proc.names("proc/self/fd")),
-    }
-    if device.type == "cuda":
-        stats = torch.accelerator.memory_stats(device)
-        out["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
-        out["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
-        out["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
-        out["memory/alloc_retries"] = stats["num_alloc_retries"]
-    return out
-
-
-def read_resources(run_dir: Path | None) -> dict[str, float]:
-    """GB and counts that are cheap enough to read at each log; what is unknown is left out."""
+def read_resources(device: torch.device, run_dir: Path | None) -> dict[str, float]:
+    """GB and counts that are used or free now; what is unknown is left out."""
     row = {}
     if proc.read("proc/self/statm"):
+        row["memory/host_rss_gb"] = proc.rss_bytes() / 1e9
+        pids = "self", *(worker.pid for worker in multiprocessing.active_children())
+        own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
+        row["memory/host_anonymous_gb"] = own / 1e9
+        row["memory/open_files"] = len(proc.names("proc/self/fd"))
         row["memory/threads"] = len(proc.names("proc/self/task"))
-        row["memory/host_anonymous_gb"] = proc.rss_bytes(shared=False) / 1e9
-    disk = None
+    if device.type == "cuda":
+        stats = torch.accelerator.memory_stats(device)
+        row["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
+        row["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
+        row["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
+        row["memory/alloc_retries"] = stats["num_alloc_retries"]
     with contextlib.suppress(OSError):  # the folder is gone
         disk = os.statvfs(run_dir) if run_dir else None
-    if disk and disk.f_blocks:
-        row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
-    if disk and disk.f_files:  # btrfs, for one, has no fixed number of inodes
-        row["disk/free_inodes"] = disk.f_favail
+        if disk and disk.f_blocks:
+            row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
     return row
 
 
@@ -92,9 +72,9 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     shares of what is available, since what one does the others do.
     """
     ranks, threads = rank_and_world()[3], row.get("memory/threads", 0)
-    used = sum(row.get(name, 0.0) for name in HOST)
     found = {
-        "limit/host_gb": used + proc.available_bytes() / ranks / 1e9,
+        "limit/host_gb": row.get("memory/host_anonymous_gb", 0.0)
+        + proc.available_bytes() / ranks / 1e9,
         "limit/threads": threads + proc.available_threads(threads) / ranks,
         "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
     }
@@ -105,70 +85,7 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     return {name: limit for name, limit in found.items() if math.isfinite(limit)}
 
 
-class Resources:
-    """What the monitor asks at its logs: what there is, what will not last, which line keeps it."""
-
-    def __init__(self, cfg, run_dir: Path | None, device: torch.device, kept: list[dict]):
-        self.cfg, self.run_dir, self.device = cfg, run_dir, device
-        # checkpoints take more and more space until old ones are deleted
-        settled = (cfg.keep_checkpoints + 2) * cfg.save_interval
-        occasions = dict(saves=cfg.save_interval, evaluations=cfg.eval_interval,
-                         samples=cfg.sample_interval)
-        self.trends = ResourceTrends(cfg.max_steps, None, settled, occasions)
-        self.limits_known, self.allocations = False, None
-        for row in kept:
-            self.trends.add(row)  # what it returns was said by the earlier process
-
-    def read(self) -> dict[str, float]:
-        """Columns of a row: what is used and what is left."""
-        found = memory_used(self.device) | read_resources(self.run_dir)
-        if not self.limits_known:  # now that the loader's workers run
-            self.limits_known = True
-            found |= limits(found, self.device)
-        return found
-
-    def warnings(self, row: dict) -> list[str]:
-        """What will run out, as a sentence each; some logs later, which line allocates it."""
-        found = []
-        if self.allocations and (line := self.allocations.look(row["step"])):
-            self.allocations, found = None, [line]
-        for event in self.trends.add(row):
-            found.append(str(event))
-            # which a fork may do by itself
-            if event.code in IN_PYTHON and not tracemalloc.is_tracing():
-                self.allocations = Allocations(row["step"])
-        return found
-
-    def close(self):
-        if self.allocations:  # or what follows, as after a rollback, would be as slow
-            tracemalloc.stop()
-
-
 # --- when it runs out -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunsOut:
-    """A resource whose growth ends the run before its last step. In GB or counts."""
-
-    code: str  # a name in RESOURCES
-    since: int
-    per_step: float
-    limit: float  # 0 of what is free
-    at_step: int
-    found: int  # the step of the row with which it was found
-    last_step: int
-    occasion: str = ""  # at which nearly all of it comes: saves, evaluations, samples
-
-    def __str__(self) -> str:
-        _, limit, unit, advice = RESOURCES[self.code]
-        verb = ("grow" if limit else "shrink") + ("s" if unit else "")
-        amount = f"{self.limit:.1f} GB" if unit else f"{self.limit:,.0f}"
-        end = f"at the limit of {amount}" if limit else "none left"
-        at = float(f"{self.at_step:.3g}")
-        when = f", nearly all of it at {self.occasion}," if self.occasion else ""
-        return (f"{self.code} {verb} by {rate(self.per_step, unit)}{when} since about step "
-                f"{self.since:,}: {end} at about step {at:,.0f} of {self.last_step:,}; {advice}")
 
 
 class Samples:
@@ -191,81 +108,96 @@ class Samples:
         return True
 
 
-class ResourceTrends:
-    """Finds resources whose growth would end the run before its last step.
+class Resources:
+    """What the monitor asks at its logs: what there is, what will not last, which line keeps it.
 
-    limits: {"limit/host_gb": GB, …}, which rows may bring, too. settled_step: until here new
-    checkpoints take disk space and none is deleted, which says nothing about later. occasions:
-    name → steps between them.
+    settled_step: until here new checkpoints take disk space and none is deleted, which says
+    nothing about later.
     """
 
-    def __init__(self, last_step: int, limits: dict | None = None, settled_step: int = 0,
-                 occasions: dict[str, int] | None = None):
-        self.last_step, self.settled_step = last_step, settled_step
-        self.occasions = occasions or {}
-        self.given = self.limits = limits or {}
-        self.samples, self.reported = {}, set()
+    def __init__(self, cfg, run_dir: Path | None, device: torch.device):
+        self.cfg, self.run_dir, self.device = cfg, run_dir, device
+        self.settled_step = (cfg.keep_checkpoints + 2) * cfg.save_interval
+        self.limits, self.samples, self.reported = {}, {}, set()
+        self.limits_read, self.allocations = False, None
 
-    def add(self, row: dict) -> list[RunsOut]:
+    def read(self) -> dict[str, float]:
+        """Columns of a row: what is used and what is left."""
+        found = read_resources(self.device, self.run_dir)
+        if not self.limits_read:  # now that the loader's processes run
+            self.limits_read = True
+            found |= limits(found, self.device)
+        return found
+
+    def warnings(self, row: dict) -> list[str]:
+        """What will run out, as a sentence each; some logs later, which line allocates it."""
+        found = []
+        if self.allocations and (line := self.allocations.look(row["step"])):
+            self.allocations, found = None, [line]
+        for finding in self.find(row):
+            found.append(str(finding))
+            # which a fork may do by itself
+            if finding.code != "disk space" and not tracemalloc.is_tracing():
+                self.allocations = Allocations(row["step"])
+        return found
+
+    def find(self, row: dict) -> list[Finding]:
         """What is found with this row, each resource once in a process."""
         began = "perf/startup_s" in row
-        if began:  # a new process: of the old one only the disk is left
-            of_disk = {name for name, (_, limit, *_) in RESOURCES.items() if not limit}
-            self.samples = {name: self.samples[name] for name in of_disk & self.samples.keys()}
-            self.reported &= of_disk
-            self.limits = self.given
+        if began:  # a new process: of the one before only the disk is left
+            self.limits = {}
+            self.samples = {k: v for k, v in self.samples.items() if k == "disk space"}
+            self.reported &= {"disk space"}
         self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
-        events = []
-        for name, (metric, limit, *_) in RESOURCES.items():
+        found = []
+        for name, (metric, limit, unit) in RESOURCES.items():
             skipped = began or limit not in self.limits if limit else (
                 row["step"] <= self.settled_step)
             if skipped or name in self.reported or row.get(metric) is None:
                 continue
             used = row[metric] if limit else -row[metric]
-            if self.samples.setdefault(name, Samples()).add(row["step"], used):
-                found = self.find(name, row, self.limits[limit] if limit else 0.0)
-                events += found
-                self.reported |= {event.code for event in found}
-        return events
+            samples = self.samples.setdefault(name, Samples())
+            if not samples.add(row["step"], used):
+                continue
+            room = self.limits[limit] if limit else 0.0
+            if name == "device memory":  # a step needs more than what stays between steps
+                room -= max(0.0, (row.get("memory/peak_gb") or 0.0) - used)
+            steps, values = np.array(samples.means).T
+            growth = trend(steps, values - values[0], room - values[0])
+            last_step = self.cfg.max_steps
+            if growth and growth[2] < last_step != UNKNOWN:
+                since, per_step, at_step = growth
+                self.reported.add(name)
+                rate = f"{si(1e9 * per_step)}B/step" if unit else f"{per_step:.3g}/step"
+                occasion = occasion_of(steps[steps >= since], values[steps >= since], self.cfg)
+                found.append(Finding(name, since, dict(
+                    per_step=per_step, at_step=max(at_step, row["step"]), last_step=last_step,
+                    occasion=occasion, rate=rate + f", nearly all at {occasion},"
+                    * (occasion != "each step"))))
+        return found
 
-    def find(self, name: str, row: dict, limit: float) -> list[RunsOut]:
-        """limit: of what is used; what is free is used up at 0."""
-        metric = RESOURCES[name][0]
-        if metric in HOST:  # which share it
-            room = limit - sum(row.get(other) or 0.0 for other in HOST if other != metric)
-        elif name == "device memory":  # a step needs more than what stays between steps
-            room = limit - max(0.0, (row.get("memory/peak_gb") or 0.0) - row[metric])
-        else:
-            room = limit
-        steps, used = np.array(self.samples[name].means).T
-        found = trend(steps, used - used[0], room - used[0])
-        if not found or found[2] >= self.last_step:
-            return []
-        k, slope, at = found
-        return [RunsOut(name, round(float(steps[k])), slope, limit, max(round(at), row["step"]),
-                        row["step"], self.last_step,
-                        occasion(steps[k:], used[k:], self.occasions))]
+    def close(self):
+        if self.allocations:  # or what follows, as after a rollback, would be as slow
+            tracemalloc.stop()
 
 
-def occasion(steps: np.ndarray, used: np.ndarray, occasions: dict[str, int]) -> str:
-    """The rarest of occasions at which nearly all of the growth comes; "" if it is at any step.
-
-    Samples are taken before what else is due at their step; means of several rows reach half way
-    to the next.
-    """
+def occasion_of(steps: np.ndarray, used: np.ndarray, cfg) -> str:
+    """The rarest of "saves", "evaluations", "samples" at which nearly all growth comes, or "each
+    step". Samples are taken before what else is due at their step; means of several rows reach half
+    way to the next."""
     rises, half, found = np.diff(used), np.diff(steps) / 2, {}
-    for name, every in occasions.items():
-        if not every:
-            continue
-        came = (steps[1:] + half - 1) // every > (steps[:-1] - half - 1) // every
-        if 2 <= came.sum() <= len(came) / 2 and rises[came].sum() > 0.9 * rises.sum():
-            found[name] = every
+    for name, every in dict(saves=cfg.save_interval, evaluations=cfg.eval_interval,
+                            samples=cfg.sample_interval).items():
+        if every:
+            came = (steps[1:] + half - 1) // every > (steps[:-1] - half - 1) // every
+            if 2 <= came.sum() <= len(came) / 2 and rises[came].sum() > 0.9 * rises.sum():
+                found[name] = every
     rarest = max(found.values(), default=0)
-    return " or ".join(name for name, every in found.items() if every == rarest)
+    return " or ".join(name for name, every in found.items() if every == rarest) or "each step"
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
-    """(index at which sustained growth began, slope, step at which it reaches the limit) or None.
+    """(step at which sustained growth began, slope, step at which it reaches the limit) or None.
 
     Of all samples, or of the newest half or quarter: what comes before may be warm-up. Growth
     counts if it goes on over five blocks without coming to rest and leaves what was seen before;
@@ -297,18 +229,8 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
             continue
         while start and abs(off[start - 1]) < 4 * noise + 1e-6 * total:
             start -= 1  # it began before this half
-        return start, float(slope), float(x[-1] + left / slope)
+        return round(steps[start]), float(slope), round(x[-1] + left / slope)
     return None
-
-
-def rate(per_step: float, unit: str) -> str:
-    """0.001, "GB" → 1 MB/step"""
-    if not unit:
-        return f"{1000 * per_step:,.3g} every 1,000 steps"
-    for small, size in (("GB", 1), ("MB", 1e-3), ("kB", 1e-6)):
-        if per_step >= size:
-            return f"{per_step / size:.3g} {small}/step"
-    return f"{per_step * 1e9:.0f} bytes/step"
 
 
 # --- which line it is -----------------------------------------------------------------------
@@ -342,8 +264,7 @@ class Allocations:
         (line, size), *_ = kept.most_common(1) or [("", 0)]
         if size < LEAST_KEPT * steps:
             return "no line of Python was seen to allocate it"
-        return (f"{line} keeps {rate(size / steps / 1e9, 'GB')} since step {self.step:,} "
-                f"(found by tracemalloc, in {2 * seconds:.0f} s)")
+        return f"{line} keeps {si(size / steps)}B/step since step {self.step:,}"
 
     def by_line(self) -> Counter:
         """Bytes by "FILE:LINE", allocated since it began and not freed."""

@@ -254,7 +254,7 @@ def score(o: dict, events) -> dict:
         out["quiet"] = not events
     right = [line for line in lines if is_planted(line)]
     out["no wrong line"] = len(lines) == len(right)
-    known = {"gc": {"gc"}, "slow rank": {"slow rank, work", "network"}, "thread": {"thread"},
+    known = {"gc": {"gc"}, "slow rank": {"slow rank", "network"}, "thread": {"thread"},
              "numpy thread": {"thread", "contention"}, "stops": {"stopped"}, "quota": {"quota"}}
     fits = {"line", "unexplained", "passed", *known.get(o["kind"], ()), *["data"] * in_data}
     if o["group"] == "machine" or o["wobbles"]:

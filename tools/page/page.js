@@ -175,7 +175,7 @@ function drawCharts() {
       ({label: phase, data: run.lines[`perf/${phase}_ms`], stroke: COLOURS[phase]})), {runs: [run], stacked: true});
   }
   lineChart("Throughput (tokens/s)", {"perf/tokens_per_second": "tokens/s"});
-  lineChart("Memory (GB)", {"memory/host_rss_gb": "host", "memory/workers_rss_gb": "workers",
+  lineChart("Memory (GB)", {"memory/host_rss_gb": "host",
     "memory/allocated_gb": "device, allocated", "memory/reserved_gb": "device, reserved",
     "memory/peak_gb": "device, peak"});
   lineChart("Gradient norm", {"train/grad_norm": "gradient norm"});
