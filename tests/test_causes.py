@@ -137,7 +137,8 @@ def test_what_began_long_ago_keeps_its_beginning():
 
 @pytest.mark.parametrize("column, ms, cause", [
     ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
-    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"), ("machine/stops", 5, "stopped"),
+    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"),
+    ("machine/stops", 5, "stopped"),
 ])
 def test_what_the_kernel_says_is_the_machine(column, ms, cause):
     def more(late):
