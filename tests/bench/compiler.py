@@ -26,9 +26,8 @@ from torch.utils.flop_counter import flop_registry
 import train
 from model import flops_per_token
 from steady.ranks.muon import Muon
-from tests.bench.card import TINY
 from tests.bench.common import Countdown, Figure, Off, make_run
-from tests.bench.gpu import SIZES
+from tests.bench.gpu import SIZES, TINY
 from tests.fakecuda.build import build, cuda_python, variables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
