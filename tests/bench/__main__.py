@@ -75,7 +75,6 @@ def main(argv: list[str]) -> int:
     faults.add_argument("--only", metavar="NAME", default="", help="a part of faults' names, as a "
                         "regular expression")
     faults.add_argument("--first", type=int, default=0, help="seed of the first")
-    faults.add_argument("--minutes", type=float, default=20, help="of quiet runs")
     faults.add_argument("--at_once", type=int, default=3, help="runs")
     faults.add_argument("--rows", metavar="FILE", help="append a row for each run")
     options = parser.parse_args(argv)
