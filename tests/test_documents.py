@@ -553,7 +553,7 @@ def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["full"])
 def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
                                                                  checkpointing):
     documents = [([7] * n, [1] * n) for n, count in ((33, 30), (4, 400)) for _ in range(count)]

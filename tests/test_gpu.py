@@ -15,7 +15,6 @@ from torch import nn
 
 import train
 from steady.checkpoints.writer import Writer
-from steady.models import float8
 from steady.models.device import DTYPES, multiplies_bf16
 from steady.tokens.packing import boundaries
 from tools import generate
@@ -152,15 +151,3 @@ def test_compiled_it_is_the_same(run, tmp_path, device, flags):
     run(*flags, "--out_dir", "eager")
     run(*flags, "--out_dir", "compiled", "--compile")
     same_curve(tmp_path, "eager", "compiled", 2e-3)
-
-
-@pytest.mark.gpu
-@GPU[1]
-def test_float8_learns_as_bf16_does(run, tmp_path):
-    reason = float8.unable(torch.device("cuda"))
-    if reason:
-        pytest.skip(reason)
-    flags = [*CPU, "--device", "cuda", "--precision", "bf16"]
-    run(*flags, "--out_dir", "bf16")
-    run(*flags, "--float8", "--out_dir", "float8")
-    same_curve(tmp_path, "bf16", "float8", 0.03)

@@ -133,8 +133,7 @@ conftest.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("where, store", [
-    ("import", "static"), ("import", "shared"), ("join", "static"), ("data", "shared"),
-    ("step", "static"), ("step", "own")])
+    ("import", "static"), ("data", "shared"), ("step", "own")])
 def test_a_rank_of_the_second_host_is_killed(corpus, tmp_path, where, store):
     """Restarted, all go on with their run without being told to."""
     (tmp_path / "killed.py").write_text(KILLED)

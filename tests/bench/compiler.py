@@ -160,7 +160,8 @@ def summed(some: list[Kernel]) -> dict[str, float]:
 def measure(name: str, tiny: bool) -> dict:
     """The parts of a step of one micro-batch, and its bound, for a model of that size."""
     batch, length, _ = SIZES[name]
-    batch = 2 if tiny else batch
+    if tiny:
+        batch, torch._inductor.config.triton.autotune_pointwise = 2, False  # each kernel once
     flags = [*(TINY if tiny else ["--model", name, "--seq_len", str(length)]), "--vocab_size",
              "50257", "--batch_size", str(batch), "--micro_batch_size", str(batch)]
     few, more = (kernels([*flags, "--compile", "--optimizer", "adamw", "--n_layer", n])[1]

@@ -111,21 +111,14 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
 
 @pytest.mark.parametrize("flags", [
     [],
-    ["--optimizer", "adamw"],
     ["--precision", "fp32"],
-    ["--precision", "fp16"],
+    ["--precision", "fp16", "--monitor", "full"],
     ["--precision", "fp16", "--optimizer", "adamw"],
-    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32"],
+    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32", "--monitor", "off"],
     ["--dropout", "0.1", "--activation_checkpointing", "full"],
-    ["--attention", "efficient", "--n_kv_head", "2"],
-    ["--attention", "cudnn", "--n_kv_head", "2"],
-    ["--qk_norm", "--qkv_bias", "--tie_embeddings"],
-    ["--skip_spikes", "6"],
-    ["--check_replicas_interval", "3"],
-    ["--monitor", "full"],
-    ["--monitor", "full", "--precision", "fp16"],
-    ["--monitor", "off"],
-    ["--num_workers", "2"],
+    ["--attention", "efficient", "--n_kv_head", "2", "--skip_spikes", "6"],
+    ["--attention", "cudnn", "--n_kv_head", "2", "--check_replicas_interval", "3"],
+    ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitor", "full", "--num_workers", "2"],
     ["--deterministic", "--monitor", "full"],
     ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
 ], ids=" ".join)
@@ -133,14 +126,6 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
     check(steps, logs=[1, 4, 8])
     assert sorted(steps) == list(range(13))
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--optimizer", "adamw", "--qkv_bias"], ["--activation_checkpointing", "full"],
-], ids=" ".join)
-def test_float8(go, flags):
-    _, steps = go("--float8", *flags)
-    check(steps, logs=[1, 4, 8])
 
 
 def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
@@ -152,7 +137,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
         steps = gpu.PROGRAMME[1]
         gpu.PROGRAMME[1] = {name: steps[name] for name in ("checks", "losses", "peaks")}
         gpu.LIMIT = gpu.MOST["losses"] = gpu.MOST["peaks"] = 10_000  # a busy machine is no fault
-        gpu.MOST["checks"] = 15
+        gpu.MOST["checks"] = 25
         sys.exit(__main__.main(sys.argv[1:]))"""
     done = subprocess.run([sys.executable, "-c", code, "gpu", "--quick", "--json", str(file)],
                           cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -161,7 +146,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     assert done.stdout.splitlines()[-3:] == found["in_short"]
     assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
     assert list(found["parts"]) == ["checks", "losses", "peaks"]
-    assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
+    assert found["failures"] and any("product" in f["what"] for f in found["figures"])
 
 
 def test_accumulation(go):
@@ -209,12 +194,10 @@ def flash_kernels(counts: dict) -> tuple[int, int]:
     ([], VARLEN),
     (["--precision", "fp16"], "fp16, varlen flash attention"),
     (["--attention", "flash", "--n_head", "4", "--n_kv_head", "2", "--qk_norm"], VARLEN),
-    (["--activation_checkpointing", "full"], VARLEN),
-    (["--num_workers", "2"], VARLEN),
+    (["--activation_checkpointing", "full", "--num_workers", "2"], VARLEN),
     (["--micro_batch_size", "auto"], VARLEN),
     (["--precision", "fp32", *EFFICIENT], "fp32, efficient attention"),
     (["--dropout", "0.1", *EFFICIENT], "bf16, efficient attention"),
-    (["--attention", "efficient", *EFFICIENT], "bf16, efficient attention"),
     (["--head_dim", "12"], "bf16, math attention"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_packing(go, flags, attention):
