@@ -1,8 +1,8 @@
 """kill -9 at any moment: between two renames, in an evaluation, at the last step, in a rollback.
 
 Every attempt counts its file operations, steps and evaluated batches, and is killed at a random one
-of them. However often that happens, a run ends as the undisturbed one, to the last bit. In a hundred
-kills, or as many as STEADY_KILLS says.
+of them. However often that happens, a run ends as the undisturbed one, to the last bit. Of kills
+there are a hundred, or STEADY_KILLS.
 """
 
 import os
