@@ -1,17 +1,11 @@
-"""Documents: text to tokens with data.py, and padding and real tokens per second in training.
+"""Padding and real tokens per second of documents: all padded to seq_len, dynamic, grouped, packed.
 
-    python -m tests.bench documents [--text FILE]
+    python -m tests.bench documents
 
-Text to tokens: the reference has all texts in memory and lets `encode_batch_fast` of `tokenizers`
-use all cores; data.py reads JSONL, tokenizes in processes, and writes ids, offsets and checksum.
-
-Training: documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
-seq_len). Runs of a few steps alternate; the ratio is of real tokens, without padding, per second.
+Documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at seq_len).
+Runs of a few steps alternate; the ratio is of real tokens, without padding, per second.
 """
 
-import json
-import os
-import sysconfig
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,13 +13,9 @@ from pathlib import Path
 import numpy as np
 
 import data
-from steady.models.device import usable_cores
 from steady.tokens.files import TokenWriter
-from steady.tokens.tokenizers import load_tokenizer
-from tests.bench.common import Figure, compare, in_turns, seconds, train_log
-from tools.prepare import Options, prepare
+from tests.bench.common import Figure, compare, in_turns, train_log
 
-VOCAB = 16384
 SEQ_LEN, BATCH, MICRO = 512, 64, 16
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
     "fixed": (["--group_window", "0"], SEQ_LEN),
@@ -33,46 +23,6 @@ KINDS = {  # flags, and the multiple that the length of rows is rounded up to
     "grouped": ([], 8),
     "packed": (["--data_mode", "packed", "--batch_size", "20", "--micro_batch_size", "10"], 8),
 }
-
-
-def some_texts(path: str | None) -> list[str]:
-    """About 30 MB: paragraphs of the file, or the source files of the standard library."""
-    if path:
-        found = Path(path).read_text().split("\n\n")
-    else:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-        found = [f.read_text(errors="ignore") for f in files if "site-packages" not in f.parts]
-    found = [text for text in found if text.strip()]
-    return found * (round(30e6 / sum(map(len, found))) or 1)
-
-
-def text_to_tokens(texts: list[str], folder: Path, rounds: int) -> list[Figure]:
-    source, cores = folder / "a.jsonl", usable_cores()
-    with open(source, "w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    size = sum(len(text.encode()) for text in texts) / 1e6
-
-    def ours(out: str = "o", **how):
-        prepare([str(source)], Options(out=str(folder / out), **how))
-
-    ours("t", train_tokenizer=VOCAB)
-    tokenizer = str(folder / "t/tokenizer")
-    fast = load_tokenizer(tokenizer).backend_tokenizer
-
-    def alone():
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"
-        for i in range(0, len(texts), 1000):
-            fast.encode_batch_fast(texts[i : i + 1000], add_special_tokens=False)
-
-    workers = f"{cores} workers"
-    ways = {"alone": alone, workers: partial(ours, tokenizer=tokenizer, workers=cores),
-            "bytes": ours}
-    rates = in_turns({name: lambda way=way: size / seconds(way) for name, way in ways.items()},
-                     rounds)
-    reference = rates.pop("alone")
-    return [compare(f"text to tokens, {size:.0f} MB, data.py, {name}",
-                    f"tokenizers alone, {cores} cores", rate, reference, "{:.1f} MB/s",
-                    ">= 0.8" if name == workers else "") for name, rate in rates.items()]
 
 
 def write_corpus(folder: Path, n: int):
@@ -110,16 +60,13 @@ def padding(folder: Path, kind: str) -> float:
 
 
 def main(options) -> list[Figure]:
-    texts = some_texts(options.text)
     with tempfile.TemporaryDirectory() as place:
-        figures = text_to_tokens(texts[:300] if options.quick else texts, Path(place),
-                                 1 if options.quick else 5)
         folder = Path(place) / "documents"
         write_corpus(folder, 20_000)
         rates = in_turns({kind: partial(real_tokens_per_second, folder, kind, options.quick)
                           for kind in KINDS}, 1 if options.quick else 3)
         padded = {kind: padding(folder, kind) for kind in KINDS}
-    reference = rates.pop("fixed")
+    reference, figures = rates.pop("fixed"), []
     for kind, rate in rates.items():
         figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,
                          reference, "{:.0f}/s")

@@ -14,12 +14,10 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -330,35 +328,7 @@ def make_references(folder: Path, names: set[tuple[str, int]]):
         assert code_of(launched) == 0, (place / "torchrun").read_text()
 
 
-# --- the table -------------------------------------------------------------------------------
-
-
-def middle(rows: list[dict], name: str) -> str:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    if not values:
-        return ""
-    return f"{statistics.median(values):g} ({min(values):g} to {max(values):g})"
-
-
-def count(rows: list[dict], name: str) -> str:
-    """Of those that were looked at, or did not end well."""
-    known = [bool(row.get(name)) for row in rows if row.get(name) is not None or row.get("code")]
-    return f"{sum(known)} of {len(known)}" if known else ""
-
-
-def table(rows: list[dict]) -> str:
-    kinds = defaultdict(list)
-    for row in rows:
-        kinds[row["kind"]].append(row)
-    text = ["| fault | named correctly | seconds until the line | from there to the next step "
-            "| steps lost | same bits, 2 ranks or zero3 | same losses |",
-            "|---|---|---|---|---|---|---|"]
-    for kind, each in kinds.items():
-        exact = [row for row in each if row.get("ranks") == 2 or row.get("way") == "zero3"]
-        cells = [kind, count(each, "right"), middle(each, "notice"), middle(each, "back"),
-                 middle(each, "lost"), count(exact, "equal"), count(each, "close")]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text)
+# --- all of them ---------------------------------------------------------------------------
 
 
 def main(options) -> list[Figure]:
@@ -379,10 +349,23 @@ def main(options) -> list[Figure]:
             if options.rows:
                 with open(options.rows, "a") as out:
                     out.write(json.dumps(rows[-1]) + "\n")
-    print(table(rows))
-    right = [row["right"] for row in rows]
-    return [Figure(f"{len(rows)} faults: named correctly", "all", [sum(right) / len(right)],
-                   ">= 0.99", str(sum(right)), str(len(right)))]
+    figures = []
+    for kind in kinds:
+        of_kind = [row for row in rows if row["kind"] == kind]
+        exact = [row for row in of_kind if row["ranks"] == 2 or row["way"] == "zero3"]
+        for what, each, name in (("named correctly", of_kind, "right"),
+                                 ("same bits, 2 ranks or zero3", exact, "equal"),
+                                 ("same losses", of_kind, "close")):
+            good = sum(bool(row.get(name)) for row in each)
+            if each:
+                figures.append(Figure(f"{kind}: {what}", "all", [good / len(each)], ">= 0.99",
+                                      str(good), str(len(each))))
+        for what, name in (("seconds until the line", "notice"), ("from there to the next step",
+                           "back"), ("steps lost", "lost")):
+            values = [row[name] for row in of_kind if name in row]
+            if values:
+                figures.append(Figure(f"{kind}: {what}", "", values))
+    return figures
 
 
 if __name__ == "__main__":  # torchrun starts this file
