@@ -75,7 +75,7 @@ def three_steps(make, flags: list[str]):
     make(flags)(3)
 
 
-def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
+def writer(flags: list[str], new_tokens: int, batch: int, dtype: str, ours: bool):
     """Greedy generation with a cache; both have the weights of one folder, in this dtype.
 
     Without the padding token in the prompt, for which transformers would take a slower path.
@@ -83,7 +83,7 @@ def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
     from steady.models.huggingface import config_from_hf, load_weights
 
     torch.manual_seed(0)
-    theirs = qwen2_model(resolved(our_flags(1, 1024))[0]).eval()
+    theirs = qwen2_model(resolved(flags)[0]).eval()
     prompt = torch.arange(1, 17).repeat(batch, 1)
     write = partial(theirs.generate, prompt, max_new_tokens=new_tokens, do_sample=False,
                     pad_token_id=0)
@@ -99,34 +99,33 @@ def writer(new_tokens: int, batch: int, dtype: str, ours: bool):
     return repeat(write)
 
 
-def our_flags(batch: int, seq_len: int, *more: str) -> list[str]:
-    return ["--model", "gpt2-124m", "--vocab_size", "50257", "--seq_len", str(seq_len),
-            "--batch_size", str(batch), "--optimizer", "adamw", *more]
-
-
 def per_second(work: float, seconds: list[float]) -> list[float]:
     return [work / s for s in seconds]
 
 
 def main(options) -> list[Figure]:
     batch, seq_len, rounds = (1, 64, 1) if options.quick else (4, 512, 3)
-    device = resolved(our_flags(batch, seq_len))[1]
+    flags = ["--model", "gpt2-124m", "--vocab_size", "50257", "--seq_len", str(seq_len),
+             "--batch_size", str(batch), "--optimizer", "adamw"]
+    if options.quick:
+        flags += ["--n_layer", "2", "--vocab_size", "512"]
     shape, figures = f"gpt2-124m {batch} x {seq_len}", []
-    for how, aim in (("eager", ">= 1.15"), ("compiled", ">= 1.05")):
-        flags = our_flags(batch, seq_len, "--compile" if how == "compiled" else "--no_compile")
-        found = take_turns({"steady": (steady, flags), "Qwen2": (qwen2, flags)}, rounds, warm_up=2)
+    for how, switch, aim in (("eager", "--no_compile", ">= 1.15"),
+                             ("compiled", "--compile", ">= 1.05")):
+        found = take_turns({make.__name__: (make, [*flags, switch]) for make in (steady, qwen2)},
+                           rounds, warm_up=2)
         ours, theirs = (per_second(batch * seq_len, seconds) for seconds in found.values())
         figures.append(compare(f"{shape}, {how}", f"transformers' Qwen2, {how}", ours, theirs,
                                "{:.0f} tokens/s", aim))
-    if device.type != "cpu":
+    if resolved(flags)[1].type != "cpu":
         return figures
-    flags = our_flags(batch, seq_len, "--no_compile")
-    ours, theirs = (apart(three_steps, make, flags)[1] for make in (steady, qwen2))
+    ours, theirs = (apart(three_steps, make, [*flags, "--no_compile"])[1]
+                    for make in (steady, qwen2))
     figures.append(compare(f"{shape}, peak memory", "transformers' Qwen2", [ours], [theirs],
                            "{:.0f} MB", "<= 1"))
     new = 4 if options.quick else 48
-    for dtype, size in itertools.product(("fp32", "bf16"), (1, 8)):
-        found = take_turns({whose: (writer, new, size, dtype, whose == "ours")
+    for dtype, size in itertools.product(("fp32", "bf16"), (1,) if options.quick else (1, 8)):
+        found = take_turns({whose: (writer, flags, new, size, dtype, whose == "ours")
                             for whose in ("ours", "theirs")}, rounds)
         ours, theirs = (per_second(new * size, seconds) for seconds in found.values())
         also = ", bf16" * (dtype == "bf16")
