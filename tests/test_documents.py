@@ -510,6 +510,35 @@ def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu,
     assert padded and surplus
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["full"])
+def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
+                                                                 checkpointing):
+    documents = [([7] * n, [1] * n) for n, count in ((33, 30), (4, 400)) for _ in range(count)]
+    net, plain = (model(activation_checkpointing=checkpointing).train() for _ in range(2))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    from torch._dynamo.backends.debugging import aot_eager
+
+    torch._dynamo.reset()
+    net.compile(fullgraph=True, backend=backend)
+    found, lengths = mixture(write_documents(tmp_path, documents), mode="packed"), set()
+    found.boundaries = True
+    for batch in epoch(found):
+        lengths.add(len(batch.documents))
+        losses = [each(*batch[:3]) for each in (net, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss in losses:
+            loss.sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3)
+    assert len(lengths) > 1 and len(graphs) == 1, (lengths, len(graphs))
+
+
 def test_boundaries_have_few_shapes():
     assert boundaries(torch.arange(64).view(2, 32)).tolist() == [*range(64), *[64] * 64]
 

@@ -133,7 +133,7 @@ conftest.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("where, store", [
-    ("import", "static"), ("join", "static"), ("data", "shared"), ("step", "own")])
+    ("import", "static"), ("data", "shared"), ("step", "own")])
 def test_a_rank_of_the_second_host_is_killed(corpus, tmp_path, where, store):
     """Restarted, all go on with their run without being told to."""
     (tmp_path / "killed.py").write_text(KILLED)

@@ -497,7 +497,7 @@ def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
 
 
 def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):
-    """A million are in `python -m tests.bench million`; here what the monitor keeps is counted."""
+    """A million are in `python -m tests.bench monitor_cost`; here what is kept is counted."""
 
     def size(m):
         kept = dict(vars(m.slowdowns))

@@ -1,7 +1,7 @@
 """The benchmarks. Every figure is a ratio against a reference measured in turns with it.
 
-    python -m tests.bench                       all of them: an hour of a quiet machine
-    python -m tests.bench training loading      those
+    python -m tests.bench                       all of them: most of an hour of a quiet machine
+    python -m tests.bench training documents    those
     python -m tests.bench --quick               all in a tiny size: that they work, not how fast
 
 Each is a module of this folder with `main(options) -> [Figure]`, and runs in a process of its own.
@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,10 @@ import torch
 
 from steady.checkpoints.run_dir import provenance
 from steady.models.device import device_name, pick_device, pick_dtype
-from tests.bench.common import Figure, picture, table
+from tests.bench.common import Figure, table
 
-NAMES = ["training", "small", "shakespeare", "naive", "monitor_cost", "checkpoints", "parallel",
-         "loading", "resume", "preparation", "documents", "million", "slowdowns", "startup",
-         "scaling"]
+NAMES = ["training", "small", "shakespeare", "monitor_cost", "checkpoints", "parallel", "documents",
+         "slowdowns", "startup"]
 ON_REQUEST = ["compiler", "diagnosis", "faults", "gpu"]
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--quick", action="store_true", help="a tiny size, to see that they work")
     parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and "
-                        "versions, to this file, and a picture of them beside it")
+                        "versions, to this file")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
     parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
@@ -75,7 +75,6 @@ def main(argv: list[str]) -> int:
     faults.add_argument("--only", metavar="NAME", default="", help="a part of faults' names, as a "
                         "regular expression")
     faults.add_argument("--first", type=int, default=0, help="seed of the first")
-    faults.add_argument("--minutes", type=float, default=20, help="of quiet runs")
     faults.add_argument("--at_once", type=int, default=3, help="runs")
     faults.add_argument("--rows", metavar="FILE", help="append a row for each run")
     options = parser.parse_args(argv)
@@ -83,6 +82,9 @@ def main(argv: list[str]) -> int:
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
             parser.error(f"{name}: expected one {known}")
+    if options.quick:  # beside other work, two threads that spin take ten times as long
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     began, about, failed = time.perf_counter(), machine(), []
     names = options.names or NAMES
     if len(names) == 1:
@@ -95,7 +97,6 @@ def main(argv: list[str]) -> int:
         record = {**about, **options.notes, "quick": options.quick,
                   "figures": [dataclasses.asdict(f) for f in figures]}
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
-        Path(options.json).with_suffix(".svg").write_text(picture(record))
     print(table([figure.row() for figure in figures]))
     print(f"{time.perf_counter() - began:.0f} s"
           + (f"; failed: {', '.join(failed)}" if failed else ""))

@@ -2,12 +2,9 @@
 
 import contextlib
 import gc
-import html
 import io
 import json
-import math
 import multiprocessing
-import os
 import resource
 import statistics
 import tempfile
@@ -76,50 +73,9 @@ COLUMNS = ["what", "against", "ratio", "spread", "ours", "theirs", "aim"]
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns aligned, as Markdown."""
-    rows = [COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-             for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
-
-
-def picture(record: dict) -> str:
-    """SVG: how many times better than each reference, on a logarithmic axis; a line is the spread.
-
-    record: what --json wrote. Where small is good (time, memory), better is 1 / ratio. Figures
-    without an aim are left out, and those that are a small share of their reference.
-    """
-    figures = [Figure(**figure) for figure in record["figures"]]
-    figures = [f for f in figures if f.aim and f.ours and f.theirs and 0.05 < f.ratio < 20]
-    label, zero, decade, line = 560, 720, 300, 24  # pixels
-    body = []
-    for i, figure in enumerate(figures):
-        small = figure.aim.startswith("<=")
-        better = sorted((1 / r if small else r) for r in figure.ratios if r)
-        low, middle, high = (
-            zero + decade * math.log10(x)
-            for x in (better[0], statistics.median(better), better[-1])
-        )
-        y = 40 + line * i
-        colour = "#2a7f62" if figure.met else "#b5533c"
-        name = html.escape(f"{figure.what} · {figure.reference}")
-        body += [
-            f'<text x="{label}" y="{y + 5}" text-anchor="end">{name}</text>',
-            f'<rect x="{min(zero, middle):.0f}" y="{y - 7}" width="{abs(middle - zero) + 1:.0f}" '
-            f'height="14" fill="{colour}"/><path d="M{low:.0f} {y}H{high:.0f}" stroke="#222"/>',
-            f'<text x="{max(zero, high) + 6:.0f}" y="{y + 5}">'
-            f"{statistics.median(better):.3g} x</text>",
-        ]
-    bottom = 40 + line * len(figures)
-    title = f"times better than the reference; {record['device']}, {record['precision']}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{bottom + 20}" '
-        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="20" y="20">{html.escape(title)}: green where the aim is met</text>'
-        + "\n".join(body)
-        + f'<path d="M{zero} 28V{bottom}" stroke="#222"/></svg>\n'
-    )
+    """As Markdown, under COLUMNS."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 # --- measuring in turns ----------------------------------------------------------------------
@@ -179,12 +135,6 @@ def apart(call, *args) -> tuple:
 
 def with_peak_mb(call, *args) -> tuple:
     return call(*args), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
-@contextlib.contextmanager
-def silence():
-    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-        yield
 
 
 def wait(device: torch.device):

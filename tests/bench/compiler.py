@@ -26,9 +26,8 @@ from torch.utils.flop_counter import flop_registry
 import train
 from model import flops_per_token
 from steady.ranks.muon import Muon
-from tests.bench.card import TINY
 from tests.bench.common import Countdown, Figure, Off, make_run
-from tests.bench.gpu import SIZES
+from tests.bench.gpu import SIZES, TINY
 from tests.fakecuda.build import build, cuda_python, variables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -161,7 +160,8 @@ def summed(some: list[Kernel]) -> dict[str, float]:
 def measure(name: str, tiny: bool) -> dict:
     """The parts of a step of one micro-batch, and its bound, for a model of that size."""
     batch, length, _ = SIZES[name]
-    batch = 2 if tiny else batch
+    if tiny:
+        batch, torch._inductor.config.triton.autotune_pointwise = 2, False  # each kernel once
     flags = [*(TINY if tiny else ["--model", name, "--seq_len", str(length)]), "--vocab_size",
              "50257", "--batch_size", str(batch), "--micro_batch_size", str(batch)]
     few, more = (kernels([*flags, "--compile", "--optimizer", "adamw", "--n_layer", n])[1]

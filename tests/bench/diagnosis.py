@@ -3,12 +3,12 @@
     python -m tests.bench diagnosis                  100 fresh runs: 40 minutes
     DIAGNOSIS_RUNS=30:60 python -m ...               those with these numbers
     DIAGNOSIS_LOG=all.jsonl.gz python -m ...         also keep their rows there
-    DIAGNOSIS_LOG=all.jsonl.gz DIAGNOSIS_AGAIN=1 ... diagnose what is kept there once more
 
-A plant begins at a random step of a run, before a random statement of train.py, model.py, data.py,
-of transformers' Qwen2 or of a forked dataset, and adds 10 to 100 % to a step. A run has one thread,
+A plant begins at a random step of a run, before a random statement of train.py, model.py, data.py
+or of a forked dataset, and adds 10 to 100 % to a step. A run has one thread,
 two, or all; every other one a neighbour whose load comes and goes. What the machine does must have
-cost 5 % to count as something to find. results/diagnosis.jsonl.gz has such rows, for the tests.
+cost 5 % to count as something to find. results/diagnosis.jsonl.gz has such rows, for the tests; of
+an earlier program, which also planted in transformers' Qwen2, sorted, and set a CPU quota.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import gzip
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.models.device import usable_cores
 from steady.tokens.files import write_tokens
 from steady.watch.slowdowns import SlowdownDetector, worth_saying
 from tests.bench.common import Figure
@@ -37,7 +35,6 @@ LOG = 20
 NEEDED = 8 * LOG  # steps after the plant: of runs that became so slow that they had fewer, the
 # rest is judged, but not whether it is found
 RESULTS = Path(__file__).parent / "results/diagnosis.jsonl.gz"
-CGROUP = Path(f"/sys/fs/cgroup/cpu/diagnosis{os.getpid()}")
 SCALES = {  # name → (steps, flags)
     "short": (900, ["--n_layer", 2, "--d_model", 64, "--d_ff", 192, "--seq_len", 32]),
     "medium": (400, ["--n_layer", 3, "--d_model", 128, "--d_ff", 384, "--seq_len", 64]),
@@ -47,12 +44,10 @@ PLACES = ("train:train", "train:train", "train:update", "model:Attention.forward
           "model:FeedForward.forward", "model:Block.forward", "model:Transformer.hidden",
           "steady.models.layers:LinearCrossEntropy.forward",
           "steady.models.layers:LinearCrossEntropy.backward",
-          "data:Mixture.batch", "data:Samples.rows", "my_dataset:Mine.augment",
-          "transformers.models.qwen2.modeling_qwen2:Qwen2MLP.forward",
-          "transformers.models.qwen2.modeling_qwen2:Qwen2Attention.forward")
-UNITS = ("sleep", "python", "product", "sort", "block", "lock", "grows", "gc")
+          "data:Mixture.batch", "data:Samples.rows", "my_dataset:Mine.augment")
+UNITS = ("sleep", "python", "product", "block", "lock", "grows", "gc")
 MACHINE = {"2 busy processes": ["spin"] * 2, "4 busy processes": ["spin"] * 4,
-           "memory bandwidth": ["copy"], "stops": ["stop"], "quota": ["quota"]}
+           "memory bandwidth": ["copy"], "stops": ["stop"]}
 MY_DATASET = '''from data import Batch, Mixture
 
 
@@ -113,12 +108,6 @@ def neighbour(how: str, spec: dict, pids: list[int]) -> int:
                     for pid in pids:
                         os.kill(pid, number)
                     time.sleep(pause * (0.005 + 0.02 * spec["size"]))
-            elif how == "quota":
-                period = int((CGROUP / "cpu.cfs_period_us").read_text())
-                cores = spec["threads"] or usable_cores()
-                (CGROUP / "cpu.cfs_quota_us").write_text(
-                    str(int(cores * period / (1 + spec["size"]))))
-                time.sleep(1)
             elif how == "copy":
                 np.copyto(*arrays)
             elif how == "come and go" and rng.random() < 0.001:  # after 2 s on average
@@ -129,17 +118,6 @@ def neighbour(how: str, spec: dict, pids: list[int]) -> int:
     os._exit(0)
 
 
-def foreign_model(folder: Path):
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=257, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        tie_word_embeddings=True)).save_pretrained(folder)
-
-
 def carry_out(spec: dict, folder: Path, data: Path) -> dict:
     """Make this run in an empty folder; returns spec with what it really was."""
     flags = ["--n_head", 2, "--n_kv_head", 1, "--batch_size", 8, "--warmup_steps", 2,
@@ -147,13 +125,6 @@ def carry_out(spec: dict, folder: Path, data: Path) -> dict:
              "--eval_interval", 0, "--save_interval", 0, "--sample_interval", 0, "--log_interval",
              LOG, "--no_tensorboard", "--out_dir", "r", "--data", data, "--max_steps",
              spec["steps"]]
-    if spec["place"].startswith("transformers"):
-        flags = ["--model", "transformers", "--init_from", data / "qwen", "--batch_size", 8,
-                 "--seq_len", 64, *flags[flags.index("--precision"):]]
-        for name in ("--n_layer", "--d_model", "--d_ff", "--seq_len"):
-            while name in flags[8:]:
-                at = flags.index(name, 8)
-                del flags[at : at + 2]
     (folder / "my_dataset.py").write_text(MY_DATASET)
     clock = np.memmap(folder / "clock", np.float64, "w+", shape=(spec["steps"] + 2,))
     program = str(ROOT / "tests/bench/planted.py")
@@ -165,17 +136,10 @@ def carry_out(spec: dict, folder: Path, data: Path) -> dict:
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     if spec["threads"]:
         env["OMP_NUM_THREADS"] = str(spec["threads"])
-    began, helpers = time.perf_counter(), []
-    if spec["kind"] == "quota":
-        (CGROUP / "cpu.cfs_quota_us").write_text("-1")
-
-    def enter():
-        if spec["kind"] == "quota":
-            (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
-
+    helpers = []
     with open(folder / "log", "w") as log:
         run = subprocess.Popen([*command, json.dumps(told)], cwd=folder, env=env, stdout=log,
-                               stderr=log, preexec_fn=enter)  # noqa: PLW1509
+                               stderr=log)
     try:
         if spec["wobbles"]:
             helpers.append(neighbour("come and go", spec, []))
@@ -197,15 +161,7 @@ def carry_out(spec: dict, folder: Path, data: Path) -> dict:
         effect=float(np.median(new) / np.median(old)) - 1,
         effect_mean=float(new.mean() / old.mean()) - 1,
         made=len(new), step_ms=float(np.median(old)),
-        line=json.loads(line.read_text()) if line.exists() else None, processor=processor(),
-        took_s=time.perf_counter() - began)
-
-
-def processor() -> str:
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    flags = Path("/proc/cpuinfo").read_text()
-    has = [name for name in ("amx_bf16", "avx512_bf16") if f" {name}" in flags]
-    return " ".join([found[1] if found else "unknown", *has])
+        line=json.loads(line.read_text()) if line.exists() else None)
 
 
 def score(o: dict, events) -> dict:
@@ -295,15 +251,11 @@ def kept(log: Path) -> list[dict]:
 
 
 def outcomes(numbers, log: Path | None, folder: Path):
-    """Make these runs, or read them from the log; yields each, with its rows."""
-    if os.environ.get("DIAGNOSIS_AGAIN"):
-        yield from (o for o in kept(log) if o["number"] in numbers)
-        return
+    """Make these runs; yields each, with its rows, which the log keeps, too."""
     data = folder / "data"
     data.mkdir()
     text = "".join(f"{a} + {b} = {a + b}\n" for a in range(100) for b in range(100))
     write_tokens(data / "train.bin", [text.encode()])
-    foreign_model(data / "qwen")
     for number in numbers:
         with tempfile.TemporaryDirectory(dir=folder) as empty:
             o = carry_out(draw(number), Path(empty), data)
@@ -319,10 +271,7 @@ def main(options) -> list[Figure]:
     first, _, end = os.environ.get("DIAGNOSIS_RUNS", "0:100").partition(":")
     numbers = range(int(first), int(end) if not options.quick else int(first) + 10)
     groups = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            CGROUP.mkdir()
-            stack.callback(CGROUP.rmdir)
+    with tempfile.TemporaryDirectory() as folder:
         log = os.environ.get("DIAGNOSIS_LOG")
         for o in outcomes(numbers, log and Path(log), Path(folder)):
             events = diagnosed(o["rows"])
@@ -332,11 +281,10 @@ def main(options) -> list[Figure]:
                           "wobbling" if o["wobbles"] else "quiet", "all"):
                 groups[group].append(judged)
             bad = [name for name in JUDGED if judged.get(name) is False]
-            where = "" if not o["line"] else f" {Path(o['line'][0]).name}:{o['line'][1]}"
-            print(f"{o['number']} {o['kind'] or 'nothing'}{where} ({threads}, {o['scale']}, "
-                  f"{'wobbling' if o['wobbles'] else 'quiet'}): {o['size']:.0%} of "
-                  f"{o['step_ms']:.1f} ms from step {o['at'] + 1}, really "
-                  f"{o['effect_mean']:+.0%}: {', '.join(bad) or 'right'}", flush=True)
+            print(f"{o['number']} {o['kind'] or 'nothing'} {o['line'] or ''} ({threads}, "
+                  f"{o['scale']}): {o['size']:.0%} of {o['step_ms']:.1f} ms from step "
+                  f"{o['at'] + 1}, really {o['effect_mean']:+.0%}: {', '.join(bad) or 'right'}",
+                  flush=True)
             for event in events if bad else ():
                 print(f"    {event.since} {event.series} {event.percent:+.0f}% {event.blames}: "
                       + "; ".join(map(str, event.causes)))

@@ -2,23 +2,19 @@
 
     python -m tests.bench documents
 
-The documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
-seq_len). Runs of a few steps alternate in one process; the ratio is of real tokens, without
-padding, per second. Then what the loader alone hands out.
+Documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at seq_len).
+Runs of a few steps alternate; the ratio is of real tokens, without padding, per second.
 """
 
 import tempfile
-from collections import deque
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import data
-from config import Config
 from steady.tokens.files import TokenWriter
-from tests.bench.common import Figure, compare, in_turns, seconds, train_log
+from tests.bench.common import Figure, compare, in_turns, train_log
 
 SEQ_LEN, BATCH, MICRO = 512, 64, 16
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
@@ -51,27 +47,16 @@ def real_tokens_per_second(folder: Path, kind: str, quick: bool) -> float:
     return (rows[-1]["train/tokens"] - rows[0]["train/tokens"]) / ms * 1e3
 
 
-def padding(mixture: data.Mixture, batch: int = BATCH, micro: int = MICRO) -> float:
-    size = mixture.size(0, 192 * batch, micro)
-    return 1 - size.real_tokens / size.tokens
-
-
-def load_alone(folder: Path, kind: str) -> float:
-    """Share of padding; prints what the loader hands out with no model behind it."""
+def padding(folder: Path, kind: str) -> float:
+    """Share of all tokens in 192 steps."""
     data.Mixture.ROUND = KINDS[kind][1]
     mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0,
                                 mode="packed" if kind == "packed" else "documents")
     if kind == "grouped":
         mixture.group_by_length(32, BATCH)
-    found = padding(mixture, 20, 10) if kind == "packed" else padding(mixture)
-    cfg = Config(batch_size=BATCH)
-    batches = data.loader(mixture, cfg, 0, 200, MICRO, 0, 1, torch.device("cpu"), 0)
-    took = seconds(deque, batches, 0)  # keeps none
-    rate = mixture.size(0, 200 * BATCH, MICRO).real_tokens / took / 1e6
-    lengths = {int(mixture.row_length(n)) for n in range(1, SEQ_LEN + 1)}
-    print(f"{kind:8s} padding {found:6.1%}, loader {rate:.1f} M real tokens/s; at most "
-          f"{len(lengths)} lengths of rows")
-    return found
+    batch, micro = (20, 10) if kind == "packed" else (BATCH, MICRO)
+    size = mixture.size(0, 192 * batch, micro)
+    return 1 - size.real_tokens / size.tokens
 
 
 def main(options) -> list[Figure]:
@@ -80,10 +65,8 @@ def main(options) -> list[Figure]:
         write_corpus(folder, 20_000)
         rates = in_turns({kind: partial(real_tokens_per_second, folder, kind, options.quick)
                           for kind in KINDS}, 1 if options.quick else 3)
-        print(f"{BATCH} documents a step in micro-batches of {MICRO}, seq_len {SEQ_LEN}; packed: "
-              "20 rows in micro-batches of 10")
-        padded = {kind: load_alone(folder, kind) for kind in KINDS}
-    figures, reference = [], rates.pop("fixed")
+        padded = {kind: padding(folder, kind) for kind in KINDS}
+    reference, figures = rates.pop("fixed"), []
     for kind, rate in rates.items():
         figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,
                          reference, "{:.0f}/s")

@@ -2,11 +2,9 @@
 
     python -m tests.bench faults                            20 of each fault: several hours
     python -m tests.bench faults --times 5 --only sleep     five of those whose name has "sleep"
-    python -m tests.bench faults --times 5 --only host:     several hosts, as root
-    python -m tests.bench faults --only quiet --minutes 20  runs without a fault
 
 Ranks are started, and restarted, by torchrun. Each fault happens once in a run. --rows FILE keeps a
-row for each run; with --times 0, the table is made of those.
+row for each run. Faults of whole hosts are in tests/test_hosts.py.
 """
 
 import contextlib
@@ -16,13 +14,10 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -37,17 +32,13 @@ from steady.checkpoints.writer import Writer
 from steady.guard.process import stop_with_torchrun
 from steady.ranks import hangs
 from steady.tokens.files import write_tokens
-from tests import conftest, hosts
+from tests import conftest
 from tests.bench.common import Figure
 from tests.conftest import TINY, after_updates, column
 
 STEPS, LOG, SAVE, EVAL = 120, 10, 20, 30
 FLAGS = [*TINY, "--batch_size", 12, "--max_steps", STEPS, "--log_interval", LOG, "--save_interval",
          SAVE, "--eval_interval", EVAL, "--no_tensorboard", "--auto_resume", "--out_dir", "run"]
-# Without a fault: as many steps as possible.
-QUIET = [*TINY, "--n_layer", 1, "--d_model", 16, "--d_ff", 16, "--seq_len", 16, "--batch_size", 4,
-         "--max_steps", 10**7, "--log_interval", 100, "--eval_interval", 5000, "--save_interval",
-         2000, "--no_tensorboard", "--auto_resume", "--out_dir", "run", "--hang_seconds", 5]
 
 # --- in the ranks ----------------------------------------------------------------------------
 
@@ -136,12 +127,6 @@ def wait_for_file(*args, **kwargs):
     open("fifo").read()
 
 
-def wait_for_lock(*args, **kwargs):
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
 def keep_pythons_lock(*args, **kwargs):
     re.match("(a+)+$", "a" * 70 + "b")  # the regular expression engine keeps it
 
@@ -164,27 +149,19 @@ def flip_bit(plain, run, size):
     Path("flipped").write_text(name)
 
 
-WORKS = {"sleep": sleep, "loop": loop, "file": wait_for_file, "lock": wait_for_lock,
+WORKS = {"sleep": sleep, "loop": loop, "file": wait_for_file,
          "python's lock": keep_pythons_lock, "skip": skip, "bit": flip_bit}
 
 # --- plans -----------------------------------------------------------------------------------
 
 KINDS = [*WORKS, "SIGSTOP", "SIGKILL", "worker killed", "worker stopped", "torchrun killed"]
-HOST_KINDS = ["host: power cut", "host: killed", "host: link cut for good",
-              "host: link cut for 3 s", "host: 30 % loss for 20 s",
-              "host: power cut where they meet"]
 BAD = re.compile("failed:|is dead|is stopped|by SIGTERM")
 
 
 def make_plan(kind: str, seed: int) -> dict:
-    """What happens, in a run of so many ranks on so many hosts."""
+    """What happens, in a run of so many ranks."""
     rng = random.Random(f"{kind} {seed}")
     way, step = rng.choice(["ddp", "zero3"]), rng.randrange(5, STEPS - 15)
-    if kind in HOST_KINDS:
-        count, each = rng.choice([(2, 1), (2, 2), (3, 1)])
-        victim = 0 if kind.endswith("meet") else rng.randrange(1, count)
-        return dict(kind=kind, seed=seed, way=way, ranks=count * each, hosts=count, victim=victim,
-                    step=step, hang_seconds=10 if kind.endswith(" s") else 5)
     if kind == "bit":
         way = "ddp"
     ranks = rng.choice([3, 4] if kind == "bit" else [2, 3, 4])
@@ -201,11 +178,9 @@ def make_plan(kind: str, seed: int) -> dict:
     return plan
 
 
-def expected_line(plan: dict) -> str | None:
-    """What a line must report, as a regular expression; None if nothing need be."""
+def expected_line(plan: dict) -> str:
+    """What a line must report, as a regular expression."""
     kind, place = plan["kind"], plan.get("place")
-    if kind in HOST_KINDS:
-        return None if kind.endswith(" s") else "another rank is gone|out of reach|network"
     rank = rf"rank {plan['rank']} \(host .*"
     return {
         "python's lock": rank + "holding the GIL",
@@ -223,16 +198,12 @@ def expected_line(plan: dict) -> str | None:
 # --- a run -----------------------------------------------------------------------------------
 
 
-def script(plan: dict, flags: list) -> list[str]:
-    return [*map(str, (Path(__file__).resolve(), json.dumps(plan), *flags))]
-
-
 def launch(folder: Path, plan: dict, flags: list) -> subprocess.Popen:
-    """torchrun on this host."""
+    script = [Path(__file__).resolve(), json.dumps(plan), *flags]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max_restarts=3",
                f"--nproc_per_node={plan['ranks']}", "--monitor_interval=0.1", "--"]
     with open(folder / "torchrun", "a") as log:
-        return subprocess.Popen([*command, *script(plan, flags)], cwd=folder, stdout=log,
+        return subprocess.Popen([*command, *map(str, script)], cwd=folder, stdout=log,
                                 stderr=log, env=conftest.environment(), start_new_session=True)
 
 
@@ -278,7 +249,7 @@ def strike_at(folder: Path, plan: dict) -> float:
     return time.time()
 
 
-def on_one_host(folder: Path, plan: dict, flags: list) -> tuple[int | None, float | None]:
+def carry_out(folder: Path, plan: dict, flags: list) -> tuple[int | None, float | None]:
     """(exit code, when torchrun had to be started anew)."""
     kind, launched = plan["kind"], launch(folder, plan, flags)
     if kind not in WORKS:
@@ -295,59 +266,20 @@ def on_one_host(folder: Path, plan: dict, flags: list) -> tuple[int | None, floa
         return code, None
     pids = [path.read_text() for path in folder.glob("pid.*")]
     with contextlib.suppress(TimeoutError):
-        wait_until(lambda: all(hangs.state_of(pid) == "dead" for pid in pids), 60)
+        wait_until(lambda: all(hangs.state_of(pid) in ("", "Z") for pid in pids), 60)
     gone = time.time()
     return code_of(launch(folder, plan, flags)), gone
 
 
-def on_hosts(folder: Path, plan: dict, flags: list) -> tuple[int, float | None]:
-    """(exit code, when all hosts had to be started anew)."""
-    kind, count, gone = plan["kind"], plan["hosts"], None
-    with hosts.hosts(count) as made, contextlib.ExitStack() as stack:
-        victim = made[plan["victim"]]
-
-        def start(host):
-            log = stack.enter_context(open(folder / f"{host.name}.txt", "a"))
-            command = hosts.torchrun(made[0], host, plan["ranks"] // count, script(plan, flags),
-                                     nnodes=count, max_restarts=5, conf=dict(join_timeout=30))
-            return host.popen(command, cwd=folder, stdout=log, stderr=log)
-
-        launched = [start(host) for host in made]
-        injected = strike_at(folder, plan)
-        if "3 s" in kind:
-            victim.link(up=False)
-            time.sleep(3)
-            victim.link(up=True)
-        elif "loss" in kind:
-            victim.lose(1 - 0.7 ** 0.5)  # at both ends of the link
-            time.sleep(20)
-            victim.call("iptables-legacy -F")
-        else:
-            strike = dict(power=victim.cut_power, killed=victim.kill,
-                          link=lambda: victim.link(up=False))[kind.split()[1]]
-            strike()
-            with contextlib.suppress(TimeoutError):
-                wait_until(lambda: any(at > injected and BAD.search(text)
-                                       for at, text in lines(folder)), 60)
-            anew = [victim]
-            if kind.endswith(("meet", "for good")):
-                anew, gone = made, time.time()
-            for host in anew:
-                host.kill()
-                host.boot()
-            launched = [start(host) if host in anew else process
-                        for host, process in zip(made, launched, strict=True)]
-        return max(process.wait(300) for process in launched), gone
-
-
-def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
+def run_one(plan: dict, references: Path) -> dict:
     """A run with a fault; what came of it, as a row."""
-    plan = make_plan(kind, seed)
+    kind, folder = plan["kind"], references / f"{plan['kind']}.{plan['seed']}"
+    folder.mkdir()
     flags = [*FLAGS, "--data", references / "corpus", "--parallel", plan["way"], "--hang_seconds",
              plan["hang_seconds"], *["--num_workers", 1] * kind.startswith("worker"),
              *["--check_replicas_interval", 10] * (kind == "bit")]
     began = time.time()
-    code, gone = (on_hosts if kind in HOST_KINDS else on_one_host)(folder, plan, flags)
+    code, gone = carry_out(folder, plan, flags)
     row = dict(**plan, code=code, seconds=round(time.time() - began, 1))
     if not (folder / "injected").exists():
         return row | dict(right=False, said="it was never planted", equal=False)
@@ -357,10 +289,8 @@ def run_one(kind: str, seed: int, references: Path, folder: Path) -> dict:
     expected = expected_line(plan)
     if kind == "bit":
         expected += re.escape((folder / "flipped").read_text())
-    right = next((text for text in texts if expected and re.search(expected, text)), None)
-    row |= dict(right=bool(right or not expected), said=(right or [*texts, "nothing"][0])[:400])
-    if kind in HOST_KINDS:  # no rank is called slow
-        row["right"] &= not any(re.search("no progress: rank .* stuck in", text) for text in texts)
+    right = next((text for text in texts if re.search(expected, text)), None)
+    row |= dict(right=bool(right), said=(right or [*texts, "nothing"][0])[:400])
     if said:
         ended, made = gone or said[0][0], steps_of(folder)
         row["notice"] = round(said[0][0] - injected, 2)
@@ -384,20 +314,6 @@ def ends_equal(expected: Path, folder: Path) -> dict:
         abs(one[step] - loss) <= 1e-5 * loss for step, loss in other.items()))
 
 
-def quiet(kind: str, ranks: int, references: Path, folder: Path, seconds: float) -> dict:
-    """How many steps are made without a fault, and what is reported."""
-    launched = launch(folder, dict(kind=kind, ranks=ranks), [*QUIET, "--data",
-                                                             references / "corpus"])
-    time.sleep(seconds)
-    launched.terminate()
-    code = code_of(launched)
-    printed = [text for _, text in lines(folder)]
-    return dict(kind=kind, ranks=ranks, code=code, load=os.getloadavg(),
-                steps=max(column(folder / "run", "train/loss"), default=0),
-                alarms=[text for text in printed if "no progress" in text],
-                failed=[text for text in printed if "failed:" in text][:3])
-
-
 def make_references(folder: Path, names: set[tuple[str, int]]):
     """The data, and undisturbed runs."""
     text = ["".join(f"{a} + {b} = {a + b}\n" for b in range(60)).encode() for a in range(60)]
@@ -412,86 +328,44 @@ def make_references(folder: Path, names: set[tuple[str, int]]):
         assert code_of(launched) == 0, (place / "torchrun").read_text()
 
 
-# --- the table -------------------------------------------------------------------------------
-
-
-def middle(rows: list[dict], name: str) -> str:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    if not values:
-        return ""
-    return f"{statistics.median(values):g} ({min(values):g} to {max(values):g})"
-
-
-def count(rows: list[dict], name: str) -> str:
-    """Of those that were looked at, or did not end well."""
-    known = [bool(row.get(name)) for row in rows if row.get(name) is not None or row.get("code")]
-    return f"{sum(known)} of {len(known)}" if known else ""
-
-
-def table(rows: list[dict]) -> str:
-    kinds = defaultdict(list)
-    for row in rows:
-        kinds[row["kind"]].append(row)
-    text = ["| fault | named correctly | seconds until the line | from there to the next step "
-            "| steps lost | same bits, 2 ranks or zero3 | same losses |",
-            "|---|---|---|---|---|---|---|"]
-    for kind, each in kinds.items():
-        exact = [row for row in each if row.get("ranks") == 2 or row.get("way") == "zero3"]
-        cells = [kind, count(each, "right"), middle(each, "notice"), middle(each, "back"),
-                 middle(each, "lost"), count(exact, "equal"), count(each, "close")]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text)
-
-
-def run_all(jobs: list[tuple], at_once: int, file: str | None) -> list[dict]:
-    """The rows of jobs (function, kind, seed, …), each in a process of its own."""
-    rows = []
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("fork")) as pool:
-        started = {pool.submit(*job): job for job in jobs}
-        for done in as_completed(started):
-            _, kind, seed, *_ = started[done]
-            error = done.exception()
-            rows.append(dict(kind=kind, seed=seed, right=False, said=f"the bench: {error!r}")
-                        if error else done.result())
-            print(json.dumps(rows[-1]), flush=True)
-            if file:
-                with open(file, "a") as out:
-                    out.write(json.dumps(rows[-1]) + "\n")
-    return rows
+# --- all of them ---------------------------------------------------------------------------
 
 
 def main(options) -> list[Figure]:
-    if not options.times:
-        print(table([json.loads(line) for line in open(options.rows)]))
-        return []
-    known = KINDS + HOST_KINDS * hosts.available()
-    kinds = [kind for kind in known if re.search(options.only, kind)]
+    kinds = [kind for kind in KINDS if re.search(options.only, kind)]
     seeds = range(options.first, options.first + options.times)
     if options.quick:
         kinds, seeds = kinds[:1], seeds[:1]
-    with tempfile.TemporaryDirectory(prefix="faults") as name:
-        folder = Path(name)
-
-        def job(function, kind, seed, *more):
-            place = folder / f"{kind}.{seed}"
-            place.mkdir()
-            return function, kind, seed, folder, place, *more
-
-        if options.only == "quiet":
-            make_references(folder, set())
-            rows = run_all([job(quiet, "quiet", ranks, 60 * options.minutes)
-                            for ranks in (1, 2, 4)], 3, options.rows)
-            steps = sum(row.get("steps", 0) for row in rows)
-            alarms = sum(len(row.get("alarms", "?")) for row in rows)
-            return [Figure("false alarms", f"{steps:,} steps", [alarms], "<= 0")]
-        plans = [make_plan(kind, seed) for seed in seeds for kind in kinds]
-        make_references(folder, {(plan["way"], plan["ranks"]) for plan in plans})
-        jobs = [job(run_one, plan["kind"], plan["seed"]) for plan in plans]
-        rows = run_all(jobs, options.at_once, options.rows)
-    print(table(rows))
-    right = [row["right"] for row in rows]
-    return [Figure(f"{len(rows)} faults: named correctly", "all", [sum(right) / len(right)],
-                   ">= 0.99", str(sum(right)), str(len(right)))]
+    plans, rows = [make_plan(kind, seed) for seed in seeds for kind in kinds], []
+    with tempfile.TemporaryDirectory(prefix="faults") as name, \
+            ProcessPoolExecutor(options.at_once, multiprocessing.get_context("fork")) as pool:
+        make_references(Path(name), {(plan["way"], plan["ranks"]) for plan in plans})
+        started = {pool.submit(run_one, plan, Path(name)): plan for plan in plans}
+        for done in as_completed(started):
+            error = done.exception()
+            rows.append(started[done] | dict(right=False, said=f"the bench: {error!r}")
+                        if error else done.result())
+            print(json.dumps(rows[-1]), flush=True)
+            if options.rows:
+                with open(options.rows, "a") as out:
+                    out.write(json.dumps(rows[-1]) + "\n")
+    figures = []
+    for kind in kinds:
+        of_kind = [row for row in rows if row["kind"] == kind]
+        exact = [row for row in of_kind if row["ranks"] == 2 or row["way"] == "zero3"]
+        for what, each, name in (("named correctly", of_kind, "right"),
+                                 ("same bits, 2 ranks or zero3", exact, "equal"),
+                                 ("same losses", of_kind, "close")):
+            good = sum(bool(row.get(name)) for row in each)
+            if each:
+                figures.append(Figure(f"{kind}: {what}", "all", [good / len(each)], ">= 0.99",
+                                      str(good), str(len(each))))
+        for what, name in (("seconds until the line", "notice"), ("from there to the next step",
+                           "back"), ("steps lost", "lost")):
+            values = [row[name] for row in of_kind if name in row]
+            if values:
+                figures.append(Figure(f"{kind}: {what}", "", values))
+    return figures
 
 
 if __name__ == "__main__":  # torchrun starts this file

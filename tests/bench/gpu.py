@@ -2,21 +2,24 @@
 
     python -m tests.bench gpu --part 1    checks, numbers, MFU, profiles, memory: begin with this
     python -m tests.bench gpu --part 2    against nanoGPT (STEADY_NANOGPT=DIR) and transformers
-    python -m tests.bench gpu --part 3    saves, resume, signals, memory that runs out
+    python -m tests.bench gpu --part 3    saves, resume, memory that runs out
     python -m tests.bench gpu --part 4    the monitor's cost, planted slow-downs, other choices
 
 Writes gpu-NAME-PART.json after each step, and three lines to say about it. Each step runs in a
 process of its own, so that a fault of the device, or memory that runs out, ends that step alone and
-becomes an entry in the file; one for which no time is left is skipped, as are the checks without
-pytest. MFU is against the data sheet (989 TFLOP/s on an H100 or H200) or, of a card that is not
-known, against products of 8192 x 8192. On a CPU, or with --quick, all of it runs in a tiny size, so
-that it does not rot.
+becomes an entry in the file; one for which no time is left is skipped. MFU is against the data
+sheet (989 TFLOP/s on an H100 or H200) or, of a card that is not known, against products of
+8192 x 8192. On a CPU, or with --quick, all of it runs in a tiny size, so that it does not rot.
+
+A step is a function that is given the device and whether to be tiny, and yields what it finds as
+it becomes known: figures, dict(failure=…), and dict(note=…), which is kept as it is.
 """
 
 import contextlib
 import dataclasses
 import gc
-import importlib.util
+import io
+import itertools
 import json
 import math
 import os
@@ -27,18 +30,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from torch.utils.collect_env import get_pretty_env_info
 
+import data
 import train
-from model import flops_per_token
+from model import flops_per_token, generate
 from steady.checkpoints.run_dir import provenance
 from steady.guard import faults
-from steady.models.device import device_name, multiplies_bf16, peak_flops, pick_device
-from tests.bench import card
-from tests.bench.card import TINY, Failure, Note, one_line
+from steady.guard.process import exit_code
+from steady.models import layers
+from steady.models.device import device_name, peak_flops, pick_device, pick_dtype
+from steady.watch.report import report
+from tests.bench import checkpoints, monitor_cost
 from tests.bench.common import (
     Figure,
     compare,
@@ -46,8 +55,10 @@ from tests.bench.common import (
     matrix_products,
     repeat,
     seconds,
+    take_turns,
     train_steps,
 )
+from tests.bench.training import qwen2, steady
 from tools import estimate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -57,16 +68,17 @@ MOST = {"checks": 150, "peers": 480}  # seconds, of another step 120
 SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
 }
+GPT2 = ["--model", "gpt2-124m"]
 SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "256", "--d_ff", "704",
          "--seq_len", "256"]
+TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
+        "--seq_len", "32", "--vocab_size", "512"]
+def one_line(error) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-# --- the parts, each in a process of its own -------------------------------------------------
-
-
-def half(device: torch.device) -> str:
-    """The half precision that this device multiplies: an older card has no bf16."""
-    return "bf16" if device.type != "cuda" or multiplies_bf16(device) else "fp16"
+# --- runs in this process --------------------------------------------------------------------
 
 
 def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run:
@@ -77,8 +89,7 @@ def warm_run(flags: list[str], batch: int, mode: str | None = None) -> train.Run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     run = make_run(["--no_compile", "--vocab_size", "50257", "--batch_size", str(batch),
-                    "--micro_batch_size", str(batch), *flags, "--precision",
-                    half(pick_device("auto", 0)), "--cache_clear_interval", "0"])
+                    "--micro_batch_size", str(batch), "--cache_clear_interval", "0", *flags])
     if mode:
         run.model.compile(mode=mode)
     train_steps(run, 5)
@@ -101,38 +112,103 @@ def step_seconds(run: train.Run, steps: int) -> float:
     return statistics.median(seconds(train_steps, run, steps) for _ in range(3)) / steps
 
 
-def time_of(call) -> float:
-    call(3)
-    return seconds(call, 20) / 20
+def most_gb() -> float:
+    """Allocated at most; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / 1e9
 
 
-def product_seconds(device: torch.device, n: int) -> float:
-    return time_of(matrix_products(n, device, torch.bfloat16 if half(device) == "bf16"
-                                   else torch.float16))
+# --- part 1: numbers and where the time goes --------------------------------------------------
+
+
+def program(*flags: str) -> tuple[int, str, float]:
+    """(exit code, what it printed, seconds) of train.py with these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, ROOT / "train.py", *flags], cwd=folder, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return done.returncode, done.stdout.strip(), time.perf_counter() - began
+
+
+def default_run(device: torch.device, tiny: bool):
+    """The first thing that anybody does."""
+    code, text, took = program("--max_steps", "60", *(["--d_model", "32"] if tiny else []))
+    yield dict(note=text)
+    yield Figure("python train.py --max_steps 60: exit code 0", "", [float(code == 0)], ">= 1",
+                 f"{took:.0f} s")
+
+
+def read_checks(text: str) -> list[tuple[str, str]]:
+    """(test, result) of what pytest -v has printed so far; no result: it did not finish."""
+    return re.findall(r"^\S*?(\w+\.py::\S+) (PASSED|SKIPPED|FAILED|ERROR)?", text, re.MULTILINE)
+
+
+def checks(device: torch.device, tiny: bool):
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-v", "-p",
+               "no:cacheprovider", "--tb=short", "tests/test_train.py", "tests/test_gpu.py"]
+    try:
+        text = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=MOST["checks"] - 10).stdout.decode()
+    except subprocess.TimeoutExpired as e:
+        text = (e.stdout or b"").decode()
+    found = read_checks(text)
+    count = Counter(result for _, result in found)
+    counts = f"{count['PASSED']} passed, {count['SKIPPED']} skipped of {len(found)}"
+    right = count["PASSED"] + count["SKIPPED"]
+    yield Figure("checks: pytest -m gpu", "all", [right / max(1, len(found))], ">= 1", counts)
+    for test, result in found:
+        if result not in ("PASSED", "SKIPPED"):
+            yield dict(failure=f"{test}: {result.lower() or 'did not finish'}")
+    yield dict(note=text[-20_000:])
+
+
+def losses(device: torch.device, tiny: bool):
+    """The eager loss in bf16 at a vocabulary of 50,304: errors beside those of plain formulas."""
+    V, C, T = (512, 64, 64) if tiny else (50_304, 768, 4096)
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, T, C, generator=random), 0.1 * torch.randn(V, C, generator=random)]
+    targets = torch.randint(V, (1, T), generator=random).to(device)
+
+    def plain(hidden, weight):
+        return layers.cross_entropies((hidden @ weight.t()).float(), targets)
+
+    def exact(hidden, weight):
+        return layers.cross_entropies(hidden @ weight.t(), targets)
+
+    def fused(hidden, weight):
+        return layers.LinearCrossEntropy.apply(hidden, weight, targets, V)
+
+    def results(loss, dtype) -> list[torch.Tensor]:
+        leaves = [x.to(device, dtype).requires_grad_() for x in given]
+        value = loss(*leaves)
+        value.float().mean().backward()
+        return [x.double().cpu() for x in (value.detach(), *(x.grad for x in leaves))]
+
+    whats = ("losses", "gradient of hidden", "gradient of the head")
+    found = (results(loss, dtype) for loss, dtype in (
+        (fused, torch.bfloat16), (plain, torch.bfloat16), (exact, torch.float64)))
+    for what, ours, theirs, right in zip(whats, *found, strict=True):
+        ours, theirs = ([float((x - right).norm() / right.norm())] for x in (ours, theirs))
+        yield compare(f"fused loss, {what}: error", "plain, bf16", ours, theirs, "{:.2e}", "<= 1.5")
+
+
+def product_flops(device: torch.device, tiny: bool) -> float:
+    """FLOP/s of products of matrices."""
+    n = 128 if tiny else 8192
+    multiply = matrix_products(n, device, pick_dtype("auto", device))
+    multiply(3)
+    return 20 * 2 * n**3 / seconds(multiply, 20)
 
 
 def peak(device: torch.device, tiny: bool) -> tuple[float, str]:
     """FLOP/s against which MFU is measured, and where they are from."""
     known = peak_flops(device, torch.bfloat16)
-    n = 128 if tiny else 8192
-    return (known, "data sheet") if known else (2 * n**3 / product_seconds(device, n), "product")
+    return (known, "data sheet") if known else (product_flops(device, tiny), "product")
 
 
 def peaks(device: torch.device, tiny: bool):
-    n = 128 if tiny else 8192
-    took, (known, source) = product_seconds(device, n), peak(device, tiny)
-    yield compare(f"{half(device)} product", source, [2 * n**3 / took / 1e12], [known / 1e12],
-                  "{:.3g} TFLOP/s")
-    x = torch.empty(n * n * 4, device=device)  # 1 GB
-    copied = 8 * x.numel() / time_of(repeat(partial(torch.empty_like(x).copy_, x), device))
-    yield compare("copy", "an H200", [copied / 1e12], [4.8], "{:.3g} TB/s")
-
-
-def memory_gb() -> list[float]:
-    """At most: allocated, reserved."""
-    if not torch.cuda.is_available():
-        return [0.0, 0.0]
-    return [torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9]
+    known, source = peak(device, tiny)
+    yield compare("product of matrices", source, [product_flops(device, tiny) / 1e12],
+                  [known / 1e12], "{:.3g} TFLOP/s")
 
 
 def synchronizations(run: train.Run) -> str:
@@ -150,28 +226,35 @@ def synchronizations(run: train.Run) -> str:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
-    """Yields figures of a size. more: flags, of which the last word names the row."""
-    kind = more[-1].lstrip("-") + ", expandable segments" * ("PYTORCH_ALLOC_CONF" in os.environ)
+def profile(run: train.Run, steps: int) -> str:
+    """The kernels that take most of the time."""
+    with torch.profiler.profile() as profiler:
+        train_steps(run, steps)
+    key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=80)
+
+
+def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
+    """The figures of a size. more: flags, of which the last word names the row."""
+    kind = more[-1] + ", expandable segments" * ("PYTORCH_ALLOC_CONF" in os.environ)
     batch, length, aim = SIZES[name]
     flags = TINY if tiny else ["--model", name, "--seq_len", str(length), "--compile"]
     run = largest_run([*flags, *more], 2 if tiny else batch)
     took, (known, source) = step_seconds(run, 2 if tiny else 20), peak(device, tiny)
     tokens = run.cfg.batch_size * run.cfg.seq_len
     flops = flops_per_token(run.model, run.cfg) * tokens
-    allocated, reserved = memory_gb()
-    yield Figure(f"{name}, {kind}, compiled: MFU", source, [flops / took / known],
-                 f">= {aim}" if more[-1] == "adamw" else "", f"{tokens / took:.0f} tokens/s",
+    allocated, reserved = most_gb(), torch.cuda.max_memory_reserved() / 1e9
+    how = "eager" if "--no_compile" in more else "compiled"
+    yield Figure(f"{name}, {kind}, {how}: MFU", source, [flops / took / known],
+                 f">= {aim}" if more == ADAMW else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
-    kinds = card.shares(run, 2 if tiny else 5)
-    yield Note(f"{name}, {kind}: share of the time: "
-               + ", ".join(f"{what} {share:.3f}" for what, share in kinds.items()))
+    yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
     need, _ = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
                                 train.make_optimizers)
-    yield compare(f"{name}, {kind}: memory", "--estimate", [allocated],
+    yield compare(f"{name}, {kind}, {how}: memory", "--estimate", [allocated],
                   [sum(need.values()) / 1e9], "{:.2f} GB")
-    if (name, more[-1]) == ("gpt2-124m", "adamw"):
+    if name == "gpt2-124m" and more == ADAMW:
         found = synchronizations(run)
         yield Figure("synchronizations of ordinary steps", "none allowed",
                      [float(found == "none")], "" if tiny else ">= 1", found)
@@ -180,121 +263,252 @@ def mfu(name: str, more: list[str], device: torch.device, tiny: bool):
         yield compare("a step with empty_cache every 100", "without", [cleared], [took], "{:.4f} s")
 
 
-def choices(what: str, flags: list[str], batch: int, steps: int, kinds: dict):
-    """Yields for each of the kinds the time of a step against the first; kinds: more arguments."""
+def sampled(device: torch.device, tiny: bool):
+    """Tokens one at a time, without cuDNN's attention and with it, which plans each length."""
+    run = warm_run(TINY if tiny else GPT2, 1)
+    prompt, n = torch.zeros(1, 1, dtype=torch.long, device=device), 20 if tiny else 400
+    plain = generate.__wrapped__.__wrapped__  # without `no_grad` and `without_cudnn`
+
+    def write(call):
+        with torch.no_grad(), run.ranks.autocast:
+            torch.cuda.empty_cache() if device.type == "cuda" else None
+            call(run.model, prompt, n)
+
+    found = [seconds(write, call) for call in (generate, plain)]
+    yield compare(f"{n} sampled tokens", "with cuDNN's attention", found[:1], found[1:], "{:.2f} s")
+
+
+# --- part 2: peers ---------------------------------------------------------------------------
+
+
+def peers(device: torch.device, tiny: bool):
+    """steady and transformers' Qwen2, and nanoGPT where STEADY_NANOGPT is a checkout, in turns."""
+    for name, batch in (("gpt2-124m", 32), ("350m", 16)):
+        flags = ["--model", name, "--seq_len", "1024", "--vocab_size", "50304", "--compile"]
+        flags, batch = ([*TINY, "--no_compile"], 2) if tiny else (flags, batch)
+        flags += ["--optimizer", "adamw", "--batch_size", str(batch), "--micro_batch_size",
+                  str(batch)]
+        makers = {"steady": (steady, flags), "Qwen2": (qwen2, flags)}
+        if checkout := os.environ.get("STEADY_NANOGPT"):
+            makers["nanoGPT"] = (nanogpt, checkout, name, batch, tiny)
+        found = take_turns(makers, 2 if tiny else 5, 1 if tiny else 20, 1 if tiny else 5)
+        for peer in list(makers)[1:]:
+            yield compare(f"{name}: a step of {peer}", "steady", found[peer], found["steady"],
+                          "{:.4f} s", ">= 1.3" if peer == "Qwen2" else ">= 1.15")
+
+
+def nanogpt(checkout: str, name: str, batch: int, tiny: bool):
+    """nanoGPT's model and optimizer as its train.py drives them, on random tokens."""
+    sys.path.insert(0, checkout)
+    model_py = __import__("model")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer, head, width = {"gpt2-124m": (12, 12, 768), "350m": (24, 16, 1024)}[name]
+    T, V = 1024, 50_304
+    if tiny:
+        layer, head, width, T, V = 2, 2, 64, 32, 512
+    model = model_py.GPT(model_py.GPTConfig(block_size=T, vocab_size=V, n_layer=layer, n_head=head,
+                                            n_embd=width, dropout=0.0, bias=False)).to(device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
+    model = model if tiny else torch.compile(model)
+
+    def step():
+        x = torch.randint(V, (batch, T + 1), device=device)
+        with torch.autocast(device, torch.bfloat16):
+            _, loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return repeat(step, torch.device(device))
+
+
+# --- part 3: nothing is lost -----------------------------------------------------------------
+
+
+def exact_resume(device: torch.device, tiny: bool):
+    flags = [*(TINY if tiny else GPT2), "--batch_size", "8"]
+    code, text, took = program(*flags, "--verify_resume", "5")
+    yield dict(note=text)
+    yield Figure("--verify_resume 5, deterministic", "", [float(code == 0)], ">= 1",
+                 text[-100:], f"{took:.0f} s")
+
+
+def too_little_memory(device: torch.device, tiny: bool):
+    """Advice where a micro-batch does not fit, and steps with the one that auto finds."""
+    flags = TINY if tiny else ["--model", "350m", "--no_compile"]
+    if not tiny:
+        code, text, _ = program(*flags, "--batch_size", "4096", "--micro_batch_size", "4096",
+                                "--max_steps", "1")
+        advised = "try --micro_batch_size" in text
+        yield Figure("out of memory: exit code 1 and advice", "", [float(code == 1 and advised)],
+                     ">= 1", text[-100:])
+    code, text, took = program(*flags, "--batch_size", "8" if tiny else "256",
+                               "--micro_batch_size", "auto", "--max_steps", "20")
+    size = re.search(r"micro-batches of (\d+)", text)
+    yield Figure("--micro_batch_size auto, then 20 steps", "", [float(code == 0)], ">= 1",
+                 size[0] if size else text[-100:], f"{took:.0f} s")
+
+
+def saves(device: torch.device, tiny: bool):
+    yield from checkpoints.main(SimpleNamespace(quick=tiny, model="gpt2-124m"))
+
+
+# --- part 4: the monitor, and other choices --------------------------------------------------
+
+
+def monitors(device: torch.device, tiny: bool):
+    run = warm_run(TINY, 2) if tiny else warm_run(GPT2, 4)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        found = monitor_cost.costs(run, Path(folder), tiny)
+    yield from found
+
+
+started = []  # processes that disturb
+
+
+def compute(device: torch.device):
+    n = 2048 if device.type == "cuda" else 128
+    x = torch.ones(n, n, device=device)
+    for _ in range(20):
+        x @ x
+
+
+def disturb(count: int, code: str):
+    if not started:
+        started.extend(subprocess.Popen([sys.executable, "-c", code]) for _ in range(count))
+
+
+RIVAL = "import torch; x = torch.ones(4096, 4096, device='cuda')\nwhile 1: x @ x"
+PLANTS = {  # what is called, with which owner and function, from step 200 on; what must be named
+    "nothing": (lambda device, tiny: None, train, "finish_copy", ""),
+    "slow data": (lambda device, tiny: time.sleep(0.02), data.Mixture, "batch", "data"),
+    "kernels in backward": (lambda device, tiny: compute(device), train, "finish_copy", "backward"),
+    "another process on the card": (lambda device, tiny: disturb(1, RIVAL), train, "finish_copy",
+                                    "GPU"),
+    "busy cores": (lambda device, tiny: disturb(2 if tiny else 64, "while 1: pass"), train,
+                   "finish_copy", ""),
+}
+
+
+def plant(device: torch.device, tiny: bool, name: str):
+    """A run of which something becomes slower, and what the report says of it."""
+    more, owner, function, expected = PLANTS[name]
+    steps, after = ("30", 15) if tiny else ("500", 200)
+    plain, calls = getattr(owner, function), itertools.count(1)
+
+    def planted(*args, **kwargs):
+        if next(calls) > after:
+            more(device, tiny)
+        return plain(*args, **kwargs)
+
+    setattr(owner, function, planted)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        run = f"{folder}/r"
+        exit_code(train.main, [*TINY, *f"--max_steps {steps} --log_interval 5 --out_dir {run} "
+                               "--eval_interval 0 --sample_interval 0 --no_tensorboard".split()])
+        for process in started:
+            process.kill()
+        verdict = "\n".join(report(Path(run))["verdict"])
+    yield dict(note=f"{out.getvalue()[-3000:]}\n{verdict}")
+    found = "slower since" in out.getvalue()
+    right = found and expected in out.getvalue() if expected else found == (name != "nothing")
+    yield Figure(f"planted: {name}", "found, and named" if expected else "", [float(right)],
+                 "" if tiny else ">= 1")
+
+
+CHOICES = {  # name: (flags, largest batch, kinds)
+    "small model": (SMALL, 16, {
+        "eager": ([],), "compiled": (["--compile"],),
+        "compile mode reduce-overhead": ([], "reduce-overhead")}),
+    "micro-batches": ([*GPT2, "--compile"], 64, {
+        "one micro-batch": ([],), "four": ([],),
+        "residual stream in half": (["--half_residual"],)}),
+    "attention": (GPT2, 16, {
+        "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
+        **{f"{name} attention": (["--attention", name],)
+           for name in ("flash", "efficient", "cudnn", "math")}}),
+    "packed rows": ([*GPT2, "--data_mode", "packed"], 16, {
+        "varlen flash, or a mask": ([],), "efficient": (["--attention", "efficient"],)}),
+}
+
+
+def choices(device: torch.device, tiny: bool, name: str):
+    """The time of a step of each kind against the first."""
+    flags, batch, kinds = CHOICES[name]
+    steps = 20
+    if tiny:
+        flags, batch, steps, kinds = [*flags, *TINY], 4, 2, dict(list(kinds.items())[:2])
+    batch = largest_run(flags, batch).cfg.batch_size
     first, reference = None, next(iter(kinds))
     for kind, (more, *mode) in kinds.items():
+        if kind == "four":
+            more = ["--micro_batch_size", str(batch // 4)]
         try:
-            took = step_seconds(warm_run([*flags, "--optimizer", "adamw", *more], batch, *mode),
-                                steps)
+            took = step_seconds(warm_run([*flags, *ADAMW, *more], batch, *mode), steps)
         except Exception as e:  # a backend that this card or build lacks, or too little memory
-            yield Failure(f"{what}, {kind}: {one_line(e)}")
+            yield dict(failure=f"{name}, {kind}: {one_line(e)}")
             continue
         first = first or took
-        figure = compare(f"{what}, {kind}: time", reference, [took], [first], "{:.5f} s")
-        figure.ours += f", {memory_gb()[0]:.1f} GB"
+        figure = compare(f"{name}, batch of {batch}, {kind}: time", reference, [took], [first],
+                         "{:.5f} s")
+        figure.ours += f", {most_gb():.1f} GB"
         yield figure
 
 
-def attention(device: torch.device, tiny: bool):
-    flags, kinds, packed = TINY, {}, {"varlen flash, or a mask": ([],)}
-    batch = steps = 2
-    if not tiny:
-        flags, steps = ["--model", "gpt2-124m"], 20
-        batch = largest_run(flags, 16).cfg.batch_size
-        kinds = {f"{name} attention": (["--attention", name],)
-                 for name in ("flash", "efficient", "cudnn", "math")}
-        packed["efficient"] = (["--attention", "efficient"],)
-    yield from choices(f"gpt2-124m, batch of {batch}", flags, batch, steps, {
-        "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
-        **kinds})
-    flags += ["--data_mode", "packed"]
-    yield from choices("gpt2-124m, packed rows", flags, batch, steps, packed)
-    if tiny:
-        return
-    eager = warm_run([*flags, "--optimizer", "adamw"], batch)
-    before = step_seconds(eager, 20)
-    torch.nn.attention.activate_flash_attention_impl("FA3")
-    yield compare("gpt2-124m, FlashAttention 3: time", "eager", [step_seconds(eager, 20)],
-                  [before], "{:.4f} s")
-
-
-def graphs(device: torch.device, tiny: bool):
-    size = (TINY, 2, 2) if tiny else (SMALL, 16, 50)
-    yield from choices("small model", *size, {
-        "eager": ([],), "compiled": (["--compile"],),
-        "compile mode reduce-overhead": ([], "reduce-overhead")})
-
-
-def splits(device: torch.device, tiny: bool):
-    flags = [*(TINY if tiny else ["--model", "gpt2-124m"]), "--compile"]
-    batch = 4 if tiny else largest_run(flags, 64).cfg.batch_size
-    yield from choices(f"gpt2-124m, compiled, batch of {batch}", flags, batch, 2 if tiny else 20, {
-        "one micro-batch": ([],), "four": (["--micro_batch_size", str(batch // 4)],)})
+# --- the programme ---------------------------------------------------------------------------
 
 
 ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
 PROGRAMME = {  # in each part the most important ones first, in case the time runs out
     1: {
-        "train.py": card.default_run,
-        "checks": None,  # pytest -m gpu
-        "losses": card.losses,
-        "gradients of attention": card.attention_gradients,
+        "train.py": default_run,
+        "checks": checks,
+        "losses": losses,
         "peaks": peaks,
-        "gpt2-124m": partial(mfu, "gpt2-124m", ADAMW),
-        "gpt2-124m, muon": partial(mfu, "gpt2-124m", MUON),
-        "gpt2-124m, eager": partial(mfu, "gpt2-124m", ["--no_compile", *ADAMW]),
-        "1b": partial(mfu, "1b", ADAMW),
-        "1b, muon": partial(mfu, "1b", MUON),
-        "curves": card.curves,
-        "sample": partial(card.sampled, warm_run=warm_run),
+        "gpt2-124m": partial(mfu, name="gpt2-124m", more=ADAMW),
+        "gpt2-124m, muon": partial(mfu, name="gpt2-124m", more=MUON),
+        "gpt2-124m, eager": partial(mfu, name="gpt2-124m", more=["--no_compile", *ADAMW]),
+        "1b": partial(mfu, name="1b", more=ADAMW),
+        "1b, muon": partial(mfu, name="1b", more=MUON),
+        "sample": sampled,
     },
-    2: {"peers": card.peers},
+    2: {"peers": peers},
     3: {
-        "resume": card.exact_resume,
-        "signals": card.signals,
-        "memory runs out": card.too_little_memory,
-        "saves": partial(card.saves, warm_run=warm_run),
+        "resume": exact_resume,
+        "memory runs out": too_little_memory,
+        "saves": saves,
     },
     4: {
-        "monitor": partial(card.monitors, warm_run=warm_run),
-        **{f"plant: {name}": partial(card.plant, name) for name in card.PLANTS},
-        "small model": graphs,
-        "micro-batches": splits,
-        "attention": attention,
-        "gpt2-124m, expandable segments": partial(mfu, "gpt2-124m", MUON),
-        "350m": partial(mfu, "350m", ADAMW),
+        "monitor": monitors,
+        **{f"plant: {name}": partial(plant, name=name) for name in PLANTS},
+        **{name: partial(choices, name=name) for name in CHOICES},
+        "gpt2-124m, expandable segments": partial(mfu, name="gpt2-124m", more=MUON),
+        "350m": partial(mfu, name="350m", more=ADAMW),
     },
 }
-PARTS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
+STEPS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
 VARIABLES = {"gpt2-124m, expandable segments": {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 
-def part(name: str, file: str, size: str):
-    """Run a part; writes each figure and failure as a line of JSON to `file` when it is known.
+def step_alone(name: str, file: str, size: str):
+    """Run a step; writes each figure and failure as a line of JSON to `file` when it is known.
 
     Then the process ends at once, loaders or a confused device notwithstanding.
     """
-    device = pick_device("auto", 0)
     with open(file, "a") as out:
-        def write(found):
-            print(found if isinstance(found, str) else " ".join(found.row()), flush=True)
-            record = {"note" if isinstance(found, Note) else "failure": found}
-            if isinstance(found, Figure):
-                record = dataclasses.asdict(found)
-            print(json.dumps(record), file=out, flush=True)
-
         try:
-            for found in PARTS[name](device, size == "tiny"):
-                write(found)
+            for found in STEPS[name](pick_device("auto", 0), size == "tiny"):
+                record = dataclasses.asdict(found) if isinstance(found, Figure) else found
+                print(json.dumps(record), file=out, flush=True)
         except Exception as e:
-            write(Failure(f"{name}: {one_line(e)}"))
+            print(json.dumps(dict(failure=f"{name}: {one_line(e)}")), file=out)
     sys.stdout.flush()
     os._exit(0)
 
 
-# --- running them ----------------------------------------------------------------------------
+# --- running it ------------------------------------------------------------------------------
 
 
 def attempt(command: list[str], limit: float, log: Path, **variables: str) -> str:
@@ -317,42 +531,10 @@ def attempt(command: list[str], limit: float, log: Path, **variables: str) -> st
     return f"exit code {code}: {last[0][:300] if last else 'no output'}"
 
 
-def read_checks(text: str) -> dict:
-    """What pytest -v has printed so far → {"passed": [names], "skipped", "failed": {name: why}}."""
-    found = {"passed": [], "skipped": [], "failed": {}}
-    for name, result in re.findall(r"^\S*?(\w+\.py::\S+) (PASSED|SKIPPED|FAILED|ERROR)?", text,
-                                   re.MULTILINE):
-        if result in ("PASSED", "SKIPPED"):
-            found[result.lower()].append(name)
-        else:  # without a result it was running when the process ended
-            found["failed"].setdefault(name, "failed" if result else "did not finish")
-    for name, why in re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\S+) - (.*)", text,
-                                re.MULTILINE):
-        found["failed"][name] = why[:300]
-    return found
-
-
-def driver() -> str:
-    """The version of the driver, the limit of power, the highest clock; empty if unknown."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv"],
-            capture_output=True, text=True, timeout=20)
-        return "; ".join(asked.stdout.split("\n")[:2]) if asked.returncode == 0 else ""
-    return ""
-
-
 def about(device: torch.device) -> dict:
-    found = {"driver": driver(), "cuda": torch.version.cuda, "hip": torch.version.hip}
+    found = {"environment": get_pretty_env_info()}
     with contextlib.suppress(Exception):
-        import triton
-
-        found["triton"] = triton.__version__
-    with contextlib.suppress(Exception):
-        found["cudnn"] = torch.backends.cudnn.version()
-        memory = torch.cuda.get_device_properties(device).total_memory
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        found |= {"memory_gb": memory / 1e9, "capability": capability}
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return found
 
 
@@ -362,11 +544,8 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float,
 
     keep is given them after each step.
     """
-    figures, notes, end = [], {**about(device), "parts": {}, "failures": [], "printed": {}}, (
-        time.time() + limit)
-    checks = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-v", "-p",
-              "no:cacheprovider", "--tb=short", "tests/test_train.py", "tests/test_bench.py",
-              "tests/test_gpu.py"]
+    figures, end = [], time.time() + limit
+    notes = {**about(device), "parts": {}, "failures": [], "printed": {}}
     with tempfile.TemporaryDirectory() as folder:
         log, file = Path(folder) / "log.txt", Path(folder) / "found.jsonl"
         for name in names:
@@ -375,55 +554,42 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float,
             if end - began < LEAST:
                 notes["parts"][name] = "skipped: the time is used up"
                 continue
-            if name == "checks" and not importlib.util.find_spec("pytest"):
-                notes["parts"][name] = "skipped: no pytest"
-                continue
             print(f"--- {name}", flush=True)
-            command = checks if name == "checks" else [
-                sys.executable, "-m", "tests.bench.gpu", name, str(file),
-                "tiny" if tiny else "full"]
+            command = [sys.executable, "-m", "tests.bench.gpu", name, str(file),
+                       "tiny" if tiny else "full"]
             try:
                 why = attempt(command, min(end - began, MOST.get(name, 120)), log,
                               **VARIABLES.get(name, {}))
             except KeyboardInterrupt:
                 why, end = "interrupted", 0
             notes["parts"][name] = why or f"{time.time() - began:.0f} s"
-            if name == "checks":
-                text = log.read_text(errors="replace")
-                notes["checks"] = read_checks(text)
-                notes["failures"] += [f"{test}: {w}" for test, w in
-                                      notes["checks"]["failed"].items()]
-                if why:
-                    notes["checks"]["output"] = text[-20_000:]
-                print("\n".join(text.splitlines()[-1:]), flush=True)
-                continue
             lines = file.read_text().splitlines() if file.exists() else []
             file.unlink(missing_ok=True)
             found = [json.loads(line) for line in lines]
-            notes["failures"] += [f["failure"] for f in found if "failure" in f]
-            notes["failures"] += [f"{name}: {why}"] * bool(why)
+            failures = [f["failure"] for f in found if "failure" in f]
+            failures += [f"{name}: {why}"] if why else []
+            notes["failures"] += failures
             notes["printed"][name] = [f["note"] for f in found if "note" in f]
-            figures += [Figure(**f) for f in found if "what" in f]
-            for f in found:
-                print(f.get("failure") or f.get("note", "")[-1500:] or
-                      " ".join(Figure(**f).row()), flush=True)
-            if why:
-                print(f"{name}: {why}", flush=True)
+            new = [Figure(**f) for f in found if "what" in f]
+            figures += new
+            print(*(note[-1500:] for note in notes["printed"][name]),
+                  *(" ".join(figure.row()) for figure in new), *failures, sep="\n", flush=True)
     return figures, notes
 
 
 def in_short(figures: list[Figure], notes: dict, name: str, file: str) -> list[str]:
     """Three lines for an issue."""
-    checks = notes.get("checks", {"passed": [], "skipped": [], "failed": {}})
-    counts = ", ".join(f"{len(checks[k])} {k}" for k in ("passed", "failed", "skipped"))
+    def told(what: str) -> str:
+        return next((f.ours for f in figures if f.what.startswith(what)), "?")
+
     mfus = [f"{f.what.split(',')[0]} {f.ratio:.3g}" for f in figures
             if f.what.endswith("adamw, compiled: MFU") and math.isfinite(f.ratio)]
-    synchronized = [f.ours for f in figures if f.what.startswith("synchronizations")]
     skipped = sum(outcome.startswith("skipped") for outcome in notes["parts"].values())
-    card = ", ".join(filter(None, (name, notes.get("capability"), notes["driver"])))
+    card = ", ".join(filter(None, (name, notes.get("capability"))))
     return [
-        f"{card}; torch {torch.__version__}, commit {provenance()['commit']}; checks: {counts}",
-        f"MFU {', '.join(mfus) or 'none'}; synchronizations: {', '.join(synchronized) or '?'}",
+        f"{card}; torch {torch.__version__}, commit {provenance()['commit']}; checks: "
+        + told("checks"),
+        f"MFU {', '.join(mfus) or 'none'}; synchronizations: {told('synchronizations')}",
         f"failures: {len(notes['failures'])}, parts skipped: {skipped}; attached: {file}",
     ]
 
@@ -447,4 +613,4 @@ def main(options) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    part(*sys.argv[1:])
+    step_alone(*sys.argv[1:])

@@ -1,15 +1,20 @@
-"""What the monitor costs: its share of a step's time, by three methods, in one process.
+"""What the monitor costs: its share of a step's time, and whether that stays the same.
 
     python -m tests.bench monitor_cost
 
-"a step" compares blocks of steps with the monitor and without, side by side and in alternating
-order: it sees everything, and the noise of the machine. "cost" is the time spent within the
-monitor's calls in those same steps, "in an empty loop" the same with no training between the calls:
-both see little noise, but not what the monitor's files cost other threads. Random tokens; real
+"a step" compares blocks of steps with the monitor and without, in turns: it sees everything, and
+the noise of the machine. "cost" is the time spent within the monitor's calls in those same steps:
+it sees little noise, but not what the monitor's files cost other threads. Random tokens; real
 metrics.jsonl and TensorBoard files in a temporary directory.
+
+Then a million steps with nothing to train (light, a log every 50 steps): what a step of this
+monitor takes against one of a new monitor, in turns, and memory, files and threads.
 """
 
+import contextlib
 import gc
+import io
+import os
 import statistics
 import tempfile
 import time
@@ -21,17 +26,10 @@ import torch
 
 import train
 from data import Size
-from tests.bench.common import (
-    Figure,
-    compare,
-    in_turns,
-    make_run,
-    seconds,
-    silence,
-    train_steps,
-)
+from steady.watch.proc import names, rss_bytes
+from tests.bench.common import Figure, compare, in_turns, make_run, seconds, train_steps
 
-FLAGS = ["--vocab_size", "257"]
+CHUNK = 1000  # empty steps between two readings
 SETTINGS = {  # monitor, log_interval, the share of a step that it may cost
     "light, every 50": ("light", 50, "<= 0.002"),
     "light, every 1": ("light", 1, "<= 0.01"),
@@ -78,14 +76,14 @@ def time_calls(monitor):
     monitor.step = timed_step
 
 
-def block(run: train.Run, steps: int) -> float:
-    """Seconds a step of a block that ends at a multiple of 50, where both intervals log."""
+def block_ms(run: train.Run, steps: int) -> float:
+    """ms/step of a block that ends at a multiple of 50, where both intervals log."""
     run.progress.step = -(-(run.progress.step + steps) // 50) * 50 - steps
     gc.collect()
     clock = getattr(run.monitor, "clock", None)
     if clock:
         clock.since = clock.step_began = time.perf_counter()  # before: not training
-    return seconds(train_steps, run, steps) / steps
+    return 1e3 * seconds(train_steps, run, steps) / steps
 
 
 def empty_steps(run: train.Run, steps: int):
@@ -117,40 +115,70 @@ def cost_a_step(inside: list, interval: int) -> float:
     return share * statistics.median(logs) + (1 - share) * statistics.median(others)
 
 
-def main(options) -> list[Figure]:
-    steps, blocks, n_empty = (5, 2, 500) if options.quick else (50, 12, 2000)
-    paired, inside, empty = {}, {}, {}
-    with tempfile.TemporaryDirectory() as folder, silence():
-        off = make_run(FLAGS)
-        train_steps(off, 3)
-        for name, (mode, interval, _) in SETTINGS.items():
-            run = with_monitor(off, Path(folder) / name, monitor=mode, log_interval=interval)
-            time_calls(run.monitor)
-            paired[name] = in_turns({"off": partial(block, off, steps),
-                                     "on": partial(block, run, steps)}, blocks)
-            inside[name], run.monitor.inside = run.monitor.inside, []
-            empty_steps(run, n_empty)
-            empty[name] = run.monitor.inside
-            run.monitor.close()
-
-    off_ms = [1e3 * seconds for found in paired.values() for seconds in found["off"]]
-    step_ms = statistics.median(off_ms)
-    print(f"default model, {off.cfg.batch_size} x {off.cfg.seq_len} tokens, "
-          f"{off.ranks.device.type}, "
-          f"{torch.get_num_threads()} threads: {step_ms:.4g} ms/step with no monitor "
-          f"({min(off_ms):.4g} to {max(off_ms):.4g})")
-    print(f"{blocks} pairs of blocks of {steps} steps for each setting")
-    if steps < 50:
-        print(f"The blocks end with a log: its share in the pairs is 50 / {steps} of a real one.")
+def costs(off: train.Run, folder: Path, quick: bool) -> list[Figure]:
+    steps, blocks = (5, 2) if quick else (50, 12)
+    paired, inside = {}, {}
+    train_steps(off, 3)
+    for name, (mode, interval, _) in SETTINGS.items():
+        run = with_monitor(off, folder / name, monitor=mode, log_interval=interval)
+        time_calls(run.monitor)
+        paired[name] = in_turns({"off": partial(block_ms, off, steps),
+                                 "on": partial(block_ms, run, steps)}, blocks)
+        inside[name] = run.monitor.inside
+        run.monitor.close()
+    step_ms = statistics.median(ms for found in paired.values() for ms in found["off"])
     figures = []
     for name, (_, interval, aim) in SETTINGS.items():
-        on, off = ([1e3 * seconds for seconds in paired[name][kind]] for kind in ("on", "off"))
-        figures.append(compare(f"monitor, {name}: a step", "one without it", on, off, "{:.1f} ms"))
-        logs = [spent for step, spent in empty[name] if step % interval == 0]
-        for what, spent in (("cost", cost_a_step(inside[name], interval)),
-                            ("cost in an empty loop", cost_a_step(empty[name], interval)),
-                            ("one log", statistics.median(logs))):
-            figures.append(Figure(f"monitor, {name}: {what}", "a default step without it",
-                                  [spent * 1e3 / step_ms], aim if what == "cost" else "",
-                                  f"{spent * 1e6:.0f} us", f"{step_ms:.1f} ms"))
+        spent = cost_a_step(inside[name], interval)
+        figures += [
+            compare(f"monitor, {name}: a step", "one without it", paired[name]["on"],
+                    paired[name]["off"], "{:.1f} ms"),
+            Figure(f"monitor, {name}: cost", "a default step without it", [spent * 1e3 / step_ms],
+                   aim, f"{spent * 1e6:.0f} us", f"{step_ms:.1f} ms"),
+        ]
     return figures
+
+
+def step_us(run: train.Run) -> float:
+    """Microseconds of an empty step. Garbage is collected after them: the loop's work."""
+    found = seconds(empty_steps, run, CHUNK) / CHUNK * 1e6
+    gc.collect()
+    return found
+
+
+def kept() -> tuple[float, int, int]:
+    """RSS in MB, open files (TensorBoard's thread opens one for a moment), threads."""
+    files = min(len(names("proc/self/fd")) for _ in range(5) if not time.sleep(0.01))
+    return rss_bytes() / 1e6, files, len(os.listdir("/proc/self/task"))
+
+
+def long_run(off: train.Run, folder: Path, steps: int) -> list[Figure]:
+    run = with_monitor(off, folder / "old", log_interval=50)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # as in training
+    for i in range(steps // CHUNK):
+        step_us(run)
+        if i == steps // CHUNK // 5:
+            early = kept()
+    late = kept()
+    new = with_monitor(off, folder / "new", log_interval=50)
+    found = in_turns({"old": partial(step_us, run), "new": partial(step_us, new)},
+                     steps // 10 // CHUNK)
+    for each in (run, new):
+        each.monitor.close()
+    what, then = f"the monitor after {steps:,} steps: ", "after a fifth of them"
+    return [
+        compare(what + "time", "a new monitor", found["old"], found["new"], "{:.1f} us/step",
+                "<= 1.05"),
+        *(compare(what + name, then, [late[i]], [early[i]], unit, aim) for i, name, unit, aim in (
+            (0, "memory", "{:.1f} MB", "<= 1.005"), (1, "open files", "{:.0f}", "<= 1"),
+            (2, "threads", "{:.0f}", "<= 1"))),
+    ]
+
+
+def main(options) -> list[Figure]:
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+        off = make_run(["--vocab_size", "257"])
+        return [*costs(off, Path(name), options.quick),
+                *long_run(off, Path(name), 20_000 if options.quick else 1_000_000)]

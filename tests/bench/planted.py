@@ -91,10 +91,6 @@ def product(seconds):
     until(seconds, lambda: MATRIX @ MATRIX)
 
 
-def sort(seconds):
-    until(seconds, lambda: np.sort(ARRAY))
-
-
 def block(seconds):
     threading.Timer(seconds, os.write, (WRITE, b"x")).start()
     os.read(READ, 1)
@@ -109,7 +105,7 @@ def hold():
             time.sleep(WAIT[0])
 
 
-HELD, WAIT, ARRAY = threading.Semaphore(0), [0.0], np.random.default_rng(0).random(500)
+HELD, WAIT = threading.Semaphore(0), [0.0]
 
 
 def lock(seconds):
@@ -133,7 +129,7 @@ def grow():
 
 
 UNITS = {"slow rank": time.sleep, "sleep": time.sleep, "python": python, "product": product,
-         "sort": sort, "block": block, "lock": lock}
+         "block": block, "lock": lock}
 
 
 def compute(do):
@@ -141,11 +137,6 @@ def compute(do):
         time.sleep(0.005)
     while True:
         do()
-
-
-def keep(make, kept=[]):  # noqa: B006
-    if late():
-        kept.append(make())
 
 
 # --- the line ---------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""Seconds from the command to the first step's log line, against `import torch`, in turns.
+"""Seconds from the command to the first step, against `import torch`; and to continue a run.
 
-python -m tests.bench startup
+    python -m tests.bench startup
+
+A run that continues is started from a checkpoint, whose place in the order of the samples is
+computed and not replayed: it takes as long after a million steps.
 """
 
 import signal
@@ -11,9 +14,16 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from steady.checkpoints.checkpoint import Checkpoint
+from steady.checkpoints.sealed import write_checkpoint
 from tests.bench.common import Figure, compare, in_turns
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+FLAGS = [str(TRAIN), "--max_steps", "2000000", "--eval_interval", "0", "--log_interval", "1"]
+ALONE = [sys.executable, *FLAGS]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *FLAGS]
 
 
 def seconds_until(command: list[str], words: str, folder: str, end=signal.SIGKILL) -> float:
@@ -25,7 +35,7 @@ def seconds_until(command: list[str], words: str, folder: str, end=signal.SIGKIL
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL, text=True) as process:
         for line in process.stdout:
-            if words in line:
+            if words and words in line:
                 break
         else:
             process.wait()
@@ -35,16 +45,30 @@ def seconds_until(command: list[str], words: str, folder: str, end=signal.SIGKIL
 
 
 def main(options) -> list[Figure]:
-    run = [sys.executable, str(TRAIN), "--eval_interval", "0", "--save_interval", "0"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *run[1:]]
-    with tempfile.TemporaryDirectory() as folder:
-        first_step = partial(seconds_until, words="step    1/", folder=folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seconds_until([*ALONE, "--save_interval", "3", "--out_dir", "early"], " 7/2000000", name)
+        early = Checkpoint.named(folder / "early/checkpoints", 3).path
+        late = Checkpoint.named(folder, 10**6).path
+        state = torch.load(early, weights_only=True)
+        state["step"], state["position"] = 10**6, state["position"] // 3 * 10**6
+        write_checkpoint(late, state)
+
+        def until(step: int, *more: str, command=ALONE, end=signal.SIGKILL) -> float:
+            return seconds_until([*command, "--save_interval", "0", *more], f" {step}/2000000",
+                                 name, end)
+
         found = in_turns({
-            "one process": partial(first_step, run),
+            "import": lambda: seconds_until([sys.executable, "-c", "import torch"], "", name),
+            "one process": partial(until, 1),
             # torchrun passes SIGTERM on; killed, it would leave its ranks running
-            "torchrun, two": partial(first_step, torchrun, end=signal.SIGTERM),
-            "import": lambda: seconds_until([sys.executable, "-c", "import torch"], "", folder),
-        }, 2 if options.quick else 6)
-    imports = found.pop("import")[1:]  # the first round makes the corpus and warms the disk
-    return [compare(f"command to first step, {what}", "import torch", firsts[1:], imports,
-                    "{:.2f} s", "<= 2") for what, firsts in found.items()]
+            "torchrun, two": partial(until, 1, command=TORCHRUN, end=signal.SIGTERM),
+            "step 3": partial(until, 4, "--resume", str(early)),
+            "step 1,000,000": partial(until, 10**6 + 1, "--resume", str(late)),
+        }, 1 if options.quick else 5)
+    figures = [compare(f"command to first step, {how}", "import torch", found[how],
+                       found["import"], "{:.2f} s", "<= 2")
+               for how in ("one process", "torchrun, two")]
+    return figures + [compare(f"command to next step, continued at {step}", "started anew",
+                              found[step], found["one process"], "{:.2f} s")
+                      for step in ("step 3", "step 1,000,000")]

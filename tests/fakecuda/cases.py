@@ -111,21 +111,14 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
 
 @pytest.mark.parametrize("flags", [
     [],
-    ["--optimizer", "adamw"],
     ["--precision", "fp32"],
-    ["--precision", "fp16"],
+    ["--precision", "fp16", "--monitor", "full"],
     ["--precision", "fp16", "--optimizer", "adamw"],
-    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32"],
+    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32", "--monitor", "off"],
     ["--dropout", "0.1", "--activation_checkpointing", "full"],
-    ["--attention", "efficient", "--n_kv_head", "2"],
-    ["--attention", "cudnn", "--n_kv_head", "2"],
-    ["--qk_norm", "--qkv_bias", "--tie_embeddings"],
-    ["--skip_spikes", "6"],
-    ["--check_replicas_interval", "3"],
-    ["--monitor", "full"],
-    ["--monitor", "full", "--precision", "fp16"],
-    ["--monitor", "off"],
-    ["--num_workers", "2"],
+    ["--attention", "efficient", "--n_kv_head", "2", "--skip_spikes", "6"],
+    ["--attention", "cudnn", "--n_kv_head", "2", "--check_replicas_interval", "3"],
+    ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitor", "full", "--num_workers", "2"],
     ["--deterministic", "--monitor", "full"],
     ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
 ], ids=" ".join)
@@ -137,14 +130,13 @@ def test_an_ordinary_step_waits_for_nothing(go, flags):
 
 def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     """Checks fail, times are of nothing: the file is written all the same."""
-    file = tmp_path / "found.json"
-    code = """if True:
+    file, names = tmp_path / "found.json", ["checks", "losses", "peaks"]
+    code = f"""if True:
         import sys
         from tests.bench import __main__, gpu
-        steps = gpu.PROGRAMME[1]
-        gpu.PROGRAMME[1] = {name: steps[name] for name in ("checks", "losses", "peaks")}
+        gpu.PROGRAMME[1] = {{name: gpu.STEPS[name] for name in {names}}}
         gpu.LIMIT = gpu.MOST["losses"] = gpu.MOST["peaks"] = 10_000  # a busy machine is no fault
-        gpu.MOST["checks"] = 15
+        gpu.MOST["checks"] = 25
         sys.exit(__main__.main(sys.argv[1:]))"""
     done = subprocess.run([sys.executable, "-c", code, "gpu", "--quick", "--json", str(file)],
                           cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -152,8 +144,8 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     found = json.loads(file.read_text())
     assert done.stdout.splitlines()[-3:] == found["in_short"]
     assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
-    assert list(found["parts"]) == ["checks", "losses", "peaks"]
-    assert found["failures"] and any("bf16 product" in f["what"] for f in found["figures"])
+    assert list(found["parts"]) == names and found["failures"]
+    assert any("product" in figure["what"] for figure in found["figures"])
 
 
 def test_accumulation(go):
@@ -201,12 +193,10 @@ def flash_kernels(counts: dict) -> tuple[int, int]:
     ([], VARLEN),
     (["--precision", "fp16"], "fp16, varlen flash attention"),
     (["--attention", "flash", "--n_head", "4", "--n_kv_head", "2", "--qk_norm"], VARLEN),
-    (["--activation_checkpointing", "full"], VARLEN),
-    (["--num_workers", "2"], VARLEN),
+    (["--activation_checkpointing", "full", "--num_workers", "2"], VARLEN),
     (["--micro_batch_size", "auto"], VARLEN),
     (["--precision", "fp32", *EFFICIENT], "fp32, efficient attention"),
     (["--dropout", "0.1", *EFFICIENT], "bf16, efficient attention"),
-    (["--attention", "efficient", *EFFICIENT], "bf16, efficient attention"),
     (["--head_dim", "12"], "bf16, math attention"),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_packing(go, flags, attention):
@@ -245,13 +235,11 @@ def test_evaluation_and_health_of_packed_rows(go):
     assert flash_kernels(steps[4]) == (2 * LAYERS, LAYERS)  # one more for the output
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero3"])
-def test_packed_rows_of_two_ranks(go, way):
-    printed, steps = go("--data_mode", "packed", "--parallel", way, "--activation_checkpointing",
-                        "full", ranks=2, hook=no_comparison)
+def test_packed_rows_of_two_ranks(go):
+    printed, steps = go("--data_mode", "packed", "--parallel", "zero3",
+                        "--activation_checkpointing", "full", ranks=2, hook=no_comparison)
     assert VARLEN in printed
-    if way == "zero3":
-        assert [waited(steps[step]) for step in (2, 3, 8, 9)] == [{}, {}, READ, {}]
+    assert [waited(steps[step]) for step in (2, 3, 8, 9)] == [{}, {}, READ, {}]
 
 
 def test_a_mixture(go, corpus):
@@ -262,7 +250,7 @@ def test_a_mixture(go, corpus):
     check(steps, logs=[1, 4, 8], tensors=2)  # tokens, and which dataset
 
 
-@pytest.mark.parametrize("preset", ["fast", "max_throughput", "low_memory", "debug"])
+@pytest.mark.parametrize("preset", ["max_throughput", "low_memory"])
 def test_presets(go, preset):
     _, steps = go("--preset", preset)
     check(steps, logs=[1, 4, 8], micro_batches=8 if preset == "low_memory" else 1)
@@ -359,7 +347,7 @@ def no_comparison():
     distributed._verify_param_shape_across_processes = lambda *_: None
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("way", ["ddp", "zero2"])
 def test_two_ranks(go, tmp_path, way):
     """torch's own DDP and fully_shard call a NCCL that moves nothing; gloo is real."""
     flags = ["--parallel", way, "--out_dir", tmp_path / "r", "--save_interval", "5",
@@ -395,7 +383,6 @@ def compile_quickly():
 @pytest.mark.parametrize("flags", [
     ["--micro_batch_size", "2", "--monitor", "full"],
     ["--data_mode", "packed"],
-    ["--data_mode", "documents"],
 ], ids=" ".join)
 def test_compiled(go, flags):
     """One graph for training and one for evaluation, whose last batch is not full; no breaks.
@@ -409,20 +396,18 @@ def test_compiled(go, flags):
     assert not any(counts.get("graph breaks") for counts in steps.values())
     ordinary = {step: counts for step, counts in steps.items() if step > 1 and step % 5}
     check(ordinary, logs=[4, 8], micro_batches=4 if "2" in flags else 1,
-          tensors={"packed": 3, "documents": 2}.get(flags[1], 1))
+          tensors=3 if "packed" in flags else 1)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero3"])
-def test_compiled_on_two_ranks(go, way):
-    """One graph for all blocks, one for the loss; Muon's steps too, in zero3 of some rows."""
+def test_compiled_on_two_ranks(go):
+    """One graph for all blocks, one for the loss; Muon's steps too, of some rows."""
     def hook():
         no_comparison()
         compile_quickly()
 
-    steps = go("--parallel", way, "--compile", "--n_layer", "3", "--max_steps", "6",
+    steps = go("--parallel", "zero3", "--compile", "--n_layer", "3", "--max_steps", "6",
                "--sample_interval", "0", ranks=2, hook=hook)[1]
     assert {step: counts["graphs"] for step, counts in steps.items() if counts.get("graphs")} == {
         1: 2 + 2 * 4}
     assert not any(counts.get("graph breaks") for counts in steps.values())
-    if way == "zero3":  # ddp waits in its first steps
-        assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, READ, {}]
+    assert [waited(steps[step]) for step in (2, 3, 4, 5)] == [{}, {}, READ, {}]
