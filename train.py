@@ -32,9 +32,7 @@ from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
-from steady.checkpoints.backup import Backup
-from steady.checkpoints.checkpoint import Checkpoint
-from steady.checkpoints.parts import require_shared
+from steady.checkpoints.checkpoint import Checkpoint, require_shared
 from steady.checkpoints.state import (
     Progress,
     load_checkpoint,
@@ -433,10 +431,8 @@ def restore(run: Run, checkpoint: Checkpoint):
 @faults.setting_up()
 def open_run_dir(run: Run):
     """Rank 0 makes and locks the run directory, and says what is about to run."""
-    cfg, progress, backup, best = run.cfg, run.progress, None, None
+    cfg, progress, best = run.cfg, run.progress, None
     if run.ranks.rank == 0:
-        if cfg.backup_to:
-            backup = Backup(cfg.backup_to, cfg.keep_checkpoints)
         if not run.dir.lock:
             run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
         rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
@@ -445,7 +441,7 @@ def open_run_dir(run: Run):
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
-    run.dir.writer = make_writer(run, backup)
+    run.dir.writer = make_writer(run)
 
 
 # --- running it ------------------------------------------------------------------------------
@@ -461,7 +457,7 @@ def main(argv: list[str]) -> int:
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
-        with contextlib.closing(run_dir.lock or contextlib.ExitStack()), ranks.watchdog:
+        with ranks.watchdog:
             run.monitor = Monitor(cfg, ranks, progress, None, flops_per_token=0)
             ranks.watchdog.clock = run.monitor.clock
             ranks.watchdog.follow(progress, run_dir, None)

@@ -85,7 +85,7 @@ def test_a_restart_that_torchrun_does_not_count(run, corpus, tmp_path, flags):
 def ends_in_the_first_save():
     """A hook: the first attempt is killed as it has written a draft."""
     torchrun_sets(0)
-    sealed.forget_cached = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    sealed.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("way", ["restart", "auto-resume"])

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, latest_valid, list_checkpoints
+from steady.checkpoints.checkpoint import Checkpoint, latest_valid, list_checkpoints
 from steady.checkpoints.retry import FULL
-from steady.checkpoints.state import load_checkpoint, save_checkpoint, writer_of
+from steady.checkpoints.state import load_checkpoint, save_checkpoint
+from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import out_of_memory
@@ -138,34 +139,25 @@ def rescue(run, error: BaseException | None = None):
 
 
 def save_last_step(run, error: BaseException | None):
-    writer, step = run.dir.writer, run.progress.step
+    writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
     own = isinstance(error, Exception) and not lost_connection(error)
-    if not writer and own and run.ranks.shards.size == 1 and nobody_saves(run):
-        writer = run.dir.writer = writer_of(run, keep=sys.maxsize)  # rank 0 deletes old ones
+    if not writer and own and run.ranks.shards.size == 1:
+        time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
+        file = Checkpoint.named(folder, step).path
+        if not any(folder.glob(f"{file.name}*")):  # nor a draft of it, by another rank
+            writer = run.dir.writer = Writer(folder, keep=sys.maxsize)  # rank 0 deletes old ones
     if not writer:
         return
-    if writer.parts:
-        writer.parts.hurry = True
+    writer.hurry = True
     if not run.guard.clean or step == 0 or run.ranks.watchdog.mixed:
         return
     if not run.guard.device_is_there():
         return
     save_checkpoint(run, alone=True)
     writer.wait()
-    if not checkpoint_at(writer.folder, step):
-        part = writer.parts and writer.parts.newest
-        if part == Checkpoint.named(writer.folder, step, sharded=True).path:
-            print(f"saved this rank's part of step {step}; it is whole once every rank has",
-                  file=sys.stderr, flush=True)
-    elif run.ranks.rank == 0 or not writer.parts:
-        print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
-
-
-def nobody_saves(run) -> bool:
-    """Whether neither rank 0 nor another one, whose error may be the same, saves this step."""
-    time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
-    file = Checkpoint.named(run.dir.path / "checkpoints", run.progress.step, sharded=False).path
-    return not any(file.parent.glob(f"{file.name}*"))  # it, or a draft of it
+    if writer.written == step:
+        part = ", this rank's part of it" if writer.size > 1 else ""
+        print(f"saved the last completed step, {step}{part}", file=sys.stderr, flush=True)
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):
@@ -192,7 +184,6 @@ def autopsy(run, step: int, rank: int) -> dict:
     data, n, progress = run.train_data, run.cfg.batch_size, run.progress
     first = progress.position - (progress.step - step + 1) * n
     first, end = data.share(first, n, rank, run.ranks.world_size)
-    sources = np.unique(data.order(first, end)[0])
     bad, names = [], {module: name for name, module in run.model.named_modules() if name}
 
     def look(module: nn.Module, inputs, output):
@@ -206,17 +197,15 @@ def autopsy(run, step: int, rank: int) -> dict:
             batch = data.rows(start, start + run.ranks.micro_batch, end).to(run.ranks.device)
             with run.ranks.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
-            if not bad and not losses.isfinite().all():
+            if not losses.isfinite().all():
                 bad.append("head")  # whose weight the loss uses without calling the module
     finally:
         run.model.train()
         for hook in hooks:
             hook.remove()
-    return dict(
-        positions=[first, end],
-        datasets=[data.datasets[k].name for k in sources],
-        first_bad_layer=bad[0] if bad else None,
-    )
+    sources = np.unique(data.order(first, end)[0])
+    return dict(positions=[first, end], datasets=[data.datasets[k].name for k in sources],
+                first_bad_layer=bad[0] if bad else None)
 
 
 # --- errors around training ------------------------------------------------------------------

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
-from steady.checkpoints.parts import join
+from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint, join
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.weights import reason, shorten, tensors_of, weight_files, with_mean_rows
