@@ -352,7 +352,7 @@ def set_up(argv: list[str]) -> Run:
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device), shards.size)
+    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device))
     if cfg.micro_batch_size == "auto":
         most = memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, start, device, dtype, shards.alone()), cfg,
@@ -381,11 +381,12 @@ def set_up(argv: list[str]) -> Run:
 
 def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     """The configuration and the run directory; None if a new directory is to be made."""
-    cfg = rundir.after_restart(config.parse(argv))
+    cfg = config.parse(argv)
+    meant = rundir.redirect(cfg)
+    cfg = replace(cfg, **meant)
     out_dir = rundir.find_run(cfg)
-    with rundir.saved_config(cfg, out_dir) as saved:
-        if saved:  # a run that continues: its flags need not be repeated
-            cfg = rundir.after_restart(config.parse(argv, saved))
+    saved = rundir.saved_config(cfg, out_dir)  # of a run whose flags need not be repeated
+    cfg = replace(config.parse(argv, saved), **meant)
     has_shape = rundir.continues(cfg, out_dir) and (cfg.model != "transformers" or cfg.d_model)
     if cfg.init_from and not has_shape:
         cfg = huggingface.config_from_hf(cfg)

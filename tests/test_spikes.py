@@ -121,13 +121,6 @@ def test_a_rollback_brings_the_window_back(run, tmp_path, plant):
     assert output.count("; rolled back to ") == 1 and known(tmp_path / "r", 30) == 30
 
 
-def test_a_checkpoint_without_a_window_starts_an_empty_one(run, tmp_path):
-    run("--out_dir", "r", "--save_interval", 6, "--eval_interval", 0, "--no_tensorboard")
-    run("--resume", tmp_path / "r/checkpoints/step_00000006.pt", "--out_dir", "r2",
-        "--skip_spikes", 6)
-    assert known(tmp_path / "r2", 12) == 6
-
-
 def test_ranks_agree_where_the_loss_of_one_is_bad(run, tmp_path, plant):
     plant(21, how=higher_loss)
     run("--out_dir", "r", *FLAGS, "--max_steps", 24, "--parallel", "zero3", "--save_interval", 1,

@@ -119,17 +119,6 @@ def id_in(config: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def remote_config(url: str) -> bytes:
-    """The config.yaml of the backup at `url`. Raises ConfigError."""
-    try:
-        return open_url(url, "--resume").cat_file("config.yaml")
-    except ConfigError:
-        raise
-    except Exception as e:
-        raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}; expected the URL that "
-                          "--backup_to named") from None
-
-
 def download(url: str, to: Path) -> Checkpoint:
     """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
 

@@ -11,14 +11,13 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from steady.checkpoints.backup import Backup, download, id_in, remote_config
+from steady.checkpoints.backup import Backup, download, id_in
 from steady.checkpoints.checkpoint import (
     BEST,
     NAME,
@@ -50,10 +49,6 @@ def numbered_folders() -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def is_url(resume: str | None) -> bool:
-    return "://" in (resume or "")
-
-
 def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
@@ -61,7 +56,7 @@ def find_run(cfg) -> Path | None:
     or if --resume names no checkpoint.
     """
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
-    if cfg.resume and not is_url(cfg.resume):
+    if cfg.resume:
         source = Checkpoint(Path(cfg.resume))
         if not source.exists():
             raise ConfigError(f"--resume {source}: no such file, nor a finished checkpoint. To "
@@ -71,8 +66,6 @@ def find_run(cfg) -> Path | None:
     elif cfg.auto_resume and not out_dir:
         out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
     if cfg.eval_only:
-        if is_url(cfg.resume):
-            raise ConfigError(f"--eval_only --resume {cfg.resume}: expected a file, not a URL")
         return out_dir  # only reads
     place = out_dir or Path("runs")
     while not place.exists():
@@ -129,20 +122,26 @@ def continues(cfg, out_dir: Path | None) -> bool:
     return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
 
 
-def after_restart(cfg):
-    """After a restart by torchrun: options that continue the run its processes worked on.
-
-    It counts no restart where a host comes or goes: then only --overwrite would do harm.
-    """
-    if not launch() or not (restart_count() or cfg.overwrite):
-        return cfg
-    named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
-    for run in [Path(named)] if named else reversed(numbered_folders()):
-        config = run / "config.yaml"  # --overwrite moves that of an older run away
-        if config.exists() and f"\n# launch: {launch()}\n" in config.read_text("utf-8", "replace"):
-            return dataclasses.replace(cfg, auto_resume=True, overwrite=False, resume=None,
-                                       out_dir=str(run))
-    return cfg
+def redirect(cfg) -> dict:
+    """Options in place of those given, where a run is fetched or this launch has begun it."""
+    if "://" in (cfg.resume or ""):
+        out_dir = Path(cfg.out_dir) if cfg.out_dir else None
+        if out_dir and holds_a_run(out_dir):
+            raise ConfigError(f"--resume {cfg.resume}: {out_dir} holds a run already; continue it "
+                              "with --auto_resume, or choose another --out_dir")
+        out_dir, lock = claim(out_dir)
+        with lock:
+            download(cfg.resume, out_dir)
+        return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
+    # torchrun counts no restart where a host comes or goes: then only --overwrite would do harm
+    if launch() and (restart_count() or cfg.overwrite):
+        named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
+        for run in [Path(named)] if named else reversed(numbered_folders()):
+            config = run / "config.yaml"
+            text = config.read_text("utf-8", "replace") if config.exists() else ""
+            if f"\n# launch: {launch()}\n" in text:
+                return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
+    return {}
 
 
 def launch() -> str:
@@ -154,18 +153,11 @@ def launch() -> str:
     return file.parents[2].name if file.match(f"*/attempt_{restart_count()}/*/*") else ""
 
 
-@contextlib.contextmanager
-def saved_config(cfg, out_dir: Path | None):
-    """Yields the path of the config.yaml of the run that is continued, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = out_dir if cfg.resume or cfg.auto_resume else None
-        if is_url(cfg.resume):
-            run = Path(folder)
-            (run / "config.yaml").write_bytes(remote_config(cfg.resume))
-        elif cfg.resume:
-            run = Checkpoint(Path(cfg.resume)).run_dir or out_dir
-        path = run and run / "config.yaml"
-        yield path if path and path.exists() else None
+def saved_config(cfg, out_dir: Path | None) -> Path | None:
+    """The config.yaml of the run that is continued, if there is one."""
+    run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
+    config = run and run / "config.yaml"
+    return config if config and config.exists() and (cfg.resume or cfg.auto_resume) else None
 
 
 @dataclass
@@ -183,25 +175,19 @@ class RunDir:
 def find_start(cfg, out_dir: Path | None) -> RunDir:
     """With the checkpoint to start from, verified; for rank 0.
 
-    Locks the run directory before changing it: damaged checkpoints are set aside, a backup is
-    downloaded. Raises ConfigError.
+    Locks the run directory before damaged checkpoints in it are set aside. Raises ConfigError.
     """
-    found, run = RunDir(out_dir), None
-    if is_url(cfg.resume):
-        run = id_in(remote_config(cfg.resume))
-    elif cfg.resume or cfg.auto_resume and out_dir and list_checkpoints(out_dir / "checkpoints"):
-        run = run_id(out_dir)
+    found, folder = RunDir(out_dir), out_dir and out_dir / "checkpoints"
     if cfg.backup_to and not cfg.eval_only:
-        found.backup = Backup(cfg.backup_to, cfg.keep_checkpoints, out_dir, run)
-    if is_url(cfg.resume):
-        found.path, found.lock = claim(out_dir)
-        found.resumed_from = download(cfg.resume, found.path)
-    elif cfg.resume:
+        goes_on = cfg.resume or cfg.auto_resume and out_dir and list_checkpoints(folder)
+        found.backup = Backup(cfg.backup_to, cfg.keep_checkpoints, out_dir,
+                              run_id(out_dir) if goes_on else None)
+    if cfg.resume:
         found.resumed_from = find_checkpoint(Path(cfg.resume))
     elif cfg.auto_resume and out_dir:
         if not cfg.eval_only:
             found.path, found.lock = claim(out_dir)
-        found.resumed_from = latest_valid(out_dir / "checkpoints", ours=not cfg.eval_only)
+        found.resumed_from = latest_valid(folder, ours=not cfg.eval_only)
     return found
 
 

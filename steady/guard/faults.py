@@ -20,7 +20,6 @@ from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
-from steady.guard.memory import out_of_memory
 from steady.options import ConfigError, given_texts
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
@@ -217,16 +216,19 @@ def setting_up():
     try:
         yield
     except OSError as e:
-        names = [str(name) for name in (e.filename, e.filename2) if name]
-        if not any(map(was_named, names)) and e.errno not in FULL:
+        if not was_named(e.filename) and e.errno not in FULL:
             raise
-        raise ConfigError(f"{' and '.join(names) or 'a file'}: {e.strerror}; name a path "
-                          "that can be used here") from e
-    except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not out_of_memory(e):
-            raise
-        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate "
-                          "shows what they need") from e
+        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a path that can be used "
+                          "here") from e
+
+
+def was_named(path: str | None) -> bool:
+    """Whether it is, or is in, what options name or stand for; else the code has named it."""
+    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
+             os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
+    folders = [os.path.abspath(os.path.expanduser(text)) for text in named if text]
+    place = Path(os.path.abspath(str(path)))
+    return bool(path) and any(place.is_relative_to(folder) for folder in folders)
 
 
 @contextlib.contextmanager
@@ -237,11 +239,3 @@ def only_warning(what: str):
     except Exception as e:
         print(f"warning: {what}: {type(e).__name__}: {e}", file=sys.stderr)
         traceback.print_exc()
-
-
-def was_named(path: str) -> bool:
-    """Whether it is, or is in, what options name or stand for; else the code has named it."""
-    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
-             os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
-    folders = (os.path.abspath(os.path.expanduser(text)) for text in named if text)
-    return any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)
