@@ -48,15 +48,6 @@ def test_a_checkpoint_of_one_run_does_not_overwrite_another(run, tmp_path):
     assert "holds a run already" in output and contents(tmp_path / "b") == before
 
 
-def test_a_second_set_aside_keeps_the_first(run, tmp_path):
-    run("--out_dir", "r", "--save_interval", 4)
-    for _ in range(2):
-        run("--resume", "r/checkpoints/step_00000004.pt", "--save_interval", 4, bare=True)
-    names = {p.name for p in (tmp_path / "r/checkpoints").glob("step_00000012*")}
-    assert names == {"step_00000012.pt", "step_00000012.pt.set-aside",
-                     "step_00000012.pt.set-aside-2"}
-
-
 def test_overwrite_moves_the_old_run_and_deletes_nothing(run, corpus, tmp_path):
     run("--out_dir", "r")
     (tmp_path / "r/notes.txt").write_text("mine")
@@ -170,18 +161,6 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
     run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--eval_interval", 4, bare=True)
     loss, step = best(tmp_path / "r")
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
-
-
-def test_parts_of_a_save_that_failed_go_once_a_later_one_is_whole(tmp_path):
-    for step in (3, 6):
-        (tmp_path / f"step_{step:08}.pt").touch()
-    parts = [tmp_path / f"step_{step:08}/rank_0_of_2.a-0.pt" for step in (5, 7)]
-    for path in parts:
-        path.parent.mkdir()
-        path.touch()
-    checkpoint.rotate(tmp_path, keep=5, keep_every=0)
-    assert not parts[0].parent.exists() and parts[1].exists()  # 7 may still be written
-    assert len(list_checkpoints(tmp_path)) == 2
 
 
 # --- state that decides the trajectory ---

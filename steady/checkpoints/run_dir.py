@@ -125,11 +125,7 @@ def continues(cfg, out_dir: Path | None) -> bool:
 def redirect(cfg) -> dict:
     """Options in place of those given, where a run is fetched or this launch has begun it."""
     if "://" in (cfg.resume or ""):
-        out_dir = Path(cfg.out_dir) if cfg.out_dir else None
-        if out_dir and holds_a_run(out_dir):
-            raise ConfigError(f"--resume {cfg.resume}: {out_dir} holds a run already; continue it "
-                              "with --auto_resume, or choose another --out_dir")
-        out_dir, lock = claim(out_dir)
+        out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
         with lock:
             download(cfg.resume, out_dir)
         return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
