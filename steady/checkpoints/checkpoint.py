@@ -4,11 +4,10 @@
     checkpoints/step_00000100/      where it is sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
-A part holds the state of a run with that rank's rows of each sharded tensor, and is written as a
-whole or not at all. ID names the save: once all ranks have written their parts of one, there is a
-checkpoint, and no rank needs to say so. Not torch.distributed.checkpoint: its planning needs all
-ranks, of which one may be gone when a run is rescued; a load notices hardly any flipped bit; and
-its `.metadata` is a pickle, which can run code.
+A part holds that rank's rows of each sharded tensor, and is written as a whole or not at all. ID
+names the save: once all ranks have written their parts of one, there is a checkpoint, and no rank
+needs to say so. Not torch.distributed.checkpoint: its planning needs all ranks, of which one may be
+gone when a run is rescued; it misses flipped bits; and its `.metadata` is a pickle.
 """
 
 import contextlib

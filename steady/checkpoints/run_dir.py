@@ -101,8 +101,8 @@ def refuse_links(out_dir: Path):
 
 def holds_a_run(out_dir: Path) -> bool:
     names = "config.yaml", "metrics.jsonl", *(f"checkpoints/{name}" for name in BEST)
-    has_one = list_checkpoints(out_dir / "checkpoints")
-    return bool(has_one) or any((out_dir / name).exists() for name in names)
+    found = any((out_dir / name).exists() for name in names)
+    return found or bool(list_checkpoints(out_dir / "checkpoints"))
 
 
 def move_to_old(out_dir: Path):
@@ -152,8 +152,8 @@ def launch() -> str:
 def saved_config(cfg, out_dir: Path | None) -> Path | None:
     """The config.yaml of the run that is continued, if there is one."""
     run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
-    config = run and run / "config.yaml"
-    return config if config and config.exists() and (cfg.resume or cfg.auto_resume) else None
+    found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
+    return run / "config.yaml" if found else None
 
 
 @dataclass

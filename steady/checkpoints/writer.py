@@ -27,12 +27,9 @@ class WeightsNotFinite(OSError):
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
-    The host memory is allocated once. At most one write is in flight; the next save waits for it.
-    backup: a Backup, which is offered each checkpoint that was written and verified.
-
-    Where the state is sharded over `size` ranks, each of them has a writer for its part, and rank 0
-    waits until those of the others are there. notes: a store in which they report what they wrote,
-    without waiting for one another. attempt: a text that no earlier process of this run has used.
+    At most one write is in flight; the next save waits for it. Where the state is sharded over
+    `size` ranks, each has a writer of its part. notes: a store in which they report what they
+    wrote. attempt: a text that no earlier process of this run has used.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
@@ -52,8 +49,7 @@ class Writer:
 
         From a GPU it is copied beside what comes next, up to the next update: see `finish_copy`.
         updated: the CUDA event after which the device has `state`, if what it was given since may
-        never end; by default all that it was given. Raises NotSaved after too many failures in a
-        row.
+        never end. Raises NotSaved after MAX_FAILURES in a row.
         """
         self.wait()
         if self.failures >= MAX_FAILURES:
@@ -134,8 +130,6 @@ class Writer:
         self.count += 1
         names = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)]
         try:
-            if not self.folder.is_dir():
-                raise FileNotFoundError(f"{self.folder} is not seen here; expected {SHARED}")
             path.mkdir(exist_ok=True)
             self.write_file(path / names[self.rank], step, state)
             sync_directory(self.folder)  # which has the name of the new folder
@@ -182,10 +176,7 @@ class Writer:
             self.thread.join()
 
     def close(self, copy: bool):
-        """Wait for the disk and, with `copy`, for a backup of the newest checkpoint.
-
-        Raises NotSaved if the last checkpoint could not be written.
-        """
+        """Wait for the disk and, with `copy`, a backup. Raises NotSaved if the last save failed."""
         self.wait()
         if self.backup and copy:
             self.backup.close()

@@ -32,8 +32,7 @@ class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    Ranks vote over gloo while a step is computed, and read the result before the next one, so that
-    no device is waited for.
+    Ranks vote over gloo beside a step, and read the result before the next one.
     """
 
     def __init__(self, group=None):
@@ -160,10 +159,7 @@ def save_last_step(run, error: BaseException | None):
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):
-    """Set aside the checkpoints since the ranks last agreed, if their writer may be the wrong one.
-
-    writer: of rank 0. None of them if no other would be left: then the message has to do.
-    """
+    """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
     if error.agreed is None:
         return
     writer.wait()

@@ -123,9 +123,8 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     """The error message, of which CUDA's has free memory, and which --micro_batch_size to try."""
     per_rank, rest = divmod(batch_size, ranks.world_size)
     smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
-    advice = "try --activation_checkpointing full, or a shorter --seq_len"
-    if smaller:
-        advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
+    advice = (f"try --micro_batch_size {smaller[-1]}; the result stays the same" if smaller else
+              "try --activation_checkpointing full, or a shorter --seq_len")
     return f"out of memory: {str(error).splitlines()[0].rstrip('.')}; {advice}"
 
 
