@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -58,7 +59,9 @@ def test_overwrite_moves_the_old_run_and_deletes_nothing(run, corpus, tmp_path):
     assert "r.old-2" in run("--out_dir", "r", "--overwrite", "--max_steps", 2)
     for folder, step in ((tmp_path / "r.old-2", 4), (tmp_path / "r", 2)):
         assert [p.step for p in list_checkpoints(folder / "checkpoints")] == [step]
-    assert "holds the data" in run("--out_dir", corpus, "--overwrite", expect=2)
+    shutil.copytree(corpus, tmp_path / "r/data")
+    flags = ["--out_dir", "r", "--overwrite", "--data", "r/data"]
+    assert "holds the data" in run(*flags, expect=2)
 
 
 def test_links_are_refused_before_anything_changes(run, tmp_path):

@@ -73,13 +73,14 @@ def find_run(cfg) -> Path | None:
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not a directory "
                           "that is writable")
-    data = [Path(split_weight(spec)[0]).resolve() for spec in (*cfg.data, *cfg.val_data)]
-    if cfg.overwrite and out_dir and any(path.is_relative_to(out_dir.resolve()) for path in data):
-        raise ConfigError(f"--overwrite: --out_dir {out_dir} holds the data, which would be moved")
-    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
-        raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
-                          "--auto_resume, start from one of its checkpoints with --resume, or "
-                          "move it to OUT_DIR.old with --overwrite")
+    if out_dir and holds_a_run(out_dir) and not same_run:
+        if not cfg.overwrite:
+            raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
+                              "--auto_resume, start from one of its checkpoints with --resume, or "
+                              "move it to OUT_DIR.old with --overwrite")
+        data = [Path(split_weight(spec)[0]).resolve() for spec in (*cfg.data, *cfg.val_data)]
+        if any(path.is_relative_to(out_dir.resolve()) for path in data):
+            raise ConfigError(f"--overwrite: {out_dir} holds the data, too, which would be moved")
     if out_dir:
         refuse_links(out_dir)
     return out_dir
