@@ -124,12 +124,7 @@ def continues(cfg, out_dir: Path | None) -> bool:
 
 
 def redirect(cfg) -> dict:
-    """Options in place of those given, where a run is fetched or this launch has begun it."""
-    if "://" in (cfg.resume or ""):
-        out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
-        with lock:
-            download(cfg.resume, out_dir)
-        return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
+    """Options in place of those given, where this launch has begun the run, or it is fetched."""
     # torchrun counts no restart where a host comes or goes: then only --overwrite would do harm
     if launch() and (restart_count() or cfg.overwrite):
         named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
@@ -138,7 +133,12 @@ def redirect(cfg) -> dict:
             text = config.read_text("utf-8", "replace") if config.exists() else ""
             if f"\n# launch: {launch()}\n" in text:
                 return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
-    return {}
+    if "://" not in (cfg.resume or ""):
+        return {}
+    out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
+    with lock:
+        download(cfg.resume, out_dir)
+    return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
 
 
 def launch() -> str:
