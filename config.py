@@ -56,12 +56,12 @@ class Config:
         None, "a group of options, by name", saved=False, command_line=True)
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)", saved=False)
     overwrite: bool = option(
-        False, "move the run in out_dir to OUT_DIR.old and start afresh", saved=False)
+        False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
         saved=False)
     resume: str | None = option(
-        None, "continue from this checkpoint, or from a backup: any URL that fsspec supports",
+        None, "continue from this checkpoint, or fetch the backup at this URL and continue",
         saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...",

@@ -19,7 +19,7 @@ import json
 import math
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +34,7 @@ from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
-from steady.checkpoints.backup import Backup
-from steady.checkpoints.checkpoint import Checkpoint
-from steady.checkpoints.parts import require_shared
+from steady.checkpoints.checkpoint import Checkpoint, require_shared
 from steady.checkpoints.state import (
     Progress,
     load_checkpoint,
@@ -383,7 +381,7 @@ def set_up(argv: list[str]) -> Run:
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device), shards.size)
+    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device))
     if cfg.micro_batch_size == "auto":
         most = memory.largest_micro_batch(
             lambda: make_model(cfg, train_data, start, device, dtype, shards), cfg,
@@ -411,11 +409,12 @@ def set_up(argv: list[str]) -> Run:
 
 def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     """The configuration and the run directory; None if a new directory is to be made."""
-    cfg = rundir.after_restart(config.parse(argv))
+    cfg = config.parse(argv)
+    meant = rundir.redirect(cfg)
+    cfg = replace(cfg, **meant)
     out_dir = rundir.find_run(cfg)
-    with rundir.saved_config(cfg, out_dir) as saved:
-        if saved:  # a run that continues: its flags need not be repeated
-            cfg = rundir.after_restart(config.parse(argv, saved))
+    saved = rundir.saved_config(cfg, out_dir)  # of a run whose flags need not be repeated
+    cfg = replace(config.parse(argv, saved), **meant)
     has_shape = rundir.continues(cfg, out_dir) and (cfg.model != "transformers" or cfg.d_model)
     if cfg.init_from and not has_shape:
         cfg = huggingface.config_from_hf(cfg)
@@ -449,10 +448,8 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
 @faults.setting_up()
 def open_run_dir(run: Run):
     """Rank 0 makes and locks the run directory, and says what is about to run."""
-    cfg, progress, backup, best = run.cfg, run.progress, None, None
+    cfg, progress, best = run.cfg, run.progress, None
     if run.ranks.rank == 0:
-        if cfg.backup_to:
-            backup = Backup(cfg.backup_to, cfg.keep_checkpoints)
         if not run.dir.lock:
             run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
         rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
@@ -461,7 +458,7 @@ def open_run_dir(run: Run):
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
-    run.dir.writer = make_writer(run, backup)
+    run.dir.writer = make_writer(run)
 
 
 # --- running it ------------------------------------------------------------------------------
@@ -477,7 +474,7 @@ def main(argv: list[str]) -> int:
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
-        with contextlib.closing(run_dir.lock or contextlib.ExitStack()), ranks.watchdog:
+        with ranks.watchdog:
             run.monitor = Monitor(cfg, ranks, progress, None, flops_per_token=0)
             ranks.watchdog.clock = run.monitor.clock
             ranks.watchdog.follow(progress, run_dir, None)

@@ -220,7 +220,7 @@ def column(run_dir: Path, name: str) -> dict[int, float]:
 
 def until(holds, seconds=60) -> bool:
     """Wait until it holds; whether it did in time."""
-    for _ in range(seconds * 100):
+    for _ in range(int(seconds * 100)):
         if holds():
             return True
         time.sleep(0.01)

@@ -159,13 +159,13 @@ def test_what_follows_from_other_options():
     assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
 
 
-@pytest.mark.parametrize("model, gigabytes, shards, sequences", [
-    ("gpt2-124m", 0, 1, 16), ("gpt2-124m", 16, 1, 16), ("gpt2-124m", 80, 1, 42),
-    ("gpt2-124m", 141, 1, 64), ("350m", 141, 1, 38), ("1b", 141, 1, 10), ("7b", 192, 8, 8),
+@pytest.mark.parametrize("model, gigabytes, sequences", [
+    ("gpt2-124m", 0, 16), ("gpt2-124m", 16, 16), ("gpt2-124m", 80, 43),
+    ("gpt2-124m", 141, 64), ("350m", 141, 38), ("1b", 141, 10), ("7b", 192, 8),
 ])
-def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, shards, sequences):
+def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, sequences):
     cfg = parsed("--model", model, "--vocab_size", "50257")
-    assert memory.usual_micro_batch(cfg, gigabytes * 10**9, shards) == sequences
+    assert memory.usual_micro_batch(cfg, gigabytes * 10**9) == sequences
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "350m"])

@@ -413,13 +413,6 @@ def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     assert (tmp_path / "a/tokenizer").is_dir() and (tmp_path / "a/train.bin").exists()
 
 
-def test_another_grouping_in_the_middle_of_an_epoch_is_warned_of(run, folder):
-    run("--data", folder, "--max_steps", 4, "--save_interval", 4, "--out_dir", "r")
-    changes = [], ["batch_size", 16], ["group_window", 3]
-    for steps, change in enumerate(changes, 5):
-        flags = [f"--{change[0]}", change[1], "--allow_change", change[0]] if change else []
-        told = run("--auto-resume", "--out_dir", "r", "--max_steps", steps, *flags, bare=True)
-        assert told.count("come twice or not at all") == bool(change)
 
 
 @pytest.mark.parametrize("prompts", [True, False])

@@ -3,16 +3,19 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import TINY, column, rows
 
 import config
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.guard import deadline
+from tools import generate
 
 WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
 
@@ -229,3 +232,18 @@ def test_the_last_line_is_json(run, tmp_path):
     assert found["checkpoint"] == "r/checkpoints/step_00000012.pt"
     assert found["best"] == "r/checkpoints/best.pt" and found["seconds"] > 0
     assert isinstance(found["verdict"], list) and found["val_loss_ema"] is None
+
+
+def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
+    """Exported, generated from, and trained further; tied and bytes, so that all of it is there."""
+    run("--ema", 0.9, "--tie_embeddings", "--out_dir", "r")
+    state = load(tmp_path / "r", 12)
+    assert generate.main(["export", "r", "out"]) == 0 and "out" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    embedding = model.get_input_embeddings().weight[:257]
+    assert torch.equal(embedding, state["ema"]["embedding.weight"][:257])
+    ours, _ = generate.open_model(Path("r"), 32)
+    assert torch.equal(ours.norm.weight, state["ema"]["norm.weight"])
+    run("--init_from", "r", "--out_dir", "s", "--max_steps", 1, "--learning_rate", 1e-9)
+    torch.testing.assert_close(load(tmp_path / "s", 1)["model"]["norm.weight"],
+                               state["ema"]["norm.weight"])

@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import signal
@@ -17,10 +16,8 @@ import tempfile
 import threading
 import time
 import zipfile
-import zlib
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ from conftest import (
     processes,
     rows,
     tiny_config,
-    torchrun_sets,
+    until,
     wait_for,
 )
 from torch import nn
@@ -41,10 +38,9 @@ import data
 import train
 from model import Transformer
 from steady.checkpoints import checkpoint, retry, sealed, writer
-from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
-from steady.guard import faults, memory
+from steady.guard import faults
 from steady.guard.process import stop_with_torchrun
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
@@ -71,11 +67,7 @@ def steps(run_dir: Path) -> list[int]:
 
 def wait_for_step(run_dir: Path, step: int):
     """Until there is a checkpoint of this step or a later one."""
-    for _ in range(6000):
-        if any(found >= step for found in steps(run_dir)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{run_dir} has no checkpoint of step {step}")
+    assert until(lambda: any(found >= step for found in steps(run_dir))), f"none in {run_dir}"
 
 
 def at_step(step: int, do, put=setattr):
@@ -110,6 +102,11 @@ def finished(corpus, tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "r"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != "lock"}
 
 
 # --- killed ---
@@ -168,7 +165,7 @@ def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
              "--out_dir", "r"]
     process = Process(tmp_path, flags, hook)
     assert process.code() == 9, process.text()
-    left = list_checkpoints(tmp_path / "r" / "checkpoints")
+    left = list_checkpoints(tmp_path / "r/checkpoints")
     assert not any(map(Checkpoint.find_damage, left)) and (left or moment == "write")
     run(*FLAGS, "--auto-resume", "--out_dir", "r", bare=True)
     assert steps(tmp_path / "r") == [12]
@@ -177,43 +174,28 @@ def test_killed_at_a_bad_moment(run, corpus, tmp_path, moment):
 
 def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     """The order of the calls that matters when the power fails, which no test can provoke."""
-    path, calls = tmp_path / "step_00000001.pt", []
+    calls = []
 
-    def record(owner, name, describe):
+    def record(owner, name):
         plain = getattr(owner, name)
 
-        def call(*args, **options):
-            result = plain(*args, **options)
-            calls.append(describe(*args))
-            return result
+        def call(*args):
+            if name == "fsync":
+                calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{args[0]}")))
+            calls.append(name)
+            return plain(*args)
 
         monkeypatch.setattr(owner, name, call)
 
-    def synced(descriptor):
-        status = os.fstat(descriptor)
-        if os.path.samestat(status, os.stat(tmp_path)):
-            return "sync the directory"
-        return f"sync {status.st_size} bytes"
-
-    record(torch, "save", lambda *args: "write")
-    record(os, "fsync", synced)
-    record(os, "posix_fadvise", lambda *args: "forget what is cached")
-    record(sealed, "find_corruption", lambda draft: f"verify {draft.stat().st_size} bytes")
-    record(os, "replace", lambda draft, to: f"rename to {to.name}")
-    writer.write_checkpoint(path, {"weight": torch.arange(10_000)})
-    size = f"{path.stat().st_size} bytes"
-    assert calls == ["write", f"sync {size}", "forget what is cached", f"verify {size}",
-                     f"rename to {path.name}", "sync the directory"]
+    for owner, name in ((torch, "save"), (os, "fsync"), (os, "posix_fadvise"),
+                        (sealed, "find_corruption"), (os, "replace")):
+        record(owner, name)
+    writer.write_checkpoint(tmp_path / "c.pt", {"weight": torch.arange(10_000)})
+    assert calls == ["save", f"c.pt.tmp-{os.getpid()}", "fsync", "posix_fadvise",
+                     "find_corruption", "replace", tmp_path.name, "fsync"]
 
 
 # --- damaged files ---
-
-
-def cut(size):
-    def damage(path):
-        os.truncate(path, size if size >= 0 else path.stat().st_size + size)
-
-    return damage
 
 
 def flip(path, position=None, bit=3):
@@ -222,11 +204,13 @@ def flip(path, position=None, bit=3):
     path.write_bytes(content)
 
 
-def zero(path):
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-@pytest.mark.parametrize("damage", [cut(0), cut(20_000), cut(-1), flip, zero])
+@pytest.mark.parametrize("damage", [
+    lambda path: os.truncate(path, 0),
+    lambda path: os.truncate(path, 20_000),
+    lambda path: os.truncate(path, path.stat().st_size - 1),
+    lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    flip,
+])
 def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage):
     damage(copy / "checkpoints/step_00000012.pt")
     output = run("--auto-resume", "--out_dir", "r", bare=True)
@@ -252,12 +236,11 @@ def test_every_flipped_bit_is_found(copy):
 def test_never_starts_at_0_silently(run, copy):
     for path in (found.path for found in list_checkpoints(copy / "checkpoints")):
         flip(path)
-    before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
+    before = contents(copy)
     for _ in range(2):
         output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
         assert "no checkpoint is valid" in output and "--overwrite" in output
-    after = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
-    assert before == after
+    assert contents(copy) == before
 
 
 def test_leftovers_of_a_run_are_not_started_over(run, copy):
@@ -265,26 +248,12 @@ def test_leftovers_of_a_run_are_not_started_over(run, copy):
     for old, new in zip((12, 8), left, strict=True):
         (folder / f"step_{old:08}.pt").rename(folder / new)
     (folder / "step_00000004.pt").unlink()
-    before = (copy / "metrics.jsonl").read_bytes()
+    before = contents(copy)
     output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
     assert all(name in output for name in (*left, "--resume", "--overwrite"))
-    assert (copy / "metrics.jsonl").read_bytes() == before
-    assert sorted(os.listdir(folder)) == left
+    assert contents(copy) == before
     run("--resume", "r/checkpoints/best.pt", "--max_steps", 14, bare=True)
     assert steps(copy) == [12, 14] and list(column(copy, "train/loss"))[-3:] == [12, 13, 14]
-
-
-def test_a_resume_reads_a_checkpoint_once(run, copy, monkeypatch):
-    """By checksum, and then from memory."""
-    path = copy / "checkpoints/step_00000012.pt"
-    hashed, loaded, found = [], [], []
-    crc32, load, plain = zlib.crc32, torch.load, train.train
-    monkeypatch.setattr(zlib, "crc32", lambda data, *a: hashed.append(len(data)) or crc32(data, *a))
-    monkeypatch.setattr(torch, "load", lambda path, **how: loaded.append(how) or load(path, **how))
-    monkeypatch.setattr(train, "train", lambda *a: found.append(sum(hashed)) or plain(*a))
-    run("--auto-resume", "--out_dir", "r", "--max_steps", 14, bare=True)
-    assert found == [path.stat().st_size - sealed.SEAL.size]
-    assert all(how.get("mmap") or how["map_location"] == "meta" for how in loaded)
 
 
 def test_check_checkpoints_lists_them(run, copy):
@@ -427,12 +396,11 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
 
 
 def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch):
-    plain, calls, slept = torch.save, [], []
+    plain, calls, slept = torch.save, itertools.count(1), []
     errors = {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}  # by number of the call
 
     def save(*args):
-        calls.append(args)
-        if number := errors.get(len(calls)):
+        if number := errors.get(next(calls)):
             raise OSError(number, os.strerror(number))
         return plain(*args)
 
@@ -440,10 +408,9 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch)
     monkeypatch.setattr(retry.time, "sleep", slept.append)
     output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4, "--num_workers", 0)
     assert output.count("tried again") == 2 and steps(tmp_path / "r") == [4, 12]
-    assert len(calls) == 5  # a step that is saved as the best is not saved again as due
+    assert next(calls) == 6  # a step that is saved as the best is not saved again as due
     assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
-    waits = [s for s in slept if s >= 0.5]
-    assert 0.5 <= waits[0] <= 0.75 and 1 <= waits[1] <= 1.5
+    assert [s for s in slept if s >= 0.5][:2] == [0.5, 1]
     assert max(column(tmp_path / "r", "health/retries").values()) >= 2
 
 
@@ -467,19 +434,9 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     plain = os.access  # root may write anywhere, so this fault is simulated
     monkeypatch.setattr(os, "access", lambda p, mode: str(p) != str(place) and plain(p, mode))
     output = run("--out_dir", place / "r", expect=2)
-    assert f"{place} is not writable" in output and not list(place.iterdir())
+    assert f"{place} is not a directory that is writable" in output
     (tmp_path / "file").touch()
-    assert "is a file; expected a directory" in run("--out_dir", "file", expect=2)
-
-
-def test_run_files_are_not_world_writable(run, tmp_path):
-    before = os.umask(0)
-    try:
-        run("--out_dir", "r")
-    finally:
-        os.umask(before)
-    for path in (tmp_path / "r").rglob("*"):
-        assert not path.stat().st_mode & 0o002, path
+    assert "not a directory" in run("--out_dir", "file", expect=2) and not list(place.iterdir())
 
 
 # --- other processes ---
@@ -535,10 +492,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
     wait_for_step(tmp_path / "r", 100)
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    for _ in range(3000):
-        if "stopped at step" in (tmp_path / "log.txt").read_text():
-            break
-        time.sleep(0.01)
+    assert until(lambda: "stopped at step" in (tmp_path / "log.txt").read_text())
     step = steps(tmp_path / "r")[-1]
     assert f"stopped at step {step} by SIGTERM" in (tmp_path / "log.txt").read_text()
 
@@ -569,29 +523,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path):
     assert f"stopped at step {step} by SIGHUP" in group[0].text()
 
 
-def test_a_restart_by_the_launcher_continues_its_own_run(run, corpus, tmp_path):
-    """Two attempts of one launch; the run of another is newer."""
-    flags = [*FLAGS, "--data", corpus, "--max_steps", 60, "--save_interval", 5]
-
-    def attempt(number: int, bound: int):
-        def hook():
-            torchrun_sets(number)
-            at_step(bound, lambda: time.sleep(1000))
-
-        return Process(tmp_path, flags, hook)
-
-    first = attempt(0, bound=23)
-    wait_for_step(tmp_path / "runs/001", 20)
-    first.kill(signal.SIGKILL)
-    first.code()
-    run("--max_steps", 2)
-    second = attempt(1, bound=60)
-    assert second.code() == 0, second.text()
-    assert "resume  runs/001/checkpoints/step_00000020.pt at step 20" in second.text()
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["001", "002"]
-    assert steps(tmp_path / "runs/001")[-1] == 60 and steps(tmp_path / "runs/002") == [2]
-
-
 def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--num_workers", 2,
              "--save_interval", 20]
@@ -615,19 +546,15 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
                 time.sleep(1000)
             save(path, state)
 
-        def mark(self, *args):
-            handle(self, *args)
-            received.touch()
-
-        writer.write_checkpoint, faults.Stop.handle = write, mark
+        writer.write_checkpoint = write
+        faults.Stop.handle = lambda *args: (handle(*args), received.touch())
 
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
     process = Process(tmp_path, flags, hook)
     wait_for(started)
     process.kill(signal.SIGINT)
     wait_for(received)
-    time.sleep(0.2)
-    assert os.waitpid(process.pid, os.WNOHANG)[0] == 0  # still waiting for the save
+    assert not process.ends_within(0.2)  # still waiting for the save
     process.kill(signal.SIGINT)
     assert process.code() == 130
     assert steps(tmp_path / "r") == [4]
@@ -747,14 +674,6 @@ def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
     assert steps(tmp_path / "r") == [4] and "saved the last" not in output
 
 
-def test_after_unequal_shares_any_smaller_micro_batch_is_advised():
-    ranks = SimpleNamespace(world_size=4, micro_batch=4)
-    advice = memory.memory_advice(ranks, 14, RuntimeError("can't allocate memory"))
-    assert "try --micro_batch_size 2; the" in advice
-    ranks.world_size = 2  # shares of 7
-    assert "try --micro_batch_size 1; the" in memory.memory_advice(ranks, 14, RuntimeError("no"))
-
-
 def test_the_micro_batch_that_fits_is_found(run, tmp_path, finished, monkeypatch):
     plain = Transformer.forward
 
@@ -861,19 +780,14 @@ def test_a_run_whose_weights_are_never_finite_ends(run, tmp_path, monkeypatch, p
     assert torch.load(tmp_path / "r/checkpoints/best.pt", weights_only=True)["step"] == 4
 
 
-TOO_FAST = ["--learning_rate", 1e30, "--optimizer", "adamw", "--grad_clip", 0]
-
-
-@pytest.mark.parametrize("flags", [[], ["--log_interval", 0], ["--max_nonfinite", 2]])
+@pytest.mark.parametrize("flags", [[], ["--log_interval", 0], ["--max_nonfinite", 2],
+                                   ["--parallel", "zero3"]])
 def test_a_learning_rate_that_ends_the_weights_ends_the_run(run, tmp_path, flags):
-    output = run("--out_dir", "r", *TOO_FAST, *flags, expect=1)
-    assert output.splitlines()[-1].startswith("train.py: failed: the weights are not finite at")
-    assert steps(tmp_path / "r") == [] and ("step  8/12" in output) == (flags == [])
-
-
-def test_so_it_does_on_all_ranks(run):
-    output = run("--out_dir", "r", *TOO_FAST, "--parallel", "zero3", ranks=2, expect=1)
-    assert output.count("train.py: failed: the weights are not finite at step 12") == 1
+    ranks = 2 if "zero3" in flags else 1
+    output = run("--out_dir", "r", "--learning_rate", 1e30, "--optimizer", "adamw", "--grad_clip",
+                 0, *flags, ranks=ranks, expect=1)
+    assert output.count("train.py: failed: the weights are not finite at") == 1
+    assert steps(tmp_path / "r") == []
 
 
 # --- changes on resume ---
@@ -902,18 +816,16 @@ def test_changes_are_listed_and_refused(run, copy):
     assert final(copy)["position"] == 12 * 8 + 8 * 4  # no sample twice, none skipped
 
 
-def test_resuming_a_long_run_reads_only_its_tail(run, copy, tmp_path):
+def test_resuming_a_long_run_reads_only_its_tail(copy):
     """Old rows are neither read nor rewritten; rows of steps to be made again are dropped."""
     path = copy / "metrics.jsonl"
-    own = path.read_text()
-    past = [f'{{"step": {i // 100_000}, "train/loss": 1.0}}\n' for i in range(300_000)]
-    path.write_text("".join(past) + own + '{"step": 13, "lost": 1}\n{"step": 14, "torn')
-    inode = path.stat().st_ino
+    whole = "".join(f'{{"step": {i // 100_000}, "train/loss": 1.0}}\n' for i in range(300_000))
+    whole += path.read_text()
+    path.write_text(whole + '{"step": 13, "lost": 1}\n{"step": 14, "torn')
     file, kept, dropped = telemetry.open_metrics(path, 12)
     file.close()
     assert len(kept) < 20_000 and kept[-1]["step"] == 12
-    assert [row["step"] for row in dropped] == [13]
-    assert path.read_text() == "".join(past) + own and path.stat().st_ino == inode
+    assert [row["step"] for row in dropped] == [13] and path.read_text() == whole
 
 
 def test_a_clock_that_jumps_back(run, tmp_path, monkeypatch):
@@ -932,15 +844,13 @@ def test_a_clock_that_jumps_back(run, tmp_path, monkeypatch):
 @pytest.fixture
 def s3(monkeypatch):
     """The URL of a bucket on a local server that speaks S3."""
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     for name, value in dict(ACCESS_KEY_ID="x", SECRET_ACCESS_KEY="x", DEFAULT_REGION="us-east-1",
                             ENDPOINT_URL=f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    import s3fs
-
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir("bucket")
     yield "s3://bucket/run"
@@ -957,30 +867,30 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 20, bare=True)
     assert "step_00000012.pt at step 12" in output
-    one = f"{url}/checkpoints/step_00000020.pt"  # the new run keeps backing up there
-    assert "at step 20" in run("--resume", one, "--out_dir", "n", "--max_steps", 21, bare=True)
-    logged = list(column(tmp_path / "new", "train/loss"))
-    assert logged[:3] == [1, 4, 8] and logged[-1] == 20  # its history came along
+    assert "holds a run already" in run("--resume", url, "--out_dir", "new", expect=2)
+    # its history came along, and the new run keeps backing up there
+    assert list(column(tmp_path / "new", "train/loss")) == [1, 4, 8, 12, 13, 16, 20]
+    assert "at step 20" in run("--resume", url, "--max_steps", 21, bare=True)
     assert "error: --resume" in run("--resume", f"{url}/none", expect=2)
     output = run("--backup_to", "nothing://there", "--out_dir", "refused", expect=2)
     assert "error: --backup_to nothing://there" in output and not (tmp_path / "refused").exists()
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.name != "lock"}
+def test_a_damaged_backup_is_passed_over(run, tmp_path, backed_up):
+    flip(tmp_path / "disk2/checkpoints/step_00000008.pt")
+    output = run("--resume", backed_up, "--out_dir", "b", bare=True)
+    assert "step_00000008.pt: its checksum is wrong" in output and "at step 4" in output
 
 
 @pytest.fixture
 def backed_up(run, tmp_path) -> str:
     """The URL of the backup of a run in the directory `a`, of 8 steps."""
     url = f"file://{tmp_path}/disk2"
-    run("--out_dir", "a", "--backup_to", url, "--max_steps", 8,
-        "--save_interval", 4)
+    run("--out_dir", "a", "--backup_to", url, "--max_steps", 8, "--save_interval", 4)
     return url
 
 
-def test_a_backup_of_another_run_is_refused(run, tmp_path, monkeypatch, backed_up):
+def test_a_backup_of_another_run_is_refused(run, tmp_path, backed_up):
     before = contents(tmp_path)
     for flags in (["--out_dir", "b"], ["--out_dir", "b", "--auto-resume"], [],
                   ["--out_dir", "a", "--overwrite"],
@@ -990,11 +900,6 @@ def test_a_backup_of_another_run_is_refused(run, tmp_path, monkeypatch, backed_u
         assert f"--resume {backed_up}" in output and contents(tmp_path) == before
     shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
     assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
-    monkeypatch.setattr(rundir, "check_backup", lambda *given: None)  # as if both began at once
-    output = run("--out_dir", "b", "--backup_to", backed_up)
-    assert f"warning: no backup to {backed_up}" in output and steps(tmp_path / "b")
-    run("--out_dir", "a", "--auto-resume", bare=True)
-    assert contents(tmp_path / "disk2").items() <= before.items()
 
 
 @pytest.mark.parametrize("place", ["r", ".", "link", "runs/7"])
@@ -1009,15 +914,12 @@ def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
 
 
 def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
-    for older in (tmp_path / "a/config.yaml", tmp_path / "disk2/config.yaml"):  # without a name
-        older.write_text(re.sub("# run: .*\n", "", older.read_text()))
     run("--auto-resume", "--out_dir", "a", "--max_steps", 12, bare=True)
     assert steps(tmp_path / "disk2") == [4, 8, 12]
     run("--resume", "a/checkpoints/step_00000004.pt", "--max_steps", 6, "--keep_checkpoints", 1,
         bare=True)
     assert steps(tmp_path / "disk2") == [6]  # those of the steps that it went back from are aside
-    assert {path.name for path in (tmp_path / "disk2/checkpoints").glob("*.set-aside")} == {
-        "step_00000008.pt.set-aside", "step_00000012.pt.set-aside"}
+    assert len(list((tmp_path / "disk2/checkpoints").glob("*.set-aside"))) == 2
     run("--resume", backed_up, "--out_dir", "b", "--max_steps", 8, bare=True)
     assert steps(tmp_path / "disk2") == [8]
 
@@ -1026,7 +928,6 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
     monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
-    monkeypatch.setattr(retry.time, "sleep", lambda s: None)
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
 

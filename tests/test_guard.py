@@ -41,9 +41,9 @@ def fork(tmp_path) -> Path:
     return tmp_path
 
 
-def go(folder: Path, *flags, before=lambda: None, code=0) -> str:
+def go(folder: Path, *flags, before=lambda: None) -> str:
     process = in_clone(folder, [*FLAGS, *flags], before)
-    assert process.code() == code, process.text()
+    assert process.code() == 0, process.text()
     return process.text()
 
 
@@ -63,14 +63,10 @@ def test_without_the_monitor_it_trains_saves_and_resumes(fork, run, corpus):
     assert same_end(fork / "bare", fork / "watched")
 
 
-@pytest.mark.parametrize("policy, words", [("skip", []), ("rollback", ["; rolled back to "]),
-                                           ("abort", ["2 steps in a row, up to step 7"])])
-def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus, policy, words):
-    told = go(fork, "--data", corpus, "--out_dir", "r", "--on_nonfinite", policy,
-              "--log_interval", 1, before=poison, code=policy == "abort")
-    assert all(text in told for text in words), told
-    if policy != "abort":
-        end = Checkpoint(fork / "r/checkpoints/step_00000012.pt").state()
-        assert all(tensor.isfinite().all() for tensor in end["model"].values())
-        assert len(end["rollbacks"]) == (policy == "rollback")
-        assert int(torch.as_tensor(end["nonfinite"])) == 0
+def test_without_the_monitor_steps_are_skipped_and_runs_go_back(fork, corpus):
+    told = go(fork, "--data", corpus, "--out_dir", "r", "--on_nonfinite", "rollback",
+              "--log_interval", 1, before=poison)
+    assert "; rolled back to " in told
+    end = Checkpoint(fork / "r/checkpoints/step_00000012.pt").state()
+    assert all(tensor.isfinite().all() for tensor in end["model"].values())
+    assert len(end["rollbacks"]) == 1 and int(torch.as_tensor(end["nonfinite"])) == 0

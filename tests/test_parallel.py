@@ -350,8 +350,7 @@ def test_an_error_on_one_rank_loses_no_step(corpus, tmp_path, unlucky):
              "zero3"]
     group = processes(tmp_path, 2, flags, hook)
     assert [process.code() for process in group] == [1, 1]
-    said = "saved this rank's part of step 4" if unlucky == 0 else "last completed step, 4"
-    assert said in group[0].text()
+    assert "saved the last completed step, 4" in group[0].text()
     for process in processes(tmp_path, 2, [*flags, "--auto_resume"]):
         assert process.code() == 0, process.text()
     assert "step_00000004 at step 4" in (tmp_path / "log0.txt").read_text()

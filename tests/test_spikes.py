@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import column, rows
+from conftest import column
 
 import train
 from steady.checkpoints.checkpoint import checkpoint_at, compare
@@ -60,11 +60,6 @@ def skipped(run_dir, last: int) -> list[int]:
     return [step for step, (a, b) in enumerate(pairwise(held), 2) if not compare(a, b)[1]]
 
 
-def known(run_dir, step: int) -> int:
-    """The number of steps in the window."""
-    return int(state(run_dir, step)["spikes"].isfinite().all(1).sum())
-
-
 def sgd(model, cfg, device, parameters=None, shards=None):
     return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)]
 
@@ -98,10 +93,11 @@ def test_an_ordinary_run_skips_nothing(run, tmp_path):
     assert set(column(tmp_path / "on", "health/skipped_spikes").values()) == {0}
     on, off = (state(tmp_path / name, 90) for name in ("on", "off"))
     assert compare(on["model"], off["model"])[1] == [] and off["spikes"] is None
-    assert not any("health/skipped_spikes" in row for row in rows(tmp_path / "off"))
 
 
 def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
+    """Also a rollback: steps 25 and 26 are not finite at first."""
+    left = iter((math.nan, math.nan))
     plant(21, 22, 23, how=higher_loss)
     run("--out_dir", "whole", *FLAGS, "--save_interval", 11)
     assert column(tmp_path / "whole", "health/skipped_spikes")[25] == 3
@@ -110,22 +106,11 @@ def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
     one, two = (state(tmp_path / name, 30) for name in ("whole", "resumed"))
     for key in ("model", "optimizers", "spikes"):
         assert compare(one[key], two[key], key)[1] == []
-
-
-def test_a_rollback_brings_the_window_back(run, tmp_path, plant):
-    """Steps 21 to 24 are made twice and count once; 25 and 26 are not finite at first."""
-    left = iter((math.nan, math.nan))
     plant(25, 26, how=lambda losses: losses * next(left, 1.0))
-    output = run("--out_dir", "r", *FLAGS, "--on_nonfinite", "rollback", "--max_nonfinite", 2,
+    output = run("--out_dir", "back", *FLAGS, "--on_nonfinite", "rollback", "--max_nonfinite", 2,
                  "--save_interval", 10, "--log_interval", 2)
-    assert output.count("; rolled back to ") == 1 and known(tmp_path / "r", 30) == 30
-
-
-def test_a_checkpoint_without_a_window_starts_an_empty_one(run, tmp_path):
-    run("--out_dir", "r", "--save_interval", 6, "--eval_interval", 0, "--no_tensorboard")
-    run("--resume", tmp_path / "r/checkpoints/step_00000006.pt", "--out_dir", "r2",
-        "--skip_spikes", 6)
-    assert known(tmp_path / "r2", 12) == 6
+    assert output.count("; rolled back to ") == 1
+    assert int(state(tmp_path / "back", 30)["spikes"].isfinite().all(1).sum()) == 30
 
 
 def test_ranks_agree_where_the_loss_of_one_is_bad(run, tmp_path, plant):

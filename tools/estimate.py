@@ -169,8 +169,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
     together = cfg.shard_size or world_size  # devices that hold one copy of the model
-    micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(
-        cfg, DEVICE_GB * 10**9, 1 if cfg.parallel == "ddp" else together))
+    micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(cfg, DEVICE_GB * 10**9))
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
         shape = adapt(Transformer(cfg), cfg, dtype)

@@ -11,7 +11,7 @@ import torch
 
 from config import Config
 from model import Transformer, generate
-from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint
 from steady.checkpoints.retry import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
@@ -216,7 +216,7 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
             huggingface.load_initial(model, str(source), Shards())
         return model, load_tokenizer(str(folder), needs_end=False)
     checkpoint = checkpoint_of(source)
-    state, run_dir = checkpoint.state(), checkpoint.run_dir
+    state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
@@ -272,7 +272,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     from safetensors import SafetensorError
 
     checkpoint = checkpoint_of(source)
-    state, run_dir = checkpoint.state(), checkpoint.run_dir
+    state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
     for name, tensor in state["model"].items():
         if not tensor.isfinite().all():

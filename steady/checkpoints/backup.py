@@ -1,94 +1,98 @@
 """Copies of a run at a URL that fsspec knows: uploading beside training, downloading."""
 
-import contextlib
 import os
 import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import BEST, NAME, Checkpoint
-from steady.checkpoints.parts import whole_saves
-from steady.checkpoints.retry import retry
+from steady.checkpoints.checkpoint import PART, Checkpoint
 from steady.options import ConfigError
 
-# Files of a run besides its checkpoints: nothing else is uploaded, nor downloaded if found.
+# Files of a run: nothing else is uploaded, nor downloaded if found.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
+SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern})?")
 
 
 class Backup:
     """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
 
     While one upload is under way, no other begins. Keeps the newest `keep` checkpoints there.
-    Raises ConfigError for a URL that cannot be written.
+    run_dir: None for one that is not made yet. run: the id of the run that continues; None for a
+    new one. Raises ConfigError if the URL cannot be written, or holds another run or this one.
     """
 
-    def __init__(self, url: str, keep: int):
-        self.fs, self.url, self.keep = open_url(url), url, keep
-        try:
-            self.fs.makedirs("checkpoints", exist_ok=True)
-        except Exception as e:
-            raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-        self.thread = None
+    def __init__(self, url: str, keep: int, run_dir: Path | None, run: str | None):
+        self.url, self.keep, self.fs = url, keep, open_url(url, "--backup_to")
         self.newest = None  # checkpoint
         self.uploaded = None  # the newest checkpoint that is there, and when it was written
+        self.thread = threading.Thread()  # of the newest upload
+        own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
+        within = own.is_relative_to(place) or place.is_relative_to(own)
+        if within and "file" in self.fs.fs.protocol:
+            raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a place on "
+                              "another disk or machine")
+        try:
+            self.fs.makedirs("checkpoints", exist_ok=True)
+            theirs = "" if remote_checkpoints(self.fs) else None
+            if self.fs.exists("config.yaml"):
+                theirs = id_in(self.fs.cat_file("config.yaml"))
+        except Exception as e:  # each file system raises its own
+            raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
+        if theirs not in (None, run):
+            raise ConfigError(f"--backup_to {url}: holds another run than "
+                              f"{run_dir or 'this new one'}. Continue that one with --resume "
+                              f"{url}, or choose another URL")
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
         self.newest = checkpoint
-        if not (self.thread and self.thread.is_alive()):
+        if not self.thread.is_alive():
             self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
 
     def close(self):
         """Wait, then upload the last checkpoint and the logs as they are now."""
-        if self.thread:
-            self.thread.join()
         if self.newest:
-            self.offer(self.newest)
             self.thread.join()
+            self.upload(self.newest)
 
     def upload(self, checkpoint: Checkpoint):
-        run_dir = checkpoint.run_dir
         try:
+            self.put(checkpoint.run_dir, "config.yaml")  # first: whose backup it is
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
                 self.upload_checkpoint(checkpoint)
-            for log in (*run_dir.glob("*"), *run_dir.glob("*/*")):
-                if LOGS.fullmatch(name := log.relative_to(run_dir).as_posix()):
-                    self.put(log, name)
-            found = remote_checkpoints(self.fs)
-            past = [name for name in found if step_of(name) <= checkpoint.step]
+            for pattern in ("*", "*/*"):
+                for path in checkpoint.run_dir.glob(pattern):
+                    name = path.relative_to(checkpoint.run_dir).as_posix()
+                    if LOGS.fullmatch(name):
+                        self.put(checkpoint.run_dir, name)
+            found = list(remote_checkpoints(self.fs))
+            past = [name for name in found if Checkpoint(Path(name)).step <= checkpoint.step]
             for later in found[len(past) :]:  # before this run went back; as in its directory
-                for file in remote_files(self.fs, later):
-                    self.fs.mv(file, f"{file}.set-aside")
+                self.fs.mv(later, f"{later}.set-aside", recursive=True)
             for old in past[: -self.keep]:
-                for file in remote_files(self.fs, old):
-                    self.fs.rm_file(file)
-                with contextlib.suppress(Exception):  # where folders exist by themselves
-                    self.fs.rmdir(old)
+                self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
 
     def upload_checkpoint(self, checkpoint: Checkpoint):
-        path, changed, run_dir = checkpoint.path, checkpoint.changed_at(), checkpoint.run_dir
-        held = Checkpoint(path.with_name(f"{path.name}.backup-{os.getpid()}"))
+        changed, name = checkpoint.changed_at(), f"checkpoints/{checkpoint.name}"
+        held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
         try:
             checkpoint.link_to(held.path)  # or rotation deletes it
-            refuse_other_run(self.url, run_dir, run_id(run_dir))
-            self.put(run_dir / "config.yaml", "config.yaml")  # whose backup it is
             for file in held.files():
-                name = path.name if file == held.path else f"{path.name}/{file.name}"
-                self.put(file, f"checkpoints/{name}.part")
-                self.fs.mv(f"checkpoints/{name}.part", f"checkpoints/{name}")  # all of it is there
+                self.fs.makedirs(name if held.path.is_dir() else "checkpoints", exist_ok=True)
+                self.fs.put_file(file, name if file == held.path else f"{name}/{file.name}")
         finally:
             held.delete()
         self.uploaded = checkpoint, changed
 
-    def put(self, path: Path, name: str):
+    def put(self, run_dir: Path, name: str):
         self.fs.makedirs(os.path.dirname(name), exist_ok=True)
-        retry(lambda: self.fs.put_file(str(path), name), Exception)
+        self.fs.put_file(str(run_dir / name), name)
 
 
-def open_url(url: str, option: str = "--backup_to"):
+def open_url(url: str, option: str):
     """fsspec's file system of the folder at `url`. Raises ConfigError."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.dirfs import DirFileSystem
@@ -100,100 +104,44 @@ def open_url(url: str, option: str = "--backup_to"):
     return DirFileSystem(root, fs)
 
 
-def run_id(run_dir: Path) -> str:
-    """The id in its config.yaml; "" without one, or where an older version wrote it."""
-    config = run_dir / "config.yaml"
-    return id_in(config.read_bytes()) if config.exists() else ""
+def remote_checkpoints(fs) -> dict[str, list[str]]:
+    """The checkpoints in a backup with the files of each, oldest first."""
+    found = {}
+    for name in fs.find("checkpoints"):
+        if match := SAVED.fullmatch(name):
+            found.setdefault(match[1], []).append(name)
+    return dict(sorted(found.items(), key=lambda item: Checkpoint(Path(item[0])).step))
 
 
 def id_in(config: bytes) -> str:
+    """The id of a run, in its config.yaml; "" where an older version wrote it."""
     found = re.search(rb"^# run: (\w+)$", config, re.MULTILINE)
     return found[1].decode() if found else ""
 
 
-def refuse_other_run(url: str, run_dir: Path | None, mine: str | None):
-    """Raise ConfigError if the backup at `url` is of another run than run_dir, or in it.
-
-    mine: its `run_id`; None for a new run, whose backup cannot be there yet.
-    """
-    from fsspec.implementations.local import LocalFileSystem
-
-    fs, own = open_url(url), (run_dir or Path("runs")).resolve()
-    place = Path(fs.path).resolve()
-    within = place == own or place in own.parents or own in place.parents
-    if within and isinstance(fs.fs, LocalFileSystem):
-        raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a "
-                          "place on another disk or machine")
-    try:
-        theirs = "" if remote_checkpoints(fs) else None
-        with contextlib.suppress(FileNotFoundError):
-            theirs = id_in(fs.cat_file("config.yaml"))
-    except Exception as e:
-        raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-    if theirs is not None and (mine is None or theirs not in ("", mine)):
-        raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this new one'}. "
-                          f"Continue that one with --resume {url}, or choose another URL")
-
-
-def step_of(name: str) -> int:
-    return Checkpoint(Path(name)).step
-
-
-def remote_checkpoints(fs) -> list[str]:
-    """The names of the checkpoints in a backup, oldest first."""
-    found = fs.ls("checkpoints", detail=False) if fs.exists("checkpoints") else []
-    found = [name.rstrip("/") for name in found]
-    found = [name for name in found if NAME.fullmatch(os.path.basename(name))]
-    return sorted((name for name in found if remote_files(fs, name)), key=step_of)
-
-
-def remote_files(fs, checkpoint: str) -> list[str]:
-    """The files of a checkpoint in a backup: itself, or its parts if there are those of a save."""
-    if checkpoint.endswith(".pt"):
-        return [checkpoint]
-    found = {os.path.basename(name): name for name in fs.ls(checkpoint, detail=False)}
-    return [found[name] for save in whole_saves(found) for name in save]
-
-
-def download(url: str, to: Path, only: str | None = None) -> Checkpoint | None:
+def download(url: str, to: Path) -> Checkpoint:
     """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
 
-    url: the folder that --backup_to named, or one checkpoint in it. only: download nothing
-    but this file, and return None. Raises ConfigError.
+    Raises ConfigError.
     """
-    place, _, name = url.rstrip("/").rpartition("/")
-    one = NAME.fullmatch(name) or name in BEST
-    fs = open_url(place.removesuffix("/checkpoints") if one else url, "--resume")
-    try:
-        wanted = [f"checkpoints/{name}"] if one else remote_checkpoints(fs)[::-1]
-        logs = [name for name in fs.find("") if LOGS.fullmatch(name)]
-    except Exception as e:
-        raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
+    fs = open_url(url, "--resume")
 
     def get(name: str, local: Path):
         local.parent.mkdir(parents=True, exist_ok=True)
-        retry(lambda: fs.get_file(name, str(local)), Exception)
+        fs.get_file(name, str(local))
 
-    if only:
-        if only in logs:
-            get(only, to / only)
-        return None
-    for path in wanted:
-        local = Checkpoint(to / path)
-        draft, wrong = Checkpoint(local.path.with_name(f"{local.name}.tmp-{os.getpid()}")), ""
-        try:
-            for file in remote_files(fs, path):
-                get(file, draft.path / os.path.basename(file) if file != path else draft.path)
-        except Exception as e:  # each file system raises its own; an older one may be there
-            wrong = f"{type(e).__name__}: {e}"
-        wrong = wrong or draft.find_damage()
-        if not wrong:
-            for log in logs:
-                get(log, to / log)
-            if local.path.exists():
-                local.set_aside()
-            draft.path.rename(local.path)
-            return local
-        print(f"warning: {path}: {wrong}", flush=True)
-        draft.delete()
+    try:
+        for checkpoint, files in reversed(remote_checkpoints(fs).items()):
+            draft = f"{checkpoint}.tmp-{os.getpid()}"
+            for file in files:
+                get(file, to / file.replace(checkpoint, draft, 1))
+            wrong = Checkpoint(to / draft).find_damage()
+            if not wrong:
+                for log in filter(LOGS.fullmatch, fs.find("")):
+                    get(log, to / log)
+                return Checkpoint((to / draft).rename(to / checkpoint))
+            print(f"warning: {checkpoint}: {wrong}", flush=True)
+            Checkpoint(to / draft).delete()
+    except Exception as e:
+        raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

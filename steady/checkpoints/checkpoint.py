@@ -1,28 +1,37 @@
 """Checkpoints: one type, whether a file or a folder of parts, and those of a run.
 
     checkpoints/step_00000100.pt    the state of a run in one file, sealed by a checksum
-    checkpoints/step_00000100/      where the state is sharded: a file for each rank
+    checkpoints/step_00000100/      where it is sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
+
+A part holds that rank's rows of each sharded tensor, and is written as a whole or not at all. ID
+names the save: once all ranks have written their parts of one, there is a checkpoint, and no rank
+needs to say so. Not torch.distributed.checkpoint: its planning needs all ranks, of which one may be
+gone when a run is rescued; it misses flipped bits; and its `.metadata` is a pickle.
 """
 
+import contextlib
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from steady.checkpoints import parts
-from steady.checkpoints.parts import PART
 from steady.checkpoints.retry import retry
-from steady.checkpoints.sealed import atomic_write, find_corruption, link_or_copy
+from steady.checkpoints.sealed import find_corruption, link, sync_directory
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
+PART = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f-]+)\.pt")
 BEST = ("best.pt", "best")
-DRAFT = re.compile(r"(step_\d{8,}|best)(\.pt)?\.(tmp|backup)-\d+")
+DRAFT = re.compile(r"((step_\d{8,}|best)(\.pt)?|rank_\d+_of_\d+\.[0-9a-f-]+\.pt)"
+                   r"\.(tmp|backup)-\d+")
+LEFTOVER = re.compile(r"best(\.pt)?|(step_\d{8,}|best)(\.pt)?\.(corrupt|set-aside)(-\d+)?")
 FORMAT = 4  # of the dict in a file
+SHARED = "a file system that all hosts share"
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """From its name; AttributeError for best."""
+        """From its name; TypeError for best."""
         return int(NAME.fullmatch(self.name)[1])
 
     @property
@@ -54,22 +63,19 @@ class Checkpoint:
         """The run directory that it is in; None for one that was moved elsewhere."""
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
-    def exists(self) -> bool:
-        """Whether it is there as a whole: a folder that lacks a part was never finished."""
-        if self.path.suffix == ".pt":
-            return self.path.is_file()
-        return parts.is_whole(self.path)
-
     def files(self) -> list[Path]:
-        """Those with the state; none where it is absent or not whole."""
-        return [self.path] if self.path.is_file() else parts.listed(self.path)
+        """Those with the state: itself, or the parts of the newest save that lacks none."""
+        if self.path.is_file():
+            return [self.path]
+        saves = whole_saves(part.name for part in self.path.glob("rank_*"))
+        newest = max(saves, key=lambda save: changed_at(self.path / save[0]), default=[])
+        return [self.path / name for name in newest]
+
+    def exists(self) -> bool:
+        return bool(self.files())
 
     def changed_at(self) -> int:
-        """When it was written, in ns; 0 where another process has just deleted it."""
-        try:
-            return max(file.stat().st_mtime_ns for file in self.files())
-        except (FileNotFoundError, ValueError):
-            return 0
+        return max(map(changed_at, self.files()), default=0)
 
     def find_damage(self) -> str | None:
         """What is wrong with its bytes, all of which are read; or None."""
@@ -81,14 +87,6 @@ class Checkpoint:
                 if wrong:
                     return wrong if file == self.path else f"{file.name}: {wrong}"
         return None
-
-    def require_valid(self):
-        """Raise ConfigError if it is damaged, or only a part of one."""
-        if PART.fullmatch(self.name):
-            raise ConfigError(f"{self}: is only a part; expected its folder, {self.path.parent}")
-        wrong = retry(self.find_damage)
-        if wrong:
-            raise ConfigError(f"{self}: not a checkpoint that can be read: {wrong}")
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
         """What its files hold: one state, or that of each rank. Raises ConfigError."""
@@ -105,15 +103,19 @@ class Checkpoint:
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
-        return parts.join(self.states(device, mmap=device == "cpu"))
+        return join(self.states(device, mmap=device == "cpu"))
 
     def link_to(self, new: Path):
         """Make `new` the same checkpoint, in place of the one that is there."""
-        if self.path.is_dir():
-            parts.link_folder(self.path, new)
-        else:
-            with atomic_write(new) as draft:
-                link_or_copy(self.path, draft)
+        if not self.path.is_dir():
+            link(self.path, new)
+            return
+        new.mkdir(exist_ok=True)
+        files = self.files()  # once: it may be replaced meanwhile
+        for file in files:
+            link(file, new / file.name)
+        sync_directory(new.parent)  # which has the name of the folder
+        Checkpoint(new).clean([file.name for file in files])
 
     def link_as_best(self):
         """Make it best.pt, or the folder best, and delete the other of the two."""
@@ -121,15 +123,37 @@ class Checkpoint:
         self.link_to(self.path.with_name(name))
         Checkpoint(self.path.with_name(other)).delete()
 
+    def clean(self, kept: list[str] | None = None):
+        """Delete what is in its folder but the files named, by default those of its state.
+
+        The folder, too, if none is left. Files that are not ours stay.
+        """
+        kept = [file.name for file in self.files()] if kept is None else kept
+        for path in self.path.iterdir():
+            ours = PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)
+            if ours and path.name not in kept:
+                path.unlink()
+        if not kept:
+            with contextlib.suppress(OSError):  # something else is in there
+                self.path.rmdir()
+
     def delete(self):
         if self.path.is_dir():
-            parts.remove_strays(self.path, kept=())
+            self.clean(kept=[])
         else:
             self.path.unlink(missing_ok=True)
 
     def set_aside(self, why: str = "set-aside"):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
         self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
+
+
+def changed_at(path: Path) -> int:
+    """When a file was written, in ns; 0 where another process has just deleted it."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def unused_name(path: Path) -> Path:
@@ -140,13 +164,64 @@ def unused_name(path: Path) -> Path:
     return new
 
 
+def whole_saves(names) -> list[list[str]]:
+    """Of these names of files, the parts of each save of which no rank's is missing."""
+    saves = {}
+    for name in filter(PART.fullmatch, names):
+        rank, ranks, save = PART.fullmatch(name).groups()
+        saves.setdefault((int(ranks), save), {})[int(rank)] = name
+    return [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
+            if parts.keys() == set(range(ranks))]
+
+
+def averaged(state: dict) -> dict:
+    """The state with the averages of --ema, if it has them, as the weights: for use elsewhere."""
+    return state | {"model": state["model"] | state.get("ema", {})}
+
+
+def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
+    """The state of a run from those of all ranks, with the rows of each tensor that rows(n) says.
+
+    What is not sharded, as numbers and a model's buffers, is that of the first. copy: keep no
+    tensor in a mapped file.
+    """
+    whole = set(states[0].get("whole", ()))
+
+    def walk(values: list, name: str = ""):
+        first = values[0]
+        if isinstance(first, dict):
+            return {k: walk([v[k] for v in values], k) for k in first}
+        if isinstance(first, (list, tuple)):
+            return type(first)(walk(list(each)) for each in zip(*values, strict=True))
+        if not isinstance(first, torch.Tensor):
+            return first
+        if first.ndim == 0 or name in whole:
+            return first.clone() if copy else first
+        wanted, found, begin = rows(sum(map(len, values))), [], 0
+        for value in values:
+            start, stop = (max(0, end - begin) for end in (wanted.start or 0, wanted.stop))
+            found.append(value[start:stop])
+            begin += len(value)
+        return torch.cat(found) if len(found) > 1 or copy else found[0]
+
+    state = dict(states[0])
+    for name in ("model", "ema", "optimizers"):
+        state[name] = walk([each.get(name, {}) for each in states])
+    return state
+
+
 # --- those of a run --------------------------------------------------------------------------
 
 
-def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first, without other names."""
+def named_checkpoints(folder: Path) -> list[Checkpoint]:
+    """All with the name of one, finished or not, oldest first."""
     found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
-    return sorted(filter(Checkpoint.exists, found), key=lambda c: (c.step, c.changed_at()))
+    return sorted(found, key=lambda c: (c.step, c.changed_at()))
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of a run, oldest first: a folder that lacks a part was never finished."""
+    return list(filter(Checkpoint.exists, named_checkpoints(folder)))
 
 
 def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
@@ -166,16 +241,19 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
     None if it is neither. Raises ConfigError where it is damaged, or all of a run are.
     """
     checkpoint = Checkpoint(source)
-    if source.is_file() or checkpoint.exists():
-        checkpoint.require_valid()
-        return checkpoint
-    return latest_valid(source / "checkpoints", ours=False)
+    if not checkpoint.exists():
+        return latest_valid(source / "checkpoints", ours=False)
+    wrong = retry(checkpoint.find_damage)
+    if wrong:
+        raise ConfigError(f"{source}: not a checkpoint that can be read: {wrong}")
+    return checkpoint
 
 
 def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     """The newest valid checkpoint; damaged ones after it are set aside, if the lock is ours.
 
-    None if there are none at all. Raises ConfigError, and changes nothing, if all are damaged.
+    None if there never were any. Raises ConfigError, and changes nothing, if all are damaged, or
+    only what no run continues from by itself is left.
     """
     bad, done = [], "set aside as .corrupt" if ours else "passed over"
     for checkpoint in reversed(list_checkpoints(folder)):
@@ -187,10 +265,12 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
                 print(f"warning: {damaged}: {why}; {done}", flush=True)
             return checkpoint
         bad.append((checkpoint, wrong))
-    if bad:
-        reasons = "; ".join(f"{damaged.name}: {why}" for damaged, why in bad)
-        raise ConfigError(f"{folder}: no checkpoint is valid ({reasons}). Bring one back from a "
-                          "backup, or start afresh with --overwrite")
+    left = [f"{damaged.name}: {why}" for damaged, why in bad]
+    left += sorted(path.name for path in folder.glob("*") if LEFTOVER.fullmatch(path.name))
+    if left:
+        raise ConfigError(f"{folder}: no checkpoint is valid ({'; '.join(left)}). Continue from "
+                          "the best with --resume, bring one back from a backup, or start afresh "
+                          "with --overwrite")
     return None
 
 
@@ -200,15 +280,9 @@ def rotate(folder: Path, keep: int, keep_every: int):
     for old in found[:-keep]:
         if not keep_every or old.step % keep_every:
             old.delete()
-    for path in step_folders(folder):  # parts of a save that failed
-        if found and Checkpoint(path).step < found[-1].step:
-            parts.remove_strays(path)
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """The folders of parts in a run's, finished or not."""
-    found = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
-    return [path for path in found if path.is_dir()]
+    for each in named_checkpoints(folder):
+        if found and each.step < found[-1].step and not each.exists():
+            each.delete()  # parts of a save that failed
 
 
 def remove_drafts(folder: Path):
@@ -216,9 +290,21 @@ def remove_drafts(folder: Path):
     for path in folder.iterdir():
         if DRAFT.fullmatch(path.name):
             Checkpoint(path).delete()
-    for path in [*step_folders(folder), folder / "best"]:
-        if path.is_dir():
-            parts.remove_strays(path)
+    for each in (*named_checkpoints(folder), Checkpoint(folder / "best")):
+        if each.path.is_dir():
+            each.clean()
+
+
+def require_shared(path: Path):
+    """Raise ConfigError if what rank 0 has made or verified is not seen on this host."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # which makes NFS forget that the name was not there
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {SHARED}: mount "
+                      "one, and choose an --out_dir on it")
 
 
 def compare(a, b, name: str = "") -> tuple[int, list[str]]:

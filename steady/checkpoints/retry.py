@@ -1,7 +1,6 @@
 """Errors of disks and networks: retried where they may pass, explained where they persist."""
 
 import errno
-import random
 import shutil
 import sys
 import time
@@ -13,25 +12,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size li
 ATTEMPTS = 5
 
 
-def retry(call, kind: type = OSError):
-    """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later, plus jitter.
-
-    An error with an errno is transient if it is in TRANSIENT. One without is transient only for
-    another `kind` than OSError, as fsspec's own are, unless a file is missing or forbidden.
-    """
+def retry(call):
+    """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later."""
     for attempt in range(ATTEMPTS):
         try:
             return call()
-        except kind as e:
-            number = getattr(e, "errno", None)
-            lasting = isinstance(e, (FileNotFoundError, PermissionError))
-            passing = number in TRANSIENT if number else kind is not OSError and not lasting
-            if not passing or attempt == ATTEMPTS - 1:
+        except OSError as e:
+            if e.errno not in TRANSIENT or attempt == ATTEMPTS - 1:
                 raise
             retry.count += 1
             print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
-            # jitter of up to a half, not from `random` itself, whose state training may depend on
-            time.sleep(0.5 * 2**attempt * (1 + random.SystemRandom().random() / 2))
+            time.sleep(0.5 * 2**attempt)
 
 
 retry.count = 0  # of this process

@@ -6,25 +6,24 @@
 import contextlib
 import dataclasses
 import os
-import platform
 import re
 import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from steady.checkpoints.backup import download, refuse_other_run, run_id
+from steady.checkpoints.backup import Backup, download, id_in
 from steady.checkpoints.checkpoint import (
     BEST,
     NAME,
     Checkpoint,
     checkpoint_at,
+    find_checkpoint,
     latest_valid,
     list_checkpoints,
     remove_drafts,
@@ -34,11 +33,11 @@ from steady.checkpoints.sealed import atomic_write
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
+from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
 
-# What no run continues from by itself.
-LEFTOVERS = re.compile(r"best(\.pt)?|(step_\d{8,}|best)(\.pt)?\.(corrupt|set-aside)(-\d+)?")
-OF_A_RUN = ("config.yaml", "metrics.jsonl", "tensorboard", "tokenizer", KEPT, "stacks", "traces",
+# Written to by a run, where no link may lead elsewhere.
+OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
             "checkpoints")
 
 # --- which run -------------------------------------------------------------------------------
@@ -57,31 +56,31 @@ def find_run(cfg) -> Path | None:
     or if --resume names no checkpoint.
     """
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
-    if cfg.resume and "://" not in cfg.resume:
-        path = Path(cfg.resume)
-        if path.is_dir() and not Checkpoint(path).exists():
-            raise ConfigError(f"--resume {path}: is a folder, but no finished checkpoint. To "
-                              f"continue a run: --auto_resume --out_dir {path}")
-        if not path.exists():
-            raise ConfigError(f"--resume {path}: no such file")
-        own = Checkpoint(path).run_dir
-        out_dir = out_dir or own
-        same_run = own is not None and out_dir.resolve() == own.resolve()
+    if cfg.resume:
+        source = Checkpoint(Path(cfg.resume))
+        if not source.exists():
+            raise ConfigError(f"--resume {source}: no such file, nor a finished checkpoint. To "
+                              f"continue a run: --auto_resume --out_dir {source}")
+        out_dir = out_dir or source.run_dir
+        same_run = source.run_dir and out_dir.resolve() == source.run_dir.resolve()
     elif cfg.auto_resume and not out_dir:
         out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
-    if out_dir and out_dir.exists() and not out_dir.is_dir():
-        raise ConfigError(f"--out_dir {out_dir}: is a file; expected a directory")
+    if cfg.eval_only:
+        return out_dir  # only reads
     place = out_dir or Path("runs")
     while not place.exists():
         place = place.parent
-    if cfg.eval_only:
-        return out_dir  # only reads
-    if not os.access(place, os.W_OK):
-        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not writable")
-    if out_dir and holds_a_run(out_dir) and not (cfg.overwrite or same_run):
-        raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
-                          "--auto_resume, start from one of its checkpoints with --resume, or "
-                          "move it to OUT_DIR.old with --overwrite")
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not a directory "
+                          "that is writable")
+    if out_dir and holds_a_run(out_dir) and not same_run:
+        if not cfg.overwrite:
+            raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
+                              "--auto_resume, start from one of its checkpoints with --resume, or "
+                              "move it to OUT_DIR.old with --overwrite")
+        data = [Path(split_weight(spec)[0]).resolve() for spec in (*cfg.data, *cfg.val_data)]
+        if any(path.is_relative_to(out_dir.resolve()) for path in data):
+            raise ConfigError(f"--overwrite: {out_dir} holds the data, too, which would be moved")
     if out_dir:
         refuse_links(out_dir)
     return out_dir
@@ -92,39 +91,28 @@ def refuse_links(out_dir: Path):
 
     Checked once, so nothing below a claimed directory needs to ask what is a link.
     """
-    files, checkpoints = ("lock", "metrics.jsonl", "config.yaml"), out_dir / "checkpoints"
-    paths = [out_dir / name for name in (*files, "tokenizer", "stacks", "traces", KEPT)]
-    paths += [path for path in checkpoints.glob("*") if NAME.fullmatch(path.name)]
-    for path in (checkpoints, *paths, *(checkpoints / name for name in BEST)):
-        if path.is_symlink() or path.name in files and path.is_dir():
-            raise ConfigError(f"{path}: is a link, or no file; expected it in the run directory "
-                              "itself, or none. To use another disk, put --out_dir there")
+    paths = [out_dir / name for name in OF_A_RUN]
+    paths += [path for path in (out_dir / "checkpoints").glob("*")
+              if NAME.fullmatch(path.name) or path.name in BEST]
+    for path in paths:
+        if path.is_symlink():
+            raise ConfigError(f"{path}: is a link; expected it in the run directory itself. To "
+                              "use another disk, put --out_dir there")
 
 
 def holds_a_run(out_dir: Path) -> bool:
     names = "config.yaml", "metrics.jsonl", *(f"checkpoints/{name}" for name in BEST)
-    has_one = list_checkpoints(out_dir / "checkpoints")
-    return bool(has_one) or any((out_dir / name).exists() for name in names)
+    found = any((out_dir / name).exists() for name in names)
+    return found or bool(list_checkpoints(out_dir / "checkpoints"))
 
 
-def move_to_old(out_dir: Path, tokenizer_folder: str | None):
-    """Move the run in out_dir to OUT_DIR.old, or OUT_DIR.old-2, …; other files stay.
-
-    tokenizer_folder: the data's, which stays where out_dir is the folder of the data.
-    Raises ConfigError.
-    """
-    if not holds_a_run(out_dir):
-        return
+def move_to_old(out_dir: Path):
+    """Rename out_dir to OUT_DIR.old, or OUT_DIR.old-2, …. Raises ConfigError."""
     place = out_dir.resolve()
     old = unused_name(place.with_name(f"{place.name}.old"))
     try:
-        old.mkdir()
-        for name in OF_A_RUN:
-            of_data = tokenizer_folder and Path(tokenizer_folder).resolve() == place / name
-            if os.path.lexists(out_dir / name) and not of_data:
-                (out_dir / name).rename(old / name)
-        (out_dir / "checkpoints").mkdir()
-    except OSError as e:  # another file system, or a parent that is read-only
+        place.rename(old)
+    except OSError as e:  # a mount, or a parent that is read-only
         raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
                           f"{e.strerror}") from None
     print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
@@ -135,22 +123,22 @@ def continues(cfg, out_dir: Path | None) -> bool:
     return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
 
 
-def after_restart(cfg):
-    """After a restart by torchrun: options that continue the run its processes worked on.
-
-    It counts no restart where a host comes or goes: then only --overwrite would do harm.
-    """
-    if not launch() or not (restart_count() or cfg.overwrite):
-        return cfg
-    named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
-    for run in [Path(named)] if named else reversed(numbered_folders()):
-        text = ""  # --overwrite moves that of an older run away before there is one of this launch
-        with contextlib.suppress(OSError):
-            text = (run / "config.yaml").read_text("utf-8", "replace")
-        if f"\n# launch: {launch()}\n" in text:
-            return dataclasses.replace(cfg, auto_resume=True, overwrite=False, resume=None,
-                                       out_dir=str(run))
-    return cfg
+def redirect(cfg) -> dict:
+    """Options in place of those given, where this launch has begun the run, or it is fetched."""
+    # torchrun counts no restart where a host comes or goes: then only --overwrite would do harm
+    if launch() and (restart_count() or cfg.overwrite):
+        named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
+        for run in [Path(named)] if named else reversed(numbered_folders()):
+            config = run / "config.yaml"
+            text = config.read_text("utf-8", "replace") if config.exists() else ""
+            if f"\n# launch: {launch()}\n" in text:
+                return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
+    if "://" not in (cfg.resume or ""):
+        return {}
+    out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
+    with lock:
+        download(cfg.resume, out_dir)
+    return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
 
 
 def launch() -> str:
@@ -162,18 +150,11 @@ def launch() -> str:
     return file.parents[2].name if file.match(f"*/attempt_{restart_count()}/*/*") else ""
 
 
-@contextlib.contextmanager
-def saved_config(cfg, out_dir: Path | None):
-    """Yields the path of the config.yaml of the run that is continued, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-        old = out_dir
-        if cfg.resume and "://" in cfg.resume:
-            old = Path(folder)
-            download(cfg.resume, old, only="config.yaml")
-        elif cfg.resume:
-            old = Checkpoint(Path(cfg.resume)).run_dir or out_dir
-        path = old and old / "config.yaml"
-        yield path if path and path.exists() and (cfg.resume or cfg.auto_resume) else None
+def saved_config(cfg, out_dir: Path | None) -> Path | None:
+    """The config.yaml of the run that is continued, if there is one."""
+    run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
+    found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
+    return run / "config.yaml" if found else None
 
 
 @dataclass
@@ -183,6 +164,7 @@ class RunDir:
     path: Path | None  # None for a new run, until its directory is made
     resumed_from: Checkpoint | None = None  # the one that it continues from
     lock: object = None  # keeps other processes out until it is closed; of rank 0
+    backup: Backup | None = None  # of rank 0
     writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
     saved: tuple = ()  # `Progress.state` of the newest checkpoint
 
@@ -190,50 +172,26 @@ class RunDir:
 def find_start(cfg, out_dir: Path | None) -> RunDir:
     """With the checkpoint to start from, verified; for rank 0.
 
-    Locks the run directory before changing it: damaged checkpoints are set aside, a backup is
-    downloaded. Raises ConfigError.
+    Locks the run directory before damaged checkpoints in it are set aside. Raises ConfigError.
     """
+    found, folder = RunDir(out_dir), out_dir and out_dir / "checkpoints"
     if cfg.backup_to and not cfg.eval_only:
-        check_backup(cfg, out_dir)
-    lock = None
-    if cfg.resume and "://" in cfg.resume:
-        if cfg.eval_only:  # downloaded into a folder that is deleted afterwards
-            lock = contextlib.ExitStack()
-            place = Path(lock.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            out_dir, lock = claim(out_dir)
-            place = out_dir
-        return RunDir(out_dir, download(cfg.resume, place), lock)
+        goes_on = cfg.resume or cfg.auto_resume and out_dir and list_checkpoints(folder)
+        found.backup = Backup(cfg.backup_to, cfg.keep_checkpoints, out_dir,
+                              run_id(out_dir) if goes_on else None)
     if cfg.resume:
-        checkpoint = Checkpoint(Path(cfg.resume))
-        checkpoint.require_valid()
-        return RunDir(out_dir, checkpoint)
-    if cfg.auto_resume and out_dir:
+        found.resumed_from = find_checkpoint(Path(cfg.resume))
+    elif cfg.auto_resume and out_dir:
         if not cfg.eval_only:
-            out_dir, lock = claim(out_dir)
-        checkpoint = latest_valid(out_dir / "checkpoints", ours=lock is not None)
-        if not checkpoint:
-            refuse_leftovers(out_dir / "checkpoints")
-        return RunDir(out_dir, checkpoint, lock)
-    return RunDir(out_dir)
+            found.path, found.lock = claim(out_dir)
+        found.resumed_from = latest_valid(folder, ours=not cfg.eval_only)
+    return found
 
 
-def check_backup(cfg, out_dir: Path | None):
-    """Raise ConfigError if --backup_to holds another run, or is the run directory."""
-    fetched = "://" in (cfg.resume or "")
-    with saved_config(cfg, out_dir) as saved:
-        ours = saved and (fetched or saved.parent.resolve() == out_dir.resolve())
-        ours = ours and (cfg.resume or list_checkpoints(out_dir / "checkpoints"))
-        refuse_other_run(cfg.backup_to, out_dir, run_id(saved.parent) if ours else None)
-
-
-def refuse_leftovers(folder: Path):
-    """Raise ConfigError where a run has no checkpoint to continue from, but once had one."""
-    left = sorted(path.name for path in folder.glob("*") if LEFTOVERS.fullmatch(path.name))
-    if left:
-        raise ConfigError(f"{folder}: no checkpoint is left but {', '.join(left)}. Continue from "
-                          "the best with --resume, bring another back from a backup, or start "
-                          "afresh with --overwrite")
+def run_id(run_dir: Path | None) -> str | None:
+    """The id in its config.yaml; None if it has none."""
+    config = run_dir and run_dir / "config.yaml"
+    return id_in(config.read_bytes()) if config and config.exists() else None
 
 
 # --- one writer ------------------------------------------------------------------------------
@@ -241,7 +199,6 @@ def refuse_leftovers(folder: Path):
 
 def claim(out_dir: Path | None):
     """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
-    os.umask(os.umask(0o077) | 0o002)  # the files of a run are never world-writable
     while out_dir is None:
         newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
@@ -250,16 +207,22 @@ def claim(out_dir: Path | None):
             out_dir = new
     try:
         (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = acquire_lock(out_dir)
-        return out_dir, lock
+        return out_dir, acquire_lock(out_dir)
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
 
 
 def claim_unused(cfg, out_dir: Path | None):
-    """As `claim`. Raises ConfigError where another run has written there since `find_run`."""
+    """As `claim`, for a new run. Raises ConfigError where another one has written there since.
+
+    With --overwrite, what is there is moved away.
+    """
     out_dir, lock = claim(out_dir)
     find_run(dataclasses.replace(cfg, out_dir=str(out_dir)))
+    if cfg.overwrite and holds_a_run(out_dir):
+        with lock:
+            move_to_old(out_dir)
+        out_dir, lock = claim(out_dir)
     return out_dir, lock
 
 
@@ -302,8 +265,6 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     tokenizer: the folder of the data's, which is copied.
     """
     out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
-    if cfg.overwrite:
-        move_to_old(out_dir, tokenizer)
     remove_drafts(folder)
     for newer in list_checkpoints(folder):
         if newer.step > step:
@@ -313,8 +274,8 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
         copy_tokenizer(Path(tokenizer), own)
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
-    run = run_id(out_dir) if run_dir.resumed_from else ""  # if it goes on
     with atomic_write(out_dir / "config.yaml") as draft:
+        run = run_id(out_dir) if run_dir.resumed_from else None  # if it goes on
         write_yaml(cfg, draft, {"run": run or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # it may end before its first save
@@ -333,7 +294,6 @@ def provenance() -> dict[str, str]:
         "command": " ".join(sys.argv),
         "launch": launch() or "without torchrun",
         "commit": commit or "unknown",
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }

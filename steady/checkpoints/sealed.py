@@ -41,7 +41,8 @@ def write_checkpoint(path: Path, state: dict):
             file.write(SEAL.pack(SEAL_NAME, sealed.crc))
             file.flush()
             os.fsync(file.fileno())
-            forget_cached(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # out of the page cache, so that the disk is read
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         wrong = find_corruption(draft)
         if wrong:
             raise OSError(f"{draft}: {wrong}: what was read back is not what was written")
@@ -49,26 +50,17 @@ def write_checkpoint(path: Path, state: dict):
 
 def find_corruption(path: Path) -> str | None:
     """Read every byte of a checkpoint file; returns what is wrong with it, or None."""
-    size = path.stat().st_size
-    if size < SEAL.size:
-        return f"only {size} bytes"
+    crc, left = 0, max(0, path.stat().st_size - SEAL.size)
     with open(path, "rb") as file:
-        crc, left = 0, size - SEAL.size
         while left:
             data = file.read(min(CHUNK_BYTES, left))
             if not data:
                 return "it became shorter while it was being read"
             crc, left = zlib.crc32(data, crc), left - len(data)
         seal = file.read()
-    if seal[: len(SEAL_NAME)] == SEAL_NAME:
-        return None if SEAL.unpack(seal) == (SEAL_NAME, crc) else "its checksum is wrong"
-    return "its checksum is missing: cut short, or not written by this program"
-
-
-def forget_cached(descriptor: int):
-    """Drop a file from the page cache, so that verifying it reads the disk."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if not seal.startswith(SEAL_NAME):
+        return "its checksum is missing: cut short, or not written by this program"
+    return None if seal == SEAL.pack(SEAL_NAME, crc) else "its checksum is wrong"
 
 
 @contextlib.contextmanager
@@ -94,10 +86,12 @@ def sync_directory(path: Path):
     os.close(directory)
 
 
-def link_or_copy(path: Path, draft: Path):
-    try:
-        os.link(path, draft)
-    except OSError:  # no hard links on this file system
-        shutil.copyfile(path, draft)
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
+def link(path: Path, new: Path):
+    """Make `new` the same file, or a copy on a file system without hard links."""
+    with atomic_write(new) as draft:
+        try:
+            os.link(path, draft)
+        except OSError:
+            shutil.copyfile(path, draft)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """The state of a run as a checkpoint holds it: saved, restored, compared with this run."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -7,9 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steady.checkpoints.checkpoint import FORMAT, Checkpoint, best_checkpoint, checkpoint_at
-from steady.checkpoints.parts import join, require_shared
-from steady.checkpoints.writer import PartWriter, Writer
+from steady.checkpoints.checkpoint import (
+    FORMAT,
+    Checkpoint,
+    best_checkpoint,
+    checkpoint_at,
+    join,
+    require_shared,
+)
+from steady.checkpoints.writer import Writer
 from steady.guard.deadline import UNKNOWN
 from steady.models import lora
 from steady.models.device import device_name
@@ -39,32 +46,23 @@ class Progress:
         return self.step, self.position, self.evaluated_step, self.best_step
 
 
-def make_writer(run, backup) -> Writer | None:
-    """Rank 0's writer of whole checkpoints, or that of this rank's part.
-
-    None on the other ranks, which hold what one of those holds.
-    """
-    parts, ranks = None, run.ranks
+def make_writer(run) -> Writer | None:
+    """The writer of what this rank holds; None where a rank before it writes the same."""
+    cfg, progress, ranks, size = run.cfg, run.progress, run.ranks, run.ranks.shards.size
     attempt = ranks.broadcast(os.urandom(4).hex())
-    if ranks.shards.size > 1 and ranks.shards.in_first_copy:
-        parts = PartWriter(ranks.rank, ranks.shards.size, shared_notes("checkpoints"), attempt)
-    if ranks.rank and not parts:
+    if ranks.rank >= size:
         return None
-    return writer_of(run, run.cfg.keep_checkpoints, backup, parts)
-
-
-def writer_of(run, keep: int, backup=None, parts=None) -> Writer:
-    best = run.progress.best_loss, run.progress.best_step
-    return Writer(run.dir.path / "checkpoints", keep, run.cfg.keep_every, backup, best, parts)
+    return Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, cfg.keep_every,
+                  run.dir.backup, (progress.best_loss, progress.best_step), ranks.rank, size,
+                  shared_notes("checkpoints") if size > 1 else None, attempt)
 
 
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     """Start writing the checkpoint of this step, unless this state is saved already.
 
-    As the best one, too, if it is. Rank 0 writes a file, since weights and optimizers are the same
-    on all ranks; where they are sharded, each rank of the first copy writes its part. There is no
-    generator state: random numbers are a function of (seed, step, rank). alone: other ranks may be
-    gone, and what the device was given since the last update may never end.
+    As the best one, too, if it is. There is no generator state: random numbers are a function of
+    (seed, step, rank). alone: other ranks may be gone, and what the device was given since the last
+    update may never end.
     """
     progress, writer, shards, data = run.progress, run.dir.writer, run.ranks.shards, run.train_data
     if run.dir.saved == progress.state():
@@ -152,11 +150,6 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
-    grouped = run.train_data.order.group and any(
-        saved.get(name) != getattr(cfg, name) for name in ("batch_size", "group_window"))
-    if grouped and progress.position and not run.ranks.rank and not cfg.eval_only:
-        print("warning: --batch_size or --group_window has changed, so some documents of this "
-              "window come twice or not at all", flush=True)
     return saved
 
 
@@ -186,9 +179,9 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
     if progress.best_step and read_best(wanted) == expected:
         wanted.link_as_best()
         return expected
-    if found and 0 < found[1] <= progress.step:
-        print(f"warning: the weights of the best validation loss, {progress.best_loss:.4f} at step "
-              f"{progress.best_step}, were lost; {best} is of step {found[1]}", flush=True)
+    if found and found[1] <= progress.step:
+        print(f"warning: the weights of the best validation loss, at step {progress.best_step}, "
+              f"were lost; {best} is of step {found[1]}", flush=True)
         return found
     if best:
         best.set_aside()
@@ -200,12 +193,11 @@ def read_best(best: Checkpoint | None) -> tuple | None:
 
     Its bytes are not verified: that is for whoever uses the weights.
     """
-    try:
-        state = best.states("meta")[0] if best else {}
-    except ConfigError:
-        return None
-    is_best = best and state["best_step"] == state["step"]
-    return (state["best_loss"], state["step"]) if is_best else None
+    with contextlib.suppress(ConfigError):
+        state = best.states("meta")[0] if best else None
+        if state and 0 < state["best_step"] == state["step"]:
+            return state["best_loss"], state["step"]
+    return None
 
 
 def refuse_changes(run, checkpoint: Checkpoint, state: dict):
@@ -227,9 +219,7 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
         files, old = ([list(file) for file in each] for each in (data.fingerprint, state["data"]))
         if files != old:
-            n = 4 if len(files) == len(old) else 3  # the samples of many files are smaller
-            known = [file[:n] for file in old]
-            new = [f"{file[0]} ({file[1]:,} tokens)" for file in files if file[:n] not in known]
+            new = [f"{file[0]} ({file[1]:,} tokens)" for file in files if file not in old]
             changed["data"] = f"has changed: {', '.join(new) or 'its order'}"
     refused = [name for name in changed if name in weights or name not in cfg.allow_change]
     if refused:

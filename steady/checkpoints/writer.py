@@ -1,6 +1,5 @@
 """Writing checkpoints beside training: in a thread, by one rank or by each its shard."""
 
-import json
 import math
 import threading
 import time
@@ -8,49 +7,50 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import Checkpoint, rotate
-from steady.checkpoints.parts import SHARED, remove_strays
+from steady.checkpoints.checkpoint import SHARED, Checkpoint, rotate
 from steady.checkpoints.retry import disk_error, retry
 from steady.checkpoints.sealed import sync_directory, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-NOT_FINITE = "the weights are not finite"
 
 
 class NotSaved(Failed):
     """Checkpoints could not be written; the message says why."""
 
 
+class WeightsNotFinite(OSError):
+    """The weights of some rank are not finite, and so never saved."""
+
+
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
-    The host memory is allocated once. At most one write is in flight; the next save waits for it.
-    backup: a Backup, which is offered each checkpoint that was written and verified.
-    parts: a PartWriter, where this rank holds only a part of the state.
+    At most one write is in flight; the next save waits for it. Where the state is sharded over
+    `size` ranks, each has a writer of its part. notes: a store in which they report what they
+    wrote. attempt: a text that no earlier process of this run has used.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
-                 best=(math.inf, 0), parts=None):
+                 best=(math.inf, 0), rank: int = 0, size: int = 1, notes=None, attempt: str = ""):
         self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
-        self.parts = parts
         self.in_best = best  # (loss, step) of best.pt
+        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
+        self.hurry = False  # whether some rank may be gone, or be stuck until this one is
         self.buffers, self.thread, self.step = {}, None, 0
         self.stream = self.copied = None  # on CUDA: where copies are made, when the newest is done
+        self.count = 0  # of saves begun, the same on all ranks
         self.failures, self.reason = 0, ""  # saves in a row that failed; why the last did
+        self.written = None  # the step of the newest file
 
     def save(self, step: int, state: dict, is_best: bool = False, updated=None):
         """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
 
         From a GPU it is copied beside what comes next, up to the next update: see `finish_copy`.
         updated: the CUDA event after which the device has `state`, if what it was given since may
-        never end; by default all that it was given. Raises NotSaved after too many failures in a
-        row.
+        never end. Raises NotSaved after MAX_FAILURES in a row.
         """
-        if self.thread and self.thread.is_alive():
-            print(f"step {step}: waiting until the checkpoint of step {self.step} is written",
-                  flush=True)
         self.wait()
         if self.failures >= MAX_FAILURES:
             raise NotSaved(f"{self.folder}: {self.failures} checkpoints in a row could not be "
@@ -99,36 +99,71 @@ class Writer:
         return buffer
 
     def write(self, step: int, state: dict, event, is_best: bool):
-        checkpoint = Checkpoint.named(self.folder, step, sharded=bool(self.parts))
+        checkpoint = Checkpoint.named(self.folder, step, sharded=self.size > 1)
         try:
             if event:
                 event.synchronize()
-            finite = bool(state.pop("weights_norm").isfinite())
-            if self.parts:
-                self.parts.write(checkpoint.path, state, finite)
-                if self.parts.rank:
-                    return
-            elif finite:
-                retry(lambda: write_checkpoint(checkpoint.path, state))
-            else:
-                raise WeightsNotFinite(NOT_FINITE)
-            if is_best:
-                checkpoint.link_as_best()
-                self.in_best = state["best_loss"], step
-            rotate(self.folder, self.keep, self.keep_every)
+            self.write_files(checkpoint.path, step, state)
+            if self.rank == 0:
+                if is_best:
+                    checkpoint.link_as_best()
+                    self.in_best = state["best_loss"], step
+                rotate(self.folder, self.keep, self.keep_every)
+                if self.backup:
+                    self.backup.offer(checkpoint)
             self.failures = 0
-            if self.backup:
-                self.backup.offer(checkpoint)
-        except WeightsNotFinite:
-            print(f"warning: step {step}: {NOT_FINITE}; not saved", flush=True)
+        except WeightsNotFinite as e:
+            print(f"warning: step {step}: {e}; not saved", flush=True)
         except Exception as e:
-            self.reason, what = disk_error(e, self.folder), "the checkpoint could not be written"
-            if self.parts and self.parts.rank:  # rank 0 decides when there are too many
-                what = f"the part of rank {self.parts.rank} could not be written"
-            else:
-                self.failures += 1
-                what += f" ({self.failures} of {MAX_FAILURES})"
-            print(f"warning: step {step}: {what}: {self.reason}", flush=True)
+            self.failures += 1
+            self.reason = disk_error(e, self.folder)
+            what = f"the part of rank {self.rank}" if self.rank else "the checkpoint"
+            print(f"warning: step {step}: {what} could not be written ({self.failures} of "
+                  f"{MAX_FAILURES}): {self.reason}", flush=True)
+
+    def write_files(self, path: Path, step: int, state: dict):
+        """Write one checkpoint. Raises what went wrong, on rank 0 also for another rank."""
+        if self.size == 1:
+            self.write_file(path, step, state)
+            return
+        began, save, note = time.monotonic(), f"{self.attempt}-{self.count}", ""
+        self.count += 1
+        names = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)]
+        try:
+            path.mkdir(exist_ok=True)
+            self.write_file(path / names[self.rank], step, state)
+            sync_directory(self.folder)  # which has the name of the new folder
+        except Exception as e:
+            note = f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            self.notes.set(f"{save} {self.rank}", note)
+        if self.rank == 0:
+            until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
+            for rank, name in enumerate(names):
+                self.wait_for_part(path / name, rank, f"{save} {rank}", until)
+            Checkpoint(path).clean(kept=names)  # what was replaced goes
+
+    def write_file(self, path: Path, step: int, state: dict):
+        if not state.pop("weights_norm").isfinite():
+            raise WeightsNotFinite("the weights are not finite")
+        retry(lambda: write_checkpoint(path, state))
+        self.written = step
+
+    def wait_for_part(self, file: Path, rank: int, key: str, until: float):
+        """Until this rank has left its note. Raises OSError if its part is not there."""
+        while not self.notes.check([key]):
+            if self.hurry or time.monotonic() > until:
+                raise OSError(f"rank {rank} has not written its part")
+            time.sleep(0.02)
+        kind, _, reason = self.notes.get(key).decode().partition(": ")
+        if kind == WeightsNotFinite.__name__:
+            raise WeightsNotFinite(reason)
+        if kind:
+            raise OSError(f"rank {rank}: {reason}")
+        if not file.is_file():
+            raise OSError(f"{file} is not seen here: written by a rank that was at another step, "
+                          f"or not to {SHARED}")
 
     def best(self) -> tuple[float, int]:
         """(validation loss, step) of the weights in best.pt."""
@@ -141,75 +176,10 @@ class Writer:
             self.thread.join()
 
     def close(self, copy: bool):
-        """Wait for the disk and, with `copy`, for a backup of the newest checkpoint.
-
-        Raises NotSaved if the last checkpoint could not be written.
-        """
+        """Wait for the disk and, with `copy`, a backup. Raises NotSaved if the last save failed."""
         self.wait()
         if self.backup and copy:
             self.backup.close()
         if self.failures:
             raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
                            f"there: {self.reason}")
-
-
-class Missing(OSError):
-    """The part of some rank is not there."""
-
-
-class WeightsNotFinite(Missing):
-    """The weights of some rank are not finite, and so never saved."""
-
-
-class PartWriter:
-    """Writes this rank's parts; rank 0 then waits until those of the others are there.
-
-    notes: a store in which the ranks report what they wrote, without waiting for one another.
-    attempt: a text that no earlier process of this run has used.
-    """
-
-    def __init__(self, rank: int, size: int, notes, attempt: str):
-        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
-        self.count = 0  # of saves begun, the same on all ranks
-        self.hurry = False  # whether some rank may be gone, or be stuck until this one is
-        self.newest = None  # folder of the newest part written
-
-    def write(self, folder: Path, state: dict, finite: bool = True):
-        """Write one checkpoint. Raises what went wrong; on rank 0 also Missing, for another rank's.
-
-        finite: whether the weights are; else nothing is written, and the others learn of it.
-        """
-        began, save = time.monotonic(), f"{self.attempt}-{self.count}"
-        self.count += 1
-        names, note = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)], {}
-        try:
-            if not finite:
-                raise WeightsNotFinite(NOT_FINITE)
-            if not folder.parent.is_dir():
-                raise FileNotFoundError(f"{folder.parent} is not seen here; expected {SHARED}")
-            folder.mkdir(exist_ok=True)
-            retry(lambda: write_checkpoint(folder / names[self.rank], state))
-            sync_directory(folder.parent)  # which has the name of the folder
-            self.newest = folder
-        except Exception as e:
-            note = dict(error=str(e), finite=finite)
-            raise
-        finally:
-            self.notes.set(f"{save} {self.rank}", json.dumps(note))
-        if self.rank:
-            return
-        patience = max(PATIENCE, 4 * (time.monotonic() - began))
-        for rank, name in enumerate(names):
-            key = f"{save} {rank}"
-            while not self.notes.check([key]):
-                if self.hurry or time.monotonic() - began > patience:
-                    raise Missing(f"rank {rank} has not written its part")
-                time.sleep(0.02)
-            note = json.loads(self.notes.get(key))
-            if note:
-                kind = Missing if note["finite"] else WeightsNotFinite
-                raise kind(f"rank {rank}: {note['error']}")
-            if not (folder / name).is_file():
-                raise Missing(f"{folder / name} is not seen here: written by a rank that was at "
-                              f"another step, or not to {SHARED}")
-        remove_strays(folder, names)  # what was replaced

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, latest_valid, list_checkpoints
+from steady.checkpoints.checkpoint import Checkpoint, latest_valid, list_checkpoints
 from steady.checkpoints.retry import FULL
-from steady.checkpoints.state import load_checkpoint, save_checkpoint, writer_of
+from steady.checkpoints.state import load_checkpoint, save_checkpoint
+from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
-from steady.guard.memory import out_of_memory
 from steady.options import ConfigError, given_texts
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
@@ -32,8 +32,7 @@ class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    Ranks vote over gloo while a step is computed, and read the result before the next one, so that
-    no device is waited for.
+    Ranks vote over gloo beside a step, and read the result before the next one.
     """
 
     def __init__(self, group=None):
@@ -138,41 +137,29 @@ def rescue(run, error: BaseException | None = None):
 
 
 def save_last_step(run, error: BaseException | None):
-    writer, step = run.dir.writer, run.progress.step
+    writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
     own = isinstance(error, Exception) and not lost_connection(error)
-    if not writer and own and run.ranks.shards.size == 1 and nobody_saves(run):
-        writer = run.dir.writer = writer_of(run, keep=sys.maxsize)  # rank 0 deletes old ones
+    if not writer and own and run.ranks.shards.size == 1:
+        time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
+        file = Checkpoint.named(folder, step).path
+        if not any(folder.glob(f"{file.name}*")):  # nor a draft of it, by another rank
+            writer = run.dir.writer = Writer(folder, keep=sys.maxsize)  # rank 0 deletes old ones
     if not writer:
         return
-    if writer.parts:
-        writer.parts.hurry = True
+    writer.hurry = True
     if not run.guard.clean or step == 0 or run.ranks.watchdog.mixed:
         return
     if not run.guard.device_is_there():
         return
     save_checkpoint(run, alone=True)
     writer.wait()
-    if not checkpoint_at(writer.folder, step):
-        part = writer.parts and writer.parts.newest
-        if part == Checkpoint.named(writer.folder, step, sharded=True).path:
-            print(f"saved this rank's part of step {step}; it is whole once every rank has",
-                  file=sys.stderr, flush=True)
-    elif run.ranks.rank == 0 or not writer.parts:
-        print(f"saved the last completed step, {step}", file=sys.stderr, flush=True)
-
-
-def nobody_saves(run) -> bool:
-    """Whether neither rank 0 nor another one, whose error may be the same, saves this step."""
-    time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
-    file = Checkpoint.named(run.dir.path / "checkpoints", run.progress.step, sharded=False).path
-    return not any(file.parent.glob(f"{file.name}*"))  # it, or a draft of it
+    if writer.written == step:
+        part = ", this rank's part of it" if writer.size > 1 else ""
+        print(f"saved the last completed step, {step}{part}", file=sys.stderr, flush=True)
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):
-    """Set aside the checkpoints since the ranks last agreed, if their writer may be the wrong one.
-
-    writer: of rank 0. None of them if no other would be left: then the message has to do.
-    """
+    """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
     if error.agreed is None:
         return
     writer.wait()
@@ -192,7 +179,6 @@ def autopsy(run, step: int, rank: int) -> dict:
     data, n, progress = run.train_data, run.cfg.batch_size, run.progress
     first = progress.position - (progress.step - step + 1) * n
     first, end = data.share(first, n, rank, run.ranks.world_size)
-    sources = np.unique(data.order(first, end)[0])
     bad, names = [], {module: name for name, module in run.model.named_modules() if name}
 
     def look(module: nn.Module, inputs, output):
@@ -206,17 +192,15 @@ def autopsy(run, step: int, rank: int) -> dict:
             batch = data.rows(start, start + run.ranks.micro_batch, end).to(run.ranks.device)
             with run.ranks.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
-            if not bad and not losses.isfinite().all():
+            if not losses.isfinite().all():
                 bad.append("head")  # whose weight the loss uses without calling the module
     finally:
         run.model.train()
         for hook in hooks:
             hook.remove()
-    return dict(
-        positions=[first, end],
-        datasets=[data.datasets[k].name for k in sources],
-        first_bad_layer=bad[0] if bad else None,
-    )
+    sources = np.unique(data.order(first, end)[0])
+    return dict(positions=[first, end], datasets=[data.datasets[k].name for k in sources],
+                first_bad_layer=bad[0] if bad else None)
 
 
 # --- errors around training ------------------------------------------------------------------
@@ -228,16 +212,19 @@ def setting_up():
     try:
         yield
     except OSError as e:
-        names = [str(name) for name in (e.filename, e.filename2) if name]
-        if not any(map(was_named, names)) and e.errno not in FULL:
+        if not was_named(e.filename) and e.errno not in FULL:
             raise
-        raise ConfigError(f"{' and '.join(names) or 'a file'}: {e.strerror}; name a path "
-                          "that can be used here") from e
-    except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not out_of_memory(e):
-            raise
-        raise MemoryError(f"{str(e) or 'out of memory'}; choose smaller sizes; --estimate "
-                          "shows what they need") from e
+        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a path that can be used "
+                          "here") from e
+
+
+def was_named(path: str | None) -> bool:
+    """Whether it is, or is in, what options name or stand for; else the code has named it."""
+    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
+             os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
+    folders = [os.path.abspath(os.path.expanduser(text)) for text in named if text]
+    place = Path(os.path.abspath(str(path)))
+    return bool(path) and any(place.is_relative_to(folder) for folder in folders)
 
 
 @contextlib.contextmanager
@@ -248,11 +235,3 @@ def only_warning(what: str):
     except Exception as e:
         print(f"warning: {what}: {type(e).__name__}: {e}", file=sys.stderr)
         traceback.print_exc()
-
-
-def was_named(path: str) -> bool:
-    """Whether it is, or is in, what options name or stand for; else the code has named it."""
-    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
-             os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
-    folders = (os.path.abspath(os.path.expanduser(text)) for text in named if text)
-    return any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)

@@ -47,19 +47,24 @@ def gpu_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def usual_micro_batch(cfg, device_bytes: int, shards: int = 1) -> int:
+def usual_micro_batch(cfg, device_bytes: int) -> int:
     """The most sequences to choose unless asked: of 16,384 tokens, or of up to 65,536 while they
     and the weights take less than half of a GPU's memory (0: not a GPU), by a rough upper bound.
     """
     tokens = MICRO_BATCH_TOKENS
     if device_bytes and cfg.model != "transformers" and cfg.attention != "math":
-        C, F, V, L = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.n_layer
-        weights = L * (4 * C * cfg.n_head * cfg.head_dim + 3 * C * F) + 2 * C * V
-        # bytes a token, of what --estimate adds up in bf16: within 26 C + 8 F for a block
-        token = (8 if cfg.precision == "fp32" else 4) * (L * (7 * C + 2 * F) + 2 * V)
-        room = device_bytes / 2 - 16 * weights / shards  # with gradients and AdamW's state
+        # bytes a token, of what --estimate adds up in bf16: within 26 d_model + 8 d_ff for a block
+        of_blocks = cfg.n_layer * (7 * cfg.d_model + 2 * cfg.d_ff)
+        token = (8 if cfg.precision == "fp32" else 4) * (of_blocks + 2 * cfg.vocab_size)
+        room = device_bytes / 2 - 16 * parameter_count(cfg)  # with gradients and AdamW's state
         tokens = min(max(tokens, int(room / token)), ON_A_LARGE_GPU)
     return tokens // cfg.seq_len or 1
+
+
+def parameter_count(cfg) -> int:
+    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
+    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
+    return cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -69,16 +74,12 @@ def out_of_memory(error: BaseException) -> bool:
 
 def refuse_too_large(cfg, ranks: int = 1):
     """Raise ConfigError if one of `ranks` parts of the weights exceeds this machine's memory."""
-    attention = 2 * (cfg.n_head + cfg.n_kv_head) * cfg.head_dim
-    embeddings = (1 if cfg.tie_embeddings else 2) * cfg.vocab_size
-    weights = cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
+    weights = parameter_count(cfg)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (2 if cfg.lora_rank else 4) * weights / ranks > memory:
-        raise ConfigError(
-            f"the {si(weights)} parameters of --n_layer {cfg.n_layer}, --d_model {cfg.d_model}, "
-            f"--d_ff {cfg.d_ff} and a vocabulary of {cfg.vocab_size} take {weights * 4e-9:,.0f} GB "
-            f"in fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; choose "
-            "smaller sizes")
+        raise ConfigError(f"a model of {si(weights)} parameters takes {weights * 4e-9:,.0f} GB in "
+                          f"fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; "
+                          "choose smaller sizes")
 
 
 def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
@@ -88,14 +89,13 @@ def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varl
     the process before an allocation fails, up to MICRO_BATCH_TOKENS.
     """
     per_rank = -(-cfg.batch_size // world_size)
-    model = make_model()
-    most = per_rank
+    model, most = make_model(), per_rank
     if device.type != "cuda":
         most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
-    trained = (p for p in model.parameters() if p.requires_grad)
     # for the optimizer, and the buckets of ddp
     copies = 3 if world_size > 1 else 2
-    kept = [torch.empty_like(p) for p in trained for _ in range(copies)]
+    kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
+            for _ in range(copies)]
     size = 1
     try:
         while True:
@@ -123,9 +123,8 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     """The error message, of which CUDA's has free memory, and which --micro_batch_size to try."""
     per_rank, rest = divmod(batch_size, ranks.world_size)
     smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
-    advice = "try --activation_checkpointing full, or a shorter --seq_len"
-    if smaller:
-        advice = f"try --micro_batch_size {smaller[-1]}; the result stays the same"
+    advice = (f"try --micro_batch_size {smaller[-1]}; the result stays the same" if smaller else
+              "try --activation_checkpointing full, or a shorter --seq_len")
     return f"out of memory: {str(error).splitlines()[0].rstrip('.')}; {advice}"
 
 

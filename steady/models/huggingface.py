@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
-from steady.checkpoints.parts import join
+from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.weights import reason, shorten, tensors_of, weight_files, with_mean_rows
@@ -270,7 +269,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
         load_weights(model, fetch(name), shards)
         return merge_adapters(model, name, shards)
     tensors = shards.tensors_of(model).items()
-    copy_weights(checkpoint, join(checkpoint.states(mmap=True), shards.rows)["model"],
+    copy_weights(checkpoint, averaged(join(checkpoint.states(mmap=True), shards.rows))["model"],
                  {name: tensor for name, tensor in tensors if not lora.is_adapter(name)})
 
 
