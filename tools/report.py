@@ -64,6 +64,9 @@ def runs_here() -> str:
 
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
+    if argv[:1] == ["compare"]:
+        from tools.compare import compare  # which imports torch
+        return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
     return run_command("monitor.py", print_reports, argv)
 
 
