@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
 
 def print_reports(argv: list[str]) -> int:
     parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
-                    "the time of a run went, whether it slowed down, since when and why.")
+                    "the time of a run went, whether it slowed down, since when and why.",
+                    epilog="`monitor.py compare A B` trains two variants: is B better than A?")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--fail_on_regression", type=float,
