@@ -54,12 +54,16 @@ def regression_percent(reports: list[dict]) -> float:
 
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
+    if argv[:1] == ["compare"]:
+        from tools.compare import compare  # which imports torch
+        return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
     return run_command("monitor.py", print_reports, argv)
 
 
 def print_reports(argv: list[str]) -> int:
     parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
-                    "the time of a run went, whether it slowed down, since when and why.")
+                    "the time of a run went, whether it slowed down, since when and why.",
+                    epilog="`monitor.py compare A B` trains two variants: is B better than A?")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--fail_on_regression", type=float,

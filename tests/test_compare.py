@@ -1,0 +1,219 @@
+"""Whether B is better than A: the error over all looks, what it finds, and real pairs of runs."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, column, environment, tidy, until
+
+import train
+from steady.guard.process import exit_code
+from tools import compare, report
+
+# --- the statistics --------------------------------------------------------------------------
+
+
+def first_finds(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of pairs at which each row ends, or 0; which sign it found) as `interval` does."""
+    n = np.arange(1, differences.shape[1] + 1)
+    mean = differences.cumsum(1) / n
+    squares = (differences**2).cumsum(1) - n * mean**2
+    critical = np.array([compare.CRITICAL.get(k, np.inf) for k in n])
+    half = critical[2:] * np.sqrt(squares[:, 2:] / (n - 1)[2:] / n[2:])
+    found = np.abs(mean[:, 2:]) > half
+    first = found.argmax(1)
+    return np.where(found.any(1), first + 3, 0), np.sign(mean[np.arange(len(mean)), first + 2])
+
+
+def test_rows_end_as_comparisons_do():
+    differences = np.random.default_rng(1).standard_normal((300, 12)) + 1
+    for row, end, sign in zip(differences.tolist(), *first_finds(differences), strict=True):
+        looks = (n for n in range(1, 13) if compare.settled(row[:n]))
+        assert next(looks, 0) == end
+        code = compare.verdict(row[: end or 12])[1]
+        expected = compare.A_IS_BETTER if sign > 0 else compare.B_IS_BETTER
+        assert code == (expected if end else compare.NEITHER)
+
+
+def test_error_over_all_looks_is_at_most_5_percent():
+    """Also with heavier tails; and whatever number of pairs was planned."""
+    random = np.random.default_rng(2)
+    for draw in (random.standard_normal, random.laplace, lambda size: random.standard_t(4, size)):
+        ends, _ = first_finds(draw(size=(100_000, 20)))
+        for seeds, limit in ((5, 0.0333), (10, 0.0444), (20, 0.05)):
+            share = ((ends > 0) & (ends <= seeds)).mean()
+            assert share <= limit + 3 * np.sqrt(limit / 100_000), (draw, seeds)
+
+
+def test_effects_are_found_and_pairing_saves_seeds():
+    """An effect of 2 standard deviations of the differences; losses that correlate by 0.9."""
+    random, shape, rest = np.random.default_rng(3), (20_000, 20), np.sqrt(0.1)
+    of_seed = np.sqrt(0.9) * random.standard_normal(shape)
+    a, b = (of_seed + rest * random.standard_normal(shape) for _ in "ab")
+    effect = 2 * np.std(b - a)
+    ends, signs = first_finds(b - a - effect)
+    found = (ends > 0) & (signs < 0)
+    assert ((ends > 0) & (signs > 0)).mean() < 1e-3
+    assert (found & (ends <= 5)).mean() > 0.62 and (found & (ends <= 10)).mean() > 0.98
+    assert np.where(ends, ends, 20).mean() < 5.3
+    unpaired, _ = first_finds(b - random.permutation(a) - effect)
+    assert (unpaired > 0).mean() < 0.5  # with all 20 seeds: they vary 10 times as much
+
+
+# --- pairs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(corpus, tmp_path, monkeypatch, capsys):
+    """call(A, B, flags) → (exit code, standard output, standard error), in this process."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    flags = [*TINY, "--data", str(corpus)]
+
+    def call(a, b, *more, expect):
+        arms = [arm if arm.endswith(".yaml") else " ".join([*flags, arm]) for arm in (a, b)]
+        assert report.main(["compare", *arms, *more]) == expect, capsys.readouterr()
+        return capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Real runs, in this process; the list of their flags."""
+    flags = []
+
+    def run(command, **_):
+        flags.append(command[2:])
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            code = exit_code(train.main, flags[-1])
+        tidy()
+        return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr="")
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
+    return flags
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """As `in_process`; each run ends with what results.pop says: a loss, or an exit code."""
+    flags, results = [], []
+
+    def run(command, **_):
+        flags.append(command[2:])
+        result = results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        code = result if isinstance(result, int) else 0
+        said = json.dumps(dict(val_loss=None if code else result, step_ms=2.0 + len(flags)))
+        return SimpleNamespace(returncode=code, stdout=f"first\n{said}\n", stderr="the reason\n")
+
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
+    return flags, results
+
+
+def test_pairs_see_the_same_samples_dropout_and_initial_weights(run, tmp_path):
+    """At rates too small to change the weights, the losses of all steps are those of the pair."""
+    flags = ["--log_interval", 1, "--dropout", 0.3, "--save_interval", 0, "--eval_interval", 0]
+    losses = []
+    for i, more in enumerate([("--seed", 1), ("--seed", 1), ("--seed", 2)]):
+        run(*flags, "--learning_rate", 1e-9 * (i + 1), *more, "--out_dir", i)
+        losses.append([*column(tmp_path / str(i), "train/loss").values()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] != pytest.approx(losses[2], abs=1e-3)
+
+
+def test_same_arms_differ_by_nothing(call, in_process):
+    """Of another log interval, too; in the order A B, B A, A B."""
+    found = call("--dropout 0.1", "--dropout 0.1 --log_interval 3", "--json", "--seeds", "9",
+                 expect=4)
+    said = json.loads(found.out)
+    assert said["interval"] == [0, 0] and said["better"] is None and "same" in said["verdict"]
+    assert [pair["difference"] for pair in said["pairs"]] == [0, 0, 0]
+    assert len({pair["loss"][0] for pair in said["pairs"]}) == 3
+    arms = ["--log_interval 3" in " ".join(flags) for flags in in_process]
+    assert arms == [False, True, True, False, False, True]
+    assert os.listdir("compare") == ["results.jsonl"]  # no runs
+
+
+def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
+    slow = tmp_path / "slow.yaml"
+    lines = [f"{name[2:]}: {value}" for name, value in zip(TINY[::2], TINY[1::2], strict=True)]
+    slow.write_text("\n".join([*lines, "learning_rate: 1e-5", f"data: ['{corpus}']", "ema: 0.5"]))
+    printed = call("", str(slow), "--steps", "8", expect=3).out
+    assert printed.splitlines()[-1].startswith("verdict A is better by")
+    assert "val_loss_ema" in (tmp_path / "compare/results.jsonl").read_text()
+    said = json.loads(call(str(slow), "", "--steps", "8", "--json", expect=0).out)
+    assert said["better"] == "B" and said["losses"] == ["val_loss_ema", "val_loss"]
+    assert said["interval"][1] < 0 and len(said["pairs"]) == 3 and len(in_process) == 12
+
+
+def test_an_interrupted_comparison_continues_and_nothing_else_is_reused(call, pretended,
+                                                                        monkeypatch, tmp_path):
+    flags, results = pretended
+    results += [2.0, 1.9, KeyboardInterrupt()]
+    call("", "--ema 0", expect=130)
+    with open("compare/results.jsonl", "a") as file:
+        file.write('{"comparison": "to')  # a row that the disk did not take
+    results += [2.01, 2.1, 2.0, 2.02]
+    assert "(3 pairs)" in call("", "--ema 0", "--seeds", "3", expect=4).out
+    assert len(flags) == 7
+    results += [2.01, 2.1, 2.0]  # with more seeds it goes on; the torn row costs one run
+    found = call("", "--ema 0", "--seeds", "4", "--json", expect=4)
+    assert len(json.loads(found.out)["pairs"]) == 4 and not results
+    for change in ("flags", "torch", "code", "data"):
+        other = "--beta1 0.8" if change == "flags" else "--ema 0"
+        if change == "torch":
+            monkeypatch.setattr(torch, "__version__", "2.99")
+        if change == "code":
+            monkeypatch.setattr(compare, "ROOT", tmp_path)
+        results[:] = [2.0] * 6
+        a = "--val_data stdlib --data stdlib" if change == "data" else ""
+        call(a, f"{a} {other}", expect=4)
+        assert not results, change
+
+
+def test_a_failed_run_ends_it(call, pretended):
+    flags, results = pretended
+    for result in (7, float("nan")):
+        results[:] = [2.0, None if result != 7 else 7]
+        said = call("", f"--beta1 0.{len(flags) + 1}", expect=1).err
+        assert "B with --seed 1" in said and "the reason" in said
+
+
+def test_what_cannot_be_compared_is_refused(call, pretended):
+    for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
+                    ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0"))):
+        said = call("", b, *more, expect=2).err
+        assert said.count("\n") == 1, said
+    _, results = pretended
+    results += [2.0, 2.1, 2.11, 2.01, 2.02, 2.12]
+    printed = call("", "--batch_size 4 --eval_steps 4", expect=3).out
+    assert "A is better by 0.1 ±" in printed and "speed" in printed
+
+
+def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
+    """A real process; results of runs that have ended are kept."""
+    arm = " ".join([*TINY, "--data", str(corpus)])
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "monitor.py", "compare", arm, f"{arm} --max_steps=9999999"],
+        cwd=tmp_path, env=environment())
+    file = tmp_path / "compare/results.jsonl"
+    assert until(lambda: file.exists() and file.read_text().endswith("\n"))
+    assert until(lambda: list(tmp_path.glob("compare/run-*/metrics.jsonl")))
+    lock = next(tmp_path.glob("compare/run-*")) / "lock"
+    child = int(lock.read_text().split()[1])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    assert not os.path.exists(f"/proc/{child}") and os.listdir(file.parent) == [file.name]
+    assert json.loads(file.read_text())["step"] == 12
