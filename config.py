@@ -192,8 +192,8 @@ class Config:
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "plateau", "constant"] | None = option(
-        None, "wsd is stable, then a linear decay; plateau is wsd whose decay begins earlier, once "
-        "--patience runs out (default: wsd; with --init_from cosine)")
+        None, "wsd is stable, then a linear decay; plateau is wsd that decays, and ends, earlier "
+        "once --patience runs out (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(
         0.7, "share of max_steps that wsd and plateau spend decaying", at_least=0, at_most=1)
     weight_decay: float = option(

@@ -43,7 +43,7 @@ from steady.checkpoints.state import (
     save_checkpoint,
 )
 from steady.guard import faults, memory, process
-from steady.guard.deadline import Deadline
+from steady.guard.deadline import Deadline, begin_decay
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.guard.replay import Miscalculated, replay
@@ -70,8 +70,7 @@ def train(run: "Run", batches):
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
-        lr = set_learning_rate(run.optimizers,
-                               learning_rate(progress.step, cfg, progress.decay_from))
+        lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
         size = run.train_data.size(progress.position, cfg.batch_size, ranks.micro_batch,
                                    ranks.world_size)
         # the loss is the mean over all targets of the step; DDP divides by world_size itself
@@ -114,26 +113,18 @@ def train(run: "Run", batches):
         guard.check(progress.step, ended=True)
 
 
-def learning_rate(step: int, cfg: Config, decay_from: int = 0) -> float:
-    """The learning rate of update number `step` + 1: linear warm-up, then the schedule.
-
-    decay_from: the step at which the schedule `plateau` began to decay; 0 while it has not.
-    """
+def learning_rate(step: int, cfg: Config) -> float:
+    """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
     share = 1.0
     if cfg.lr_schedule == "cosine":
         done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
         share = 0.5 * (1 + math.cos(math.pi * done))
-    elif cfg.lr_schedule in ("wsd", "plateau"):
-        decay = decay_steps(cfg)
-        end = decay_from + decay if decay_from else cfg.max_steps
-        share = min(1.0, (end - step) / max(1.0, decay))
+    elif cfg.lr_schedule in ("wsd", "plateau"):  # which sets another max_steps: see `keep_best`
+        decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
+        share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))
     return cfg.min_learning_rate + share * (cfg.learning_rate - cfg.min_learning_rate)
-
-
-def decay_steps(cfg: Config) -> float:
-    return min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
 
 
 def set_learning_rate(optimizers, lr: float) -> float:
@@ -263,7 +254,7 @@ def keep_best(run: "Run", val_loss: float):
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
         save(run, is_best=True)
     elif cfg.lr_schedule == "plateau" and progress.waited >= cfg.patience:
-        progress.decay_from = progress.decay_from or progress.step
+        begin_decay(run)
 
 
 def save(run: "Run", is_best: bool = False):
@@ -329,12 +320,10 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """max_steps, or an earlier one after --patience: this one, or where a decay ends."""
-        cfg, progress = self.cfg, self.progress
-        if progress.decay_from:
-            return min(cfg.max_steps, math.ceil(progress.decay_from + decay_steps(cfg)))
-        stops = cfg.lr_schedule != "plateau" and 0 < cfg.patience <= progress.waited
-        return progress.step if stops else cfg.max_steps
+        """max_steps, or this one where --patience has run out."""
+        waited = 0 < self.cfg.patience <= self.progress.waited
+        stops = waited and self.cfg.lr_schedule != "plateau"
+        return self.progress.step if stops else self.cfg.max_steps
 
     @property
     def compiled(self) -> bool:

@@ -108,10 +108,10 @@ def refused(run, tmp_path):
     ("--out_dir " + "x" * 300, "File name too long"),
     ("--resume " + "x" * 300, "File name too long"),
     ("--out_dir file", "file"),
-    ("--out_dir file/run", "cannot be written"),
+    ("--out_dir file/run", "file is not a directory"),
     ("--resume none.pt", "none.pt"),
     ("--resume file", "not a checkpoint"),
-    ("--resume folder", "is a folder"),
+    ("--resume folder", "nor a finished checkpoint"),
     ("--check_checkpoints nowhere", "no such directory"),
     ("--check_checkpoints folder", "has no checkpoints"),
     ("--config folder", "--config folder: Is a directory"),
@@ -127,11 +127,13 @@ def test_a_device_that_is_not_there_is_refused(refused):
     assert "cuda" in refused("--device", "cuda")
 
 
-@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "config.yaml"])
-def test_a_folder_in_the_place_of_a_file_is_refused(refused, tmp_path, name):
-    (tmp_path / "r" / name).mkdir(parents=True)
-    flags = ["--overwrite"] if name != "lock" else []
-    assert name in refused("--out_dir", "r", *flags)
+def test_a_folder_in_the_place_of_a_file_is_refused_or_moved_away(refused, run, tmp_path):
+    (tmp_path / "r/lock").mkdir(parents=True)
+    assert "lock" in refused("--out_dir", "r")
+    for name in ("metrics.jsonl", "config.yaml"):
+        (tmp_path / name / name).mkdir(parents=True)
+        run("--out_dir", name, "--overwrite", "--max_steps", 2)
+        assert (tmp_path / f"{name}.old" / name).is_dir()
 
 
 def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatch):

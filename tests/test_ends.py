@@ -26,7 +26,7 @@ def load(path, step):
 
 def assert_same_end(a, b, step):
     one, two = load(a, step), load(b, step)
-    for key in ("model", "ema", "optimizers", "max_steps", "decay_from", "best_loss"):
+    for key in ("model", "ema", "optimizers", "max_steps", "best_loss"):
         assert compare(one[key], two[key], key)[1] == []
 
 
@@ -197,16 +197,16 @@ def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, mon
         return losses.get(run.progress.step, math.inf)
 
     monkeypatch.setattr(train, "evaluate", evaluate)
-    flags = ["--max_steps", 30, "--decay_fraction", 0.2, "--lr_schedule", "plateau", "--patience",
+    flags = ["--max_steps", 30, "--decay_fraction", 0.4, "--lr_schedule", "plateau", "--patience",
              2, "--eval_interval", 2, "--save_interval", 1, "--keep_checkpoints", 99,
              "--log_interval", 1, "--learning_rate", 1e-3]
     told = run(*flags, "--out_dir", "r", ranks=2)
     rates = column(tmp_path / "r", "train/learning_rate")
-    # two evaluations without a new best at step 8: from there 6 steps of decay
+    # two evaluations without a new best at step 8: it becomes 0.6 of 14 steps, the rest is decay
     assert rates == pytest.approx({1: 5e-4, **dict.fromkeys(range(2, 10), 1e-3),
-                                   **{8 + n: 1e-3 * (1 - (n - 1) / 6) for n in range(1, 7)}})
-    assert told.count("stopped at step 14") == 1 and "plateau" in told
-    assert load(tmp_path / "r", 14)["decay_from"] == 8
+                                   **{step: 1e-3 * (15 - step) / 5.6 for step in range(10, 15)}})
+    assert told.count("step 8: no better loss in 2 evaluations") == 1
+    assert load(tmp_path / "r", 14)["max_steps"] == 14
     shutil.copytree(tmp_path / "r", tmp_path / "s")
     for checkpoint in list_checkpoints(tmp_path / "s/checkpoints"):
         if checkpoint.step > 9:
@@ -216,7 +216,7 @@ def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, mon
     losses |= {step: 30 - step for step in range(2, 31, 2)}  # always better: as wsd
     run(*flags, "--out_dir", "t")
     rates = column(tmp_path / "t", "train/learning_rate")
-    assert max(rates) == 30 and rates[24] == 1e-3 and rates[30] == pytest.approx(1e-3 / 6)
+    assert max(rates) == 30 and rates[18] == 1e-3 and rates[30] == pytest.approx(1e-3 / 12)
     assert "--patience" in run("--lr_schedule", "plateau", expect=2)
 
 
@@ -244,6 +244,6 @@ def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
     assert torch.equal(embedding, state["ema"]["embedding.weight"][:257])
     ours, _ = generate.open_model(Path("r"), 32)
     assert torch.equal(ours.norm.weight, state["ema"]["norm.weight"])
-    run("--init_from", "r", "--out_dir", "s", "--max_steps", 1, "--learning_rate", 1e-9)
-    torch.testing.assert_close(load(tmp_path / "s", 1)["model"]["norm.weight"],
+    run("--init_from", "r", "--out_dir", "s", "--max_steps", 2, "--learning_rate", 1e-9)
+    torch.testing.assert_close(load(tmp_path / "s", 2)["model"]["norm.weight"],
                                state["ema"]["norm.weight"])

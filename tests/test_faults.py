@@ -724,7 +724,7 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples):
 
 @pytest.mark.parametrize("flags, last, position, said", [
     (["--on_nonfinite", "abort"], 25, None, "failed: 5 steps in a row, up to step 25, had a loss"),
-    (["--on_nonfinite", "skip"], 40, 320, "finite again; 10 steps from step 21 on were not"),
+    (["--on_nonfinite", "skip"], 40, 320, "10 of 40 steps, since step 21, were not finite"),
     (["--on_nonfinite", "skip", "--log_interval", 0, "--max_steps", 30], 30, 240,
      "warning: the last 10 steps had a loss or gradient that was not"),
 ])

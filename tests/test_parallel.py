@@ -158,9 +158,7 @@ def test_a_batch_that_ranks_do_not_divide_goes_on_as_one_process(run, corpus, tm
         run(*flags, "--micro_batch_size", 1, "--max_steps", 2, "--out_dir", name)
     run(*flags, "--micro_batch_size", batch, "--parallel", "ddp", "--auto_resume", "--out_dir",
         "one")
-    told = run(*flags, "--auto_resume", "--out_dir", "many", ranks=ranks)
-    least = batch // ranks
-    assert f"({least} or {least + 1} sequences each)" in told
+    run(*flags, "--auto_resume", "--out_dir", "many", ranks=ranks)
     assert_equal_runs(tmp_path / "one", tmp_path / "many", rel=1e-5)
     names = "train/tokens", "train/grad_norm", f"train/loss/{corpus.name}", "train/loss/other"
     assert_equal_columns(tmp_path / "one", tmp_path / "many", names, rel=1e-5)
@@ -278,7 +276,7 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
 
         def update(run, step_loss):
             norm = plain_update(run, step_loss)
-            scales.append(run.scaler.get_scale())
+            scales.append(run.ranks.scaler.get_scale())
             print("scales", scales, flush=True)
             return norm
 

@@ -314,7 +314,7 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     assert max(column(tmp_path / "r", "train/loss")) == 10
     told = run(*flags, "--verify_resume", 2, bare=True, expect=2)
     assert "--epochs: not with --verify_resume" in told
-    assert ": 7 steps, " in run(*flags, "--estimate", 1, bare=True)
+    assert ": 7 steps at " in run(*flags, "--estimate", 1, bare=True)
 
     # with another batch size, of 20 samples, 8 and 8 with the old one, then 2 and 2
     run("--data", "a", *common, "--max_steps", 2, "--save_interval", 1, "--out_dir", "s", bare=True)

@@ -35,6 +35,8 @@ def check_continuity(run, train):
     """Repeat some steps where the machine has changed, on all ranks, and report; then be where
     the run was. train: of train.py."""
     start, ranks = run.dir.resumed_from, run.ranks
+    if not start.exists():  # best.pt, which has just become an older one
+        return
     saved = start.states(mmap=True)[0]
     if "machine" not in saved:  # of an older version
         return

@@ -209,6 +209,8 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     if cfg.model == "transformers":
         raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
                           "module; only steady's Transformer can be estimated")
+    if cfg.max_minutes:
+        raise ConfigError("--estimate: expected --max_steps, not --max_minutes")
     if cfg.vocab_size is None or cfg.epochs:
         load_data(cfg)
     # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
@@ -219,6 +221,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     rows = {name: [need[name] for need in memory.values()] for name in memory["ddp"]}
     rows["together"] = [sum(need.values()) for need in memory.values()]
     rows["sent in a step"] = found["sent"].values()
+    largest = f"micro-batches of up to {found['fits']}" if found["fits"] else "no micro-batch"
     seconds, tokens = found["step_seconds"] * cfg.max_steps, cfg.batch_size * cfg.seq_len
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
@@ -229,7 +232,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
         f"{'GB on each device':20s}" + "".join(f"{way:>10s}" for way in memory),
         *(f"  {name:18s}" + "".join(f"{value / 1e9:10.3g}" for value in values)
           for name, values in rows.items()),
-        f"fits    micro-batches of up to {found['fits']} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
+        f"fits    {largest} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
         f"kept for fragments and libraries: --parallel {cfg.parallel}, "
         f"--activation_checkpointing {cfg.activation_checkpointing}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "

@@ -206,8 +206,10 @@ def claim(out_dir: Path | None):
             new.mkdir(parents=True)
             out_dir = new
     try:
-        (out_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        return out_dir, acquire_lock(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = acquire_lock(out_dir)
+        (out_dir / "checkpoints").mkdir(exist_ok=True)
+        return out_dir, lock
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
 

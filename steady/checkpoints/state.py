@@ -37,8 +37,7 @@ class Progress:
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
     waited: int = 0  # evaluations since that of best_step
-    decay_from: int = 0  # with the schedule `plateau`, since its decay began
-    max_steps: int = UNKNOWN  # as --max_minutes has set it
+    max_steps: int = UNKNOWN  # as --max_minutes or the schedule `plateau` has set it
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
 
     def state(self) -> tuple:
@@ -145,7 +144,8 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
-    progress.max_steps = min(cfg.max_steps, progress.max_steps) if cfg.max_minutes else UNKNOWN
+    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
+        progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position

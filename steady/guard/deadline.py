@@ -1,5 +1,9 @@
-"""--max_minutes: how many steps fit into the time, set once, so that the schedule ends with it."""
+"""Ends of a run that are found on the way: by the clock (--max_minutes), by a plateau of the loss.
 
+Each sets max_steps, so that the schedule is complete at the end; a checkpoint holds it.
+"""
+
+import math
 import os
 import time
 
@@ -48,3 +52,14 @@ class Deadline:
         if run.ranks.rank == 0:
             print(f"step {progress.step}: {cfg.max_steps} steps fit into --max_minutes "
                   f"{cfg.max_minutes:g}, at {seconds * 1e3:.3g} ms/step", flush=True)
+
+
+def begin_decay(run):
+    """With the schedule plateau: end where a decay that begins now takes its share of all steps."""
+    cfg, progress = run.cfg, run.progress
+    end = math.ceil(progress.step / max(1e-9, 1 - cfg.decay_fraction))
+    if end < cfg.max_steps:
+        cfg.max_steps = progress.max_steps = end
+        if run.ranks.rank == 0:
+            print(f"step {progress.step}: no better loss in {progress.waited} evaluations, so the "
+                  f"learning rate decays from here to step {end}", flush=True)

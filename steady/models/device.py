@@ -82,7 +82,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = re.search(r"model name\s*: (.*)", read("proc/cpuinfo"))
-    return f"{model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    name = model[1] if model else platform.machine()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def usable_cores() -> int:

@@ -20,9 +20,6 @@ def early_end(cfg, progress, signal_number: int) -> str:
     if signal_number:
         return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
                 "--auto_resume continues from there")
-    if progress.step < cfg.max_steps and progress.decay_from:
-        return (f"stopped at step {progress.step}: the decay that a plateau began at step "
-                f"{progress.decay_from} has ended (--patience {cfg.patience})")
     if progress.step < cfg.max_steps:
         return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
                 f"had a lower loss (--patience {cfg.patience})")

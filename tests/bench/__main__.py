@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def machine() -> dict:
         "device": device_name(device),
         "precision": str(pick_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "python": notes["python"],
+        "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
     }
 
