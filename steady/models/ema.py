@@ -40,8 +40,10 @@ class Ema:
         torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
 
     @contextlib.contextmanager
-    def in_place(self, guard) -> Iterator[None]:
+    def in_place(self, guard, writer) -> Iterator[None]:
         """The model computes with the averages in here; meanwhile the guard saves nothing."""
+        if writer:  # a checkpoint may still be copied from the weights, beside this
+            writer.finish_copy()
         release(self.model)
         guard.clean = False
         self.exchange()
