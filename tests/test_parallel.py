@@ -223,7 +223,7 @@ def test_a_step_sends_what_the_estimate_says(corpus, tmp_path):
             assert process.code() == 0, process.text()
         line = process.text().split("sent ")[-1].splitlines()[0]
         sent.append((flags, json.loads(line)))
-    for flags, counted in sent:  # afterwards: CUDA builds of torch cannot fork after a backward pass
+    for flags, counted in sent:  # afterwards: a CUDA build cannot fork after a backward pass
         cfg = config.resolve(config.parse([*map(str, flags), "--vocab_size", "257"]))
         micro_batch = memory.micro_batch_size(cfg, 2)
         _, said = estimate.simulate(cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch
