@@ -294,6 +294,9 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         if val_data.tokenizer != train_data.tokenizer:
             raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
                               f"that of --data {train_data.tokenizer or 'unknown'}")
+        if val_data.vocab_size > cfg.vocab_size:  # as where a fork adds an id to that of before
+            raise ConfigError(f"{val_option}: ids below {val_data.vocab_size}, those of --data "
+                              f"are below {cfg.vocab_size}")
         n = eval_samples(cfg, val_data)
         val_data.group_by_length(1, n)  # one window over everything that is evaluated
         if not val_data.size(0, n, 1).targets and (cfg.eval_interval or cfg.eval_only):

@@ -187,20 +187,21 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     names = {name for name, p in model.named_parameters() if p.ndim == 2 and id(p) in in_blocks}
     parameters = parameters or dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    matrices = [p for name, p in trained.items() if name in names]
-    others = [p for name, p in trained.items() if name not in names]
-    groups = [dict(params=others, weight_decay=0.0)]
+    matrices = [dict(params=[p for name, p in trained.items() if name in names],
+                     weight_decay=cfg.weight_decay)]
+    others = [dict(params=[p for name, p in trained.items() if name not in names],
+                   weight_decay=0.0)]
     optimizers = []
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         ns_dtype = torch.bfloat16 if fast else torch.float32
-        optimizers.append(muon.Muon(matrices, cfg.learning_rate, cfg.weight_decay,
-                                    ns_dtype=ns_dtype, shards=shards))
+        optimizers.append(muon.Muon(matrices, cfg.learning_rate, ns_dtype=ns_dtype,
+                                    shards=shards))
     else:
-        groups.append(dict(params=matrices, weight_decay=cfg.weight_decay))
+        others += matrices
     betas = cfg.beta1, cfg.beta2
     fused = device.type != "mps"  # whose fused kernel ignores the divisor of `update` in torch 2.11
-    optimizers.append(torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=fused))
+    optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, fused=fused))
     return optimizers
 
 

@@ -52,7 +52,7 @@ class Masked(Mixture):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.n_targets = 5
+        self.n_targets, self.vocab_size = 5, 258  # the last id is the mask
 
     def batch(self, start: int, stop: int) -> Batch:
         tokens = super().batch(start, stop).tokens[:, :-1].long()
@@ -73,11 +73,14 @@ DISTILLED = '''        if self.training:
         return self.losses(self.hidden(tokens, documents=documents), targets)
 '''
 
-BY_LAYER = '''    layers = {}
-    for name, p in trained.items():
-        layers.setdefault(name.split(".")[1] if name in names else "0", []).append(p)
-    groups = [dict(params=ps, lr_scale=0.8 ** int(layer)) for layer, ps in layers.items()]
-    return [torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=fused)]
+MATRICES = '''    matrices = [dict(params=[p for name, p in trained.items() if name in names],
+                     weight_decay=cfg.weight_decay)]
+'''
+
+BY_LAYER = '''    matrices = [dict(params=[p for name, p in trained.items()
+                             if name in names and name.startswith(f"blocks.{i}.")],
+                     weight_decay=cfg.weight_decay, lr_scale=0.8 ** (cfg.n_layer - 1 - i))
+                for i in range(cfg.n_layer)]
 '''
 
 TEACHER = '''    shards.hold(model)
@@ -103,7 +106,7 @@ FORKS = {  # name → [(file, text, its replacement)]
                      "targets)\n", DISTILLED),
         ("train.py", "    shards.hold(model)\n", TEACHER)],
     "generated data": [snippet("Generated data")],
-    "rates by layer": [("train.py", "    return optimizers\n", BY_LAYER)],
+    "rates by layer": [("train.py", MATRICES, BY_LAYER)],
     "no monitor": [],
 }
 

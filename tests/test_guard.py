@@ -1,5 +1,6 @@
 """The guard stands alone: training's safety does not hang on the monitor."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -54,7 +55,9 @@ def same_end(a: Path, b: Path) -> bool:
 
 def test_without_the_monitor_it_trains_saves_and_resumes(fork, run, corpus):
     assert not re.search("monitor", (fork / "train.py").read_text())
-    go(fork, "--data", corpus, "--out_dir", "bare")
+    told = json.loads(go(fork, "--data", corpus, "--out_dir", "bare", "--json").splitlines()[-1])
+    assert told["train_loss"] is None and told["checkpoint"].endswith("step_00000012.pt")
+    assert "verified 2 of 2 segments, 6 steps, without losses" in go(fork, "--audit", "bare")
     go(fork, "--data", corpus, "--out_dir", "parts", "--max_steps", 8, "--lr_schedule", "constant")
     go(fork, "--data", corpus, "--out_dir", "parts", "--auto-resume", "--max_steps", 12)
     go(fork, "--data", corpus, "--out_dir", "whole", "--lr_schedule", "constant")

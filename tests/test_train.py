@@ -154,6 +154,46 @@ def test_optimizer_flags_and_precision_can_change_on_resume(run, tmp_path):
     assert state["state"][0]["step"].item() == 16  # the moments were kept
 
 
+class Growing(torch.optim.Optimizer):
+    """As Prodigy, it keeps what it has learnt of its step size in the options of a group."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.0, growth=1.0))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["growth"] *= 1.1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.1 * group["lr"] * group["growth"])
+
+
+def test_what_an_optimizer_keeps_in_its_groups_survives(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "make_optimizers",
+                        lambda model, *_: [Growing([dict(params=list(model.parameters()))])])
+    flags = ["--lr_schedule", "constant"]
+    assert "micro-batches of 8, growing\n" in run("--out_dir", "whole", *flags)
+    run("--out_dir", "parts", "--max_steps", 6, *flags)
+    run("--out_dir", "parts", "--auto_resume", "--max_steps", 12, bare=True)
+    whole, parts = (load(tmp_path / out / "checkpoints/step_00000012.pt")
+                    for out in ("whole", "parts"))
+    assert whole["optimizers"][0]["param_groups"][0]["growth"] == pytest.approx(1.1**12)
+    for part in ("model", "optimizers"):
+        assert compare(whole[part], parts[part])[1] == []
+
+
+def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
+    """A fork's mask would be another id in validation, and one more after each resume."""
+    plain = data.Mixture.__init__
+
+    def with_mask(self, *args):
+        plain(self, *args)
+        self.vocab_size += 1
+
+    monkeypatch.setattr(data.Mixture, "__init__", with_mask)
+    assert "--data: ids below 259, those of --data are below 258" in run(expect=2)
+
+
 def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch):
     """Same losses within rounding, and exactly the same samples, with and without accumulation."""
     flags = ["--log_interval", 1, "--eval_interval", 6, "--optimizer", "adamw"]
@@ -612,6 +652,26 @@ def test_a_group_may_have_a_rate_of_its_own():
     optimizer = torch.optim.SGD(groups, lr=1.0)
     assert train.set_learning_rate([optimizer], 0.5) == 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.5]
+
+
+def test_muons_groups_keep_their_options():
+    """Matrices of one shape, but of two groups, are not stacked."""
+    def weights():
+        generator = torch.Generator().manual_seed(0)
+        made = [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(3)]
+        for w in made:
+            w.grad = torch.randn(6, 4, generator=generator)
+        return made
+
+    together, apart = weights(), weights()
+    groups = [dict(params=together[:2], lr_scale=0.1, weight_decay=0.5), dict(params=together[2:])]
+    one = Muon(groups, lr=1.0)
+    others = [Muon(apart[:2], lr=0.1, weight_decay=0.5), Muon(apart[2:], lr=1.0)]
+    train.set_learning_rate([one], 1.0)
+    for muon in (one, *others):
+        muon.step()
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert [len(group["params"]) for group in one.param_groups] == [2, 1]
 
 
 def test_learning_rate_schedules():

@@ -32,6 +32,7 @@ COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler"
 MEANS = ("train/loss", "train/grad_norm")  # over the steps since the log before
 VALUES = ("train/learning_rate", "train/tokens", "val/loss", "val/loss_ema", "val/bits_per_byte")
 SAME_MEAN = 1e-9  # relative: of the same numbers, added in another order
+LOG = "metrics.jsonl"
 ROUNDING = 1e-3  # relative: on another machine, called rounding
 # What a segment does not need, and must not do.
 QUIET = dict(backup_to=None, wandb=False, tensorboard=False, sample_interval=0, keep_every=0,
@@ -70,7 +71,8 @@ def audit(run_dir: Path, segments: int, train) -> int:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
-        print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps")
+        unlogged = "" if (run_dir / LOG).exists() else f", without losses: there is no {LOG}"
+        print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps{unlogged}")
     return 1 if wrong else 2 if apart else 0
 
 
@@ -105,7 +107,9 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     if not again:
         return f"made again, it ends at step {run.progress.step}", True
     again = again.state()
-    rows = different_rows(run_dir, folder / "run", earlier.step, later.step)
+    rows = []
+    if (run_dir / LOG).exists():  # a fork may log nothing
+        rows = different_rows(run_dir, folder / "run", earlier.step, later.step)
     names = compare({n: state.get(n) for n in COMPARED}, {n: again.get(n) for n in COMPARED})[1]
     files, then = ([list(file) for file in each] for each in (run.train_data.fingerprint,
                                                               state["data"]))
@@ -139,7 +143,7 @@ def different_rows(run_dir: Path, again: Path, begin: int, end: int) -> list:
     The process that makes the steps again also logs the first one: so the first mean is put
     together from two. One that reaches back beyond `begin` is not compared.
     """
-    was, now = ({(row["step"], name): value for _, row in read_rows(run / "metrics.jsonl")
+    was, now = ({(row["step"], name): value for _, row in read_rows(run / LOG)
                  for name, value in row.items() if row["step"] <= end
                  and name in (*MEANS, *VALUES) and value is not None}
                 for run in (run_dir, again))

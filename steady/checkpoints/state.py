@@ -25,6 +25,11 @@ from steady.ranks.parallel import release
 from steady.ranks.ranks import shared_notes
 from steady.tokens.files import split_weight
 
+# Options of a group of parameters that flags and the device decide. Others are the optimizer's
+# own, such as the step size that Prodigy estimates: state, as a checkpoint holds it.
+OF_THIS_RUN = {"params", "lr", "lr_scale", "weight_decay", "betas", "momentum", "eps",
+               "foreach", "fused", "capturable"}
+
 
 @dataclass
 class Progress:
@@ -130,8 +135,10 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     ):
         by_name = {names[i]: each for i, each in saved["state"].items()}
         state_of_mine = {i: by_name[name] for i, name in enumerate(mine) if name in by_name}
-        # Learning rate, decay and betas are those of this run's flags, not the saved ones.
         groups = optimizer.state_dict()["param_groups"]
+        if len(groups) == len(saved["param_groups"]):
+            for group, before in zip(groups, saved["param_groups"], strict=True):
+                group.update((k, before[k]) for k in group.keys() & before.keys() - OF_THIS_RUN)
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])

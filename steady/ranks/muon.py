@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
     by_rows = True  # given `shards`, it works where a rank holds some rows: see parallel.Shards
 
-    def __init__(self, params, lr: float, weight_decay: float, momentum: float = 0.95,
+    def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.95,
                  ns_steps: int = 4, ns_dtype: torch.dtype = torch.float32, shards=None):
         self.ns_steps, self.ns_dtype = ns_steps, ns_dtype
         self.shards = shards if shards and shards.size > 1 else None
@@ -36,14 +36,16 @@ class Muon(torch.optim.Optimizer):
         self.grad_scale = self.found_inf = None
         self.average, self.apply, self.compiled = average, apply, False
         self.momenta = []  # of each group, stacked
-        ranks, by_shape, groups = self.shards.size if self.shards else 1, {}, []
-        for p in params:
-            by_shape.setdefault((whole_rows(p), p.shape[1]), []).append(p)
-        for (rows, columns), same in by_shape.items():
-            # stacks of at most 2^24 numbers a rank, of which a step makes several copies, but of as
-            # many matrices for each rank: one that has none waits for the others
-            n = ranks * max(1, 2**24 // (rows * columns))
-            groups += [dict(params=same[i : i + n]) for i in range(0, len(same), n)]
+        ranks, given, groups = self.shards.size if self.shards else 1, list(params), []
+        for group in given if given and isinstance(given[0], dict) else [dict(params=given)]:
+            by_shape = {}
+            for p in group["params"]:
+                by_shape.setdefault((whole_rows(p), p.shape[1]), []).append(p)
+            for (rows, columns), same in by_shape.items():
+                # stacks of at most 2^24 numbers a rank, of which a step makes several copies, but
+                # of as many matrices for each rank: one that has none waits for the others
+                n = ranks * max(1, 2**24 // (rows * columns))
+                groups += [group | dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
 
     def compile(self):

@@ -155,7 +155,8 @@ def report_text(out: dict) -> str:
 
 def summary(run_dir: Path) -> dict:
     """What a program asks of a run that has ended; null for what is not known."""
-    out = report(run_dir)
+    logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
+    out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
     figures, folder = out["figures"], run_dir / "checkpoints"
     names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
              "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",

@@ -42,6 +42,7 @@ def describe(run) -> str:
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
+    optimizers = dict.fromkeys(type(o).__name__.lower() for o in run.optimizers)  # as they are
     lines = [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
@@ -53,7 +54,7 @@ def describe(run) -> str:
         f"{ranks.workers} loader processes a rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}, {cfg.optimizer}",
+        f"{ranks.micro_batch}, {', '.join(optimizers)}",
         f"run     {run.dir.path}",
     ]
     if run.dir.resumed_from:
