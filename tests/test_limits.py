@@ -344,7 +344,7 @@ def test_what_traces_memory_ends_with_the_monitor(whose):
 
 
 @pytest.mark.parametrize("running, said", [
-    ([12, 12, 12, 12, 12], "11 other threads are running or ready to on 2 cores"),
+    ([12, 12, 12, 12, 12], "11 other threads compete for 2 cores"),
     ([2, 9, 2, 9, 2], None),  # for a moment
     ([], None),  # no /proc
 ])

@@ -132,17 +132,20 @@ def write_evil_run(folder):
         row, row | {"step": 2, "perf/mfu": 0.5}, {"step": 2, "hang": EVIL},
         {"step": 2, "runs_out": EVIL}, row | {"step": 10**400},
         {"step": 2, "anomaly": EVIL, "rank": EVIL, "value": 1, "median": 1,
-         "first_bad_layer": EVIL}])
+         "first_bad_layer": EVIL}, {"step": 2, "anomaly": EVIL, "value": EVIL},
+        {"step": 2, "val/loss": None}])
     (folder / "config.yaml").write_text(f"# commit: {EVIL}\n{json.dumps({EVIL: EVIL})}\n")
 
 
-def test_no_text_of_a_run_becomes_markup(tmp_path):
+def test_no_text_of_a_run_becomes_markup(tmp_path, capsys):
     folder = tmp_path / EVIL.replace("/", "")
     write_evil_run(folder)
     (told,) = make_page(tmp_path, folder)["runs"]
     text = (tmp_path / "page.html").read_text()
     assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text
     assert told["step"] == 2 and told["samples"][0]["text"] == EVIL
+    capsys.readouterr()
+    assert main([str(folder), "--json"]) == 0 and "NaN" not in capsys.readouterr().out
     assert told["config"] == {EVIL: EVIL}
 
 

@@ -12,7 +12,6 @@ import io
 import os
 import random
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -20,15 +19,14 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
+from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, list_checkpoints
 from steady.checkpoints.state import machine_of, save_checkpoint
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import rank_and_world
 from steady.watch.sinks import read_rows
 from tools.continuity import changed
+from tools.verify import differences, scratch_folder
 
-COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
-            "spikes", "evaluated_step")
 MEANS = ("train/loss", "train/grad_norm")  # over the steps since the log before
 VALUES = ("train/learning_rate", "train/tokens", "val/loss", "val/loss_ema", "val/bits_per_byte")
 SAME_MEAN = 1e-9  # relative: of the same numbers, added in another order
@@ -46,7 +44,10 @@ def audit(run_dir: Path, segments: int, train) -> int:
     if not pairs:
         raise ConfigError(f"--audit {run_dir}: expected two checkpoints or more, as "
                           "--keep_checkpoints and --keep_every keep them")
-    machine = found[-1].states("meta")[0]["machine"]
+    machine = found[-1].states("meta")[0].get("machine")
+    if not machine:
+        raise ConfigError(f"--audit {run_dir}: an older version of this program has made it, "
+                          "which kept too little for this")
     if machine["ranks"] != world_size:
         raise ConfigError(f"--audit {run_dir}: made by {machine['ranks']} processes, not "
                           f"{world_size}; expected torchrun --nproc_per_node={machine['ranks']}")
@@ -57,8 +58,7 @@ def audit(run_dir: Path, segments: int, train) -> int:
     draw = random.Random(os.getppid() if world_size > 1 else None)
     chosen = sorted(draw.sample(pairs, min(segments, len(pairs))), key=lambda pair: pair[0].step)
     verified, steps, wrong, apart = 0, 0, False, False
-    folder = Path(tempfile.gettempdir()) / f"steady-audit-{os.getuid()}-{os.getppid()}"
-    try:
+    with scratch_folder("audit") as folder:
         for earlier, later in chosen:
             text, here = audit_segment(run_dir, earlier, later, folder / later.name, train)
             if rank == 0:
@@ -66,9 +66,6 @@ def audit(run_dir: Path, segments: int, train) -> int:
             if not text:
                 verified, steps = verified + 1, steps + later.step - earlier.step
             wrong, apart = wrong or bool(text and here), apart or bool(text and not here)
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
         print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps")
     return 1 if wrong else 2 if apart else 0
@@ -82,11 +79,13 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
         if wrong := checkpoint.find_damage():
             return f"{checkpoint}: {wrong}", True
     state = later.state()
-    folder.mkdir(parents=True, exist_ok=True)
-    options = folder / f"{rank}.yaml"
-    write_yaml(dataclasses.replace(Config(**state["config"]), **QUIET), options, {})
+    if earlier.state("meta").get("max_steps") != state.get("max_steps"):
+        return "not repeated: in it --max_minutes or the schedule plateau set max_steps", False
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with (tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(output),
+          contextlib.redirect_stderr(output)):
+        options = Path(own, "config.yaml")
+        write_yaml(dataclasses.replace(Config(**state["config"]), **QUIET), options, {})
         run = train.set_up([f"--config={options}", f"--resume={earlier}",
                             f"--out_dir={folder / 'run'}", "--allow_change=data"])
         train.open_run_dir(run)
@@ -106,7 +105,7 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
         return f"made again, it ends at step {run.progress.step}", True
     again = again.state()
     rows = different_rows(run_dir, folder / "run", earlier.step, later.step)
-    names = compare({n: state.get(n) for n in COMPARED}, {n: again.get(n) for n in COMPARED})[1]
+    names = differences(state, again)[1]
     files, then = ([list(file) for file in each] for each in (run.train_data.fingerprint,
                                                               state["data"]))
     if files != then:

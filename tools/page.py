@@ -31,7 +31,7 @@ from steady.watch.words import describe_anomaly, describe_event
 PARTS = Path(__file__).parent / "page"
 POINTS = 1000  # most of a line, of all runs together
 MOST_ANOMALIES, MOST_SAMPLES = 1000, 40
-DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(/|$)|memory/|"
+DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema)?(/|$)|memory/|"
                    rf"perf/(tokens_per_second|step_ms|({'|'.join(STEP_PHASES)})_ms)$")
 
 

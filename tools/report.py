@@ -81,7 +81,9 @@ def print_reports(argv: list[str]) -> int:
     except OSError as e:
         raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
-        print(json.dumps(reports, indent=1, default=asdict))
+        text = json.dumps(reports, default=asdict)
+        finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
+        print(json.dumps(finite, indent=1))
     else:
         for r in reports:
             text = f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n"

@@ -1,5 +1,6 @@
 """Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -58,7 +59,31 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     return "\n".join(lines), all_valid
 
 
-COMPARED = "model", "optimizers", "scaler", "step", "position", "tokens", "best_loss", "spikes"
+# What decides the rest of a run. Not the best loss so far, which belongs to a directory.
+COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
+            "spikes", "evaluated_step")
+
+
+def differences(one: dict, two: dict) -> tuple[int, list[str]]:
+    """(number of values and tensors in two states, names of those that differ)."""
+    return compare({n: one.get(n) for n in COMPARED}, {n: two.get(n) for n in COMPARED})
+
+
+@contextlib.contextmanager
+def scratch_folder(purpose: str):
+    """A temporary folder, the same for all ranks of a machine: under torchrun they share a parent.
+
+    Rank 0 empties and deletes it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{os.getppid()}"
+    rank = rank_and_world()[0]
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
@@ -66,35 +91,29 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
-    if cfg.epochs:
-        raise ConfigError("--epochs: not with --verify_resume K, which trains 2 K steps")
-    if cfg.resume:
-        raise ConfigError("--resume: not with --verify_resume K, which starts afresh")
-    k, rank = cfg.verify_resume, rank_and_world()[0]
-    # the parent's id: under torchrun the same on all ranks of a machine
-    folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
+    for name in ("epochs", "max_minutes", "resume"):
+        if getattr(cfg, name):
+            raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps of a "
+                              "new run")
+    k, patience = cfg.verify_resume, 10**9 if cfg.patience else 0  # which ends no part of it
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
-             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
-             "--patience=0", "--deterministic", "--no_tensorboard", "--no_wandb",
+             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_every={k}",
+             f"--patience={patience}", "--deterministic", "--no_tensorboard", "--no_wandb",
              "--no_auto_resume", "--no_overwrite"]
-    flags += [f"--backup_to={folder / 'backup'}"] if cfg.backup_to else []  # not the run's own
-    straight, resumed = folder / "straight", folder / "resumed"
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
+    with scratch_folder("verify") as folder:
+        straight, resumed = folder / "straight", folder / "resumed"
+        if cfg.backup_to:  # not the run's own
+            flags.append(f"--backup_to={folder / 'backup'}")
         code = train([*argv, *flags, f"--out_dir={straight}"])
         if code:
             return code
         middle = checkpoint_at(straight / "checkpoints", k)
         code = train([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
-        if code or rank:
+        if code or rank_and_world()[0]:
             return code
         one, two = (checkpoint_at(run / "checkpoints", 2 * k).state()
                     for run in (straight, resumed))
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    count, different = compare({n: one[n] for n in COMPARED}, {n: two[n] for n in COMPARED})
+    count, different = differences(one, two)
     if different:
         print(f"verify_resume: differs after {k} + {k} steps: {different[0]} and "
               f"{len(different) - 1} others of {count}")

@@ -44,7 +44,7 @@ def report(run_dir: Path, also=None) -> dict:
         learning.add(row)
         newest = max(newest, row["step"])
         detector.add(row)
-        figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
+        figures |= {name: row[name] for name in FIGURES if name in row}
         so_far = seconds_so_far([row]) or so_far
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
@@ -59,6 +59,7 @@ def report(run_dir: Path, also=None) -> dict:
             for name in ms if last_log is not None else ():
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
         last_log = row["step"]
+    figures = {name: value for name, value in figures.items() if value is not None}  # not finite
     if medians:
         tenth = max(1, len(medians) // 10)
         figures["step_ms_median"] = float(np.median(medians))
@@ -114,7 +115,7 @@ def verdict(out: dict) -> list[str]:
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if not shown:
         lines.append("steady: no slow-down found" if out["judged"] else
-                     "too few logs with times of phases to judge the speed")
+                     "too few logs to judge the speed")
     for event in shown:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
         lines.append(describe_event(event) + ended)
@@ -147,7 +148,7 @@ def report_text(out: dict) -> str:
                  f"{seconds['lost'] / wall:.1%} was lost to crashes")
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
         steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
-        lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
+        lines.append(f"anomaly {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
     verdict_lines = "\n".join(out["verdict"]).splitlines()
     lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(verdict_lines)]
     return "\n".join(lines)
