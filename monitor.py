@@ -29,7 +29,7 @@ from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
 from steady.watch.clock import Clock, Goodput
-from steady.watch.evaluation import Update, output_health
+from steady.watch.evaluation import Update, output_entropy
 from steady.watch.learning import AnomalyDetector, Learning
 from steady.watch.machine import Machine
 from steady.watch.profile import Sampler, Tracer
@@ -134,9 +134,8 @@ class Monitor:
             with self.ranks.autocast, gathered(model):
                 counted = batch.targets != IGNORE
                 real = counted.any()  # not with dummy rows alone
-                found = output_health(model, batch.tokens, counted, batch.documents)
-            for name, value in found.items():
-                self.log(name, value * real, real)
+                entropy = output_entropy(model, batch.tokens, counted, batch.documents)
+            self.log("health/output_entropy", entropy * real, real)
 
     def step(self, step: int, learning_rate: float, loss, grad_norm, size, excess=None) -> list:
         """Step number `step` is done: log if it is due. Returns the anomalies that it then finds.

@@ -5,7 +5,7 @@
 const COLOURS = {  // neighbours in a stack differ in lightness, for black and white
   data: "#f2a72e", forward: "#0b4f8a", backward: "#8cc9f0", waiting: "#c2659b", optimizer: "#12683f",
   other: "#c3c8cf", logging: "#a8861a", evaluation: "#532f85", checkpoint: "#f0926a",
-  startup: "#c9ced6", training: "#2a7f62", lost: "#c62828",
+  "start-up": "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [1, 3]];  // of lines, for black and white
 const HEIGHT = 235;
@@ -63,9 +63,9 @@ function drawHead() {
   add(head, "p", "made " + page.made, {className: "soft"});
 }
 
-function drawGoodput(block, run) {  // a stretch for each kind of each process
-  const parts = run.processes.flatMap(p => page.kinds.map(kind => [kind, p[kind]])).filter(([, s]) => s > 0);
-  const total = parts.reduce((sum, [, s]) => sum + s, 0), sums = {};
+function drawGoodput(block, run) {
+  const parts = Object.entries(run.seconds).filter(([, s]) => s > 0);
+  const total = parts.reduce((sum, [, s]) => sum + s, 0);
   if (!total) return;
   const share = s => `${(100 * s / total).toFixed(1)} %`;
   const bar = add(block, "div", "", {className: "bar"});
@@ -73,10 +73,9 @@ function drawGoodput(block, run) {  // a stretch for each kind of each process
     const part = add(bar, "i", "", {className: kind, title: `${kind}: ${duration(s)}, ${share(s)}`});
     part.style.flexGrow = s / total;
     part.style.backgroundColor = COLOURS[kind];
-    sums[kind] = (sums[kind] || 0) + s;
   }
   const key = add(block, "p", duration(total), {className: "soft"});
-  for (const [kind, s] of Object.entries(sums)) {
+  for (const [kind, s] of parts) {
     add(key, "span", " ■ ").style.color = COLOURS[kind];
     add(key, "span", `${kind} ${share(s)}`);
   }
