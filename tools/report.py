@@ -55,7 +55,7 @@ def regression_percent(reports: list[dict]) -> float:
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
     if argv[:1] == ["compare"]:
-        from tools.compare import compare  # which imports torch
+        from tools.compare import compare  # and with it all that trains
         return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
     return run_command("monitor.py", print_reports, argv)
 
