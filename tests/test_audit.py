@@ -1,7 +1,6 @@
 """--audit finds what was altered in a run, and accuses none that was not; a run that was moved."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -19,7 +18,6 @@ from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.sealed import write_checkpoint
 from tools import verify
 
-TRIES = int(os.environ.get("STEADY_TRIES", 1))  # of each kind of fraud
 FLAGS = ["--save_interval", 3, "--keep_checkpoints", 9, "--eval_interval", 5, "--dropout", 0.1,
          "--log_interval", 2, "--ema", 0.9]
 
@@ -87,15 +85,9 @@ def exchange_sample(run_dir: Path, draw: random.Random):
 
 @pytest.mark.parametrize("alter", [alter_weight, alter_rate, alter_row, exchange_sample])
 def test_what_was_altered_is_found(run, copied, alter):
-    for number in range(TRIES):
-        shutil.copytree(copied, "altered")
-        shutil.copytree(copied.parent / "tokens", "kept")
-        alter(Path("altered"), random.Random(number))
-        told = run("--audit", "altered", "--segments", 9, bare=True, expect=1)
-        assert re.search(r"^steps \d+ to \d+: .+ differs", told, re.M)
-        shutil.rmtree("altered")
-        shutil.rmtree(copied.parent / "tokens")
-        os.rename("kept", copied.parent / "tokens")
+    alter(copied, random.Random(0))
+    told = run("--audit", copied, "--segments", 9, bare=True, expect=1)
+    assert re.search(r"^steps \d+ to \d+: .+ differs", told, re.M)
 
 
 def test_a_skipped_update_is_found(run, monkeypatch):
