@@ -81,12 +81,10 @@ class Monitor:
             self.learning.add(row)
             self.slowdowns.add(row)
             self.resources.find(row)
-        # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
         self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
         self.mixture, self.dataset_totals = None, None  # [2, datasets]: losses and targets
-        # time
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.disturbed = Machine(device, start_step), False
@@ -165,13 +163,8 @@ class Monitor:
             self.clock.sample_step()
         return anomalies
 
-    # --- a log ---
-
     def gather_values(self, step: int) -> tuple[dict[str, float], list]:
-        """Metrics of this log interval over steps and ranks, in one copy from the device.
-
-        And the anomalies among its steps.
-        """
+        """(metrics of this log interval over steps and ranks, its anomalies), in one copy."""
         if self.mixture:
             for k, dataset in enumerate(self.mixture.datasets):
                 self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])

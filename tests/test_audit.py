@@ -16,7 +16,7 @@ import data
 import train
 from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.sealed import write_checkpoint
-from tools import verify
+from tools import audit
 
 FLAGS = ["--save_interval", 3, "--keep_checkpoints", 9, "--eval_interval", 5, "--dropout", 0.1,
          "--log_interval", 2, "--ema", 0.9]
@@ -168,7 +168,7 @@ def test_a_resume_on_another_machine_repeats_some_steps(run, copied):
     assert "continues exactly: steps 10 to 10 have the same losses here; changed: torch 2.99 -> " \
         in told
     ends = [Checkpoint.named(Path(name) / "checkpoints", 12).state() for name in ("same", "other")]
-    assert not verify.differences(*ends)[1]
+    assert not audit.differences(*ends)[1]
     assert [row["step"] for row in rows(Path("other")) if "train/loss" in row] == [
         row["step"] for row in rows(Path("same")) if "train/loss" in row]
 

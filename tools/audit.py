@@ -12,6 +12,7 @@ import io
 import os
 import random
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -19,14 +20,16 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, list_checkpoints
+from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
 from steady.checkpoints.state import machine_of, save_checkpoint
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import rank_and_world
 from steady.watch.sinks import read_rows
 from tools.continuity import changed
-from tools.verify import differences, scratch_folder
 
+# What decides the rest of a run. Not the best loss so far, which belongs to a directory.
+COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
+            "spikes", "evaluated_step")
 MEANS = ("train/loss", "train/grad_norm")  # over the steps since the log before
 VALUES = ("train/learning_rate", "train/tokens", "val/loss", "val/loss_ema", "val/bits_per_byte")
 SAME_MEAN = 1e-9  # relative: of the same numbers, added in another order
@@ -69,6 +72,28 @@ def audit(run_dir: Path, segments: int, train) -> int:
     if rank == 0:
         print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps")
     return 1 if wrong else 2 if apart else 0
+
+
+def differences(one: dict, two: dict) -> tuple[int, list[str]]:
+    """(number of values and tensors in two states, names of those that differ)."""
+    return compare({n: one.get(n) for n in COMPARED}, {n: two.get(n) for n in COMPARED})
+
+
+@contextlib.contextmanager
+def scratch_folder(purpose: str):
+    """A temporary folder, the same for all ranks of a machine: under torchrun they share a parent.
+
+    Rank 0 empties and deletes it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{os.getppid()}"
+    rank = rank_and_world()[0]
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder: Path,

@@ -1,9 +1,5 @@
 """Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
-import contextlib
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from config import Config
@@ -11,11 +7,11 @@ from steady.checkpoints.checkpoint import (
     Checkpoint,
     best_checkpoint,
     checkpoint_at,
-    compare,
     list_checkpoints,
 )
 from steady.options import ConfigError
 from steady.ranks.ranks import rank_and_world
+from tools.audit import audit, differences, scratch_folder
 
 
 def look(argv: list[str], cfg: Config, train) -> int:
@@ -27,8 +23,6 @@ def look(argv: list[str], cfg: Config, train) -> int:
     if cfg.verify_resume:
         return verify_resume(argv, cfg, train.main)
     if cfg.audit:
-        from tools.audit import audit
-
         return audit(Path(cfg.audit), cfg.segments, train)
     from tools.estimate import estimate_run
 
@@ -57,33 +51,6 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
             told = f"valid, step {state['step']}, best loss {state['best_loss']:.4f}"
         lines.append(f"{checkpoint.path.name:22s} {told}")
     return "\n".join(lines), all_valid
-
-
-# What decides the rest of a run. Not the best loss so far, which belongs to a directory.
-COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
-            "spikes", "evaluated_step")
-
-
-def differences(one: dict, two: dict) -> tuple[int, list[str]]:
-    """(number of values and tensors in two states, names of those that differ)."""
-    return compare({n: one.get(n) for n in COMPARED}, {n: two.get(n) for n in COMPARED})
-
-
-@contextlib.contextmanager
-def scratch_folder(purpose: str):
-    """A temporary folder, the same for all ranks of a machine: under torchrun they share a parent.
-
-    Rank 0 empties and deletes it.
-    """
-    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{os.getppid()}"
-    rank = rank_and_world()[0]
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
-        yield folder
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
