@@ -29,7 +29,7 @@ from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
 from steady.watch.clock import Clock, Goodput
-from steady.watch.evaluation import Update, output_health
+from steady.watch.evaluation import Update, output_entropy
 from steady.watch.learning import AnomalyDetector, Learning
 from steady.watch.machine import Machine
 from steady.watch.profile import Sampler, Tracer
@@ -81,12 +81,10 @@ class Monitor:
             self.learning.add(row)
             self.slowdowns.add(row)
             self.resources.find(row)
-        # metrics, on the device
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
         self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
         self.mixture, self.dataset_totals = None, None  # [2, datasets]: losses and targets
-        # time
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.disturbed = Machine(device, start_step), False
@@ -134,9 +132,8 @@ class Monitor:
             with self.ranks.autocast, gathered(model):
                 counted = batch.targets != IGNORE
                 real = counted.any()  # not with dummy rows alone
-                found = output_health(model, batch.tokens, counted, batch.documents)
-            for name, value in found.items():
-                self.log(name, value * real, real)
+                entropy = output_entropy(model, batch.tokens, counted, batch.documents)
+            self.log("health/output_entropy", entropy * real, real)
 
     def step(self, step: int, learning_rate: float, loss, grad_norm, size, excess=None) -> list:
         """Step number `step` is done: log if it is due. Returns the anomalies that it then finds.
@@ -166,13 +163,8 @@ class Monitor:
             self.clock.sample_step()
         return anomalies
 
-    # --- a log ---
-
     def gather_values(self, step: int) -> tuple[dict[str, float], list]:
-        """Metrics of this log interval over steps and ranks, in one copy from the device.
-
-        And the anomalies among its steps.
-        """
+        """(metrics of this log interval over steps and ranks, its anomalies), in one copy."""
         if self.mixture:
             for k, dataset in enumerate(self.mixture.datasets):
                 self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])

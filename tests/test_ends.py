@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import config
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.guard import deadline
+from steady.watch.report import summary
 from tools import generate
 
 WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
@@ -232,6 +234,18 @@ def test_the_last_line_is_json(run, tmp_path):
     assert found["checkpoint"] == "r/checkpoints/step_00000012.pt"
     assert found["best"] == "r/checkpoints/best.pt" and found["seconds"] > 0
     assert isinstance(found["verdict"], list) and found["val_loss_ema"] is None
+    (tmp_path / "r/checkpoints/step_00000012.pt").unlink()
+    with open(tmp_path / "r/metrics.jsonl", "a") as file:
+        file.write('{"step": 12, "val/loss": null}\n')  # not finite
+    found = summary(Path("r"))
+    assert found["val_loss"] is None
+    assert found["checkpoint"] == "r/checkpoints/step_00000006.pt"
+
+
+def test_json_names_checkpoints_in_parts(run, tmp_path):
+    told = run("--json", "--out_dir", "r", "--parallel", "zero2", ranks=2)
+    found = json.loads(re.findall(r"^{.*}$", told, re.M)[0])
+    assert found["checkpoint"] == "r/checkpoints/step_00000012"
 
 
 def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):

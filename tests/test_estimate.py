@@ -49,7 +49,7 @@ def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, ch
     assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, accumulation), rel=0.001)
 
 
-def test_parts_are_exact(run):
+def test_parts_are_exact():
     cfg = config.resolve(config.parse([*SHAPE, "--n_layer", "2", "--batch_size", "4",
                                        "--optimizer", "adamw"]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
@@ -94,14 +94,13 @@ def test_what_is_shared_by_two_gpus(accumulation):
     assert found["step_seconds"] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("layers, millions", [(2, "666.91")])
-def test_the_command_allocates_nothing(run, tmp_path, layers, millions):
+def test_the_command_allocates_nothing(run, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told = run("--estimate", "64", "--model", "7b", "--n_layer", layers, "--vocab_size", "32000",
+    told = run("--estimate", "64", "--model", "7b", "--n_layer", 2, "--vocab_size", "32000",
                "--batch_size", "64", "--micro_batch_size", "1", bare=True)
     added = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert added * (1 if sys.platform == "darwin" else 1024) < 300e6  # of 2.7 GB and more
-    assert f"{millions} M parameters" in told and "zero3" in told and "days" in told
+    assert "666.91 M parameters" in told and "zero3" in told and "days" in told
     assert not list(tmp_path.iterdir())
 
 

@@ -941,6 +941,9 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     flags = ["--patience", 1, "--eval_interval", 1, "--learning_rate", 1]  # ends no part of it
     flags += ["--auto_resume", "--dropout", "0.1"]  # it starts afresh all the same
     assert "verify_resume: identical, " in run("--verify_resume", 4, *flags)
+    flags += ["--learning_rate", 1e-3, "--lr_schedule", "plateau"]  # each evaluation saves
+    assert "verify_resume: identical, " in run("--verify_resume", 4, *flags)
+    assert "--max_minutes" in run("--verify_resume", 4, "--max_minutes", 1, bare=True, expect=2)
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))

@@ -91,25 +91,17 @@ def test_nothing_runs_out_while_the_steps_are_unknown():
     assert not watch(leak, last_step=UNKNOWN)
 
 
-def test_a_leak_that_begins_late_is_found_and_does_not_count_what_was_before():
-    [finding] = watch(lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), rows=2000)
-    assert abs(finding.since - 9000) < 300
-    assert finding.values["at_step"] == pytest.approx(15_000, rel=0.02)
-
-
-def test_a_leak_under_a_sawtooth_is_found():
-    [finding] = watch(lambda s: 1 + 0.5 * (s % 350) / 350 + 0.0005 * s)
-    assert finding.values["per_step"] == pytest.approx(0.0005, rel=0.1)
-
-
 @pytest.mark.parametrize("name, value, resource, at_step", [
+    # what began late does not count what was before; nor a sawtooth on top
+    (HOST, lambda s: 2 + 0.001 * max(0, s - 9000) + noise(), "host memory", 15_000),
+    (HOST, lambda s: 1 + 0.5 * (s % 350) / 350 + 0.0005 * s, "host memory", 14_000),
     ("memory/open_files", lambda s: 20 + s // 25 + s % 3, "open files", 25_000),
     ("memory/threads", lambda s: 20 + s // 20, "threads", 19_600),
     ("memory/allocated_gb", lambda s: 10 + 0.01 * s, "device memory", 7000),
     ("disk/free_gb", lambda s: 100 - 2 * (s // 500), "disk space", 25_000),
 ])
 def test_every_resource_is_watched(name, value, resource, at_step):
-    [finding] = watch(value, name)
+    [finding] = watch(value, name, rows=2000)
     assert finding.code == resource and "runs out at about step" in str(finding)
     assert finding.values["at_step"] == pytest.approx(at_step, rel=0.05)
 
@@ -137,13 +129,6 @@ def test_what_a_step_needs_of_the_device_counts():
         "high sawtooth", "long sawtooth", "constant"])
 def test_no_alarm_without_sustained_growth(value):
     assert watch(value, rows=2000) == []
-
-
-def test_noise_and_single_steps_are_no_alarm_in_many_runs():
-    for _ in range(8):
-        level, step = rng.uniform(3, 6), rng.integers(200, 1600)
-        assert watch(lambda s, at=level: at + noise(0.3), rows=200) == []
-        assert watch(lambda s, at=step: 4 + 3 * (s > at) + noise(0.1), rows=200) == []
 
 
 def test_no_period_of_a_sawtooth_is_taken_for_growth():
@@ -315,14 +300,6 @@ def test_after_a_warning_the_line_that_keeps_memory_is_named(monkeypatch):
     assert resources.allocations is None and not tracemalloc.is_tracing()
 
 
-def test_no_line_is_named_where_python_allocates_nothing(monkeypatch):
-    monkeypatch.setattr(Allocations, "SECONDS", 0.0)
-    allocations = Allocations(100)
-    assert allocations.look(110) == ""  # too early
-    assert allocations.look(120) == ""  # from here on
-    assert "no line" in allocations.look(140)
-
-
 @pytest.mark.parametrize("whose", ["ours", "a fork's"])
 def test_what_traces_memory_ends_with_the_monitor(whose):
     """As before a rollback, which makes another; a fork's own goes on."""
@@ -344,7 +321,7 @@ def test_what_traces_memory_ends_with_the_monitor(whose):
 
 
 @pytest.mark.parametrize("running, said", [
-    ([12, 12, 12, 12, 12], "11 other threads are running or ready to on 2 cores"),
+    ([12, 12, 12, 12, 12], "11 other threads compete for 2 cores"),
     ([2, 9, 2, 9, 2], None),  # for a moment
     ([], None),  # no /proc
 ])

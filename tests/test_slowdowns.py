@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_causes import codes
 from test_monitor import Clock, make, spend, step
 
 import data
@@ -81,10 +82,6 @@ def before_each(monkeypatch, owner, name: str, do):
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, call)
-
-
-def codes(event) -> list[str]:
-    return [cause.code for cause in event.causes]
 
 
 def the_event(events, clock, kind="step"):

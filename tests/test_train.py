@@ -773,7 +773,6 @@ def test_full_measures_the_health_of_each_layer(run, tmp_path):
     moved = found[1]["health/update_ratio/head"] * found[1]["health/param_norm/head"]
     assert moved == pytest.approx(1.5e-2 * math.sqrt(257 * 32), rel=0.02)
     assert 0 < row["health/output_entropy"] <= math.log(257)
-    assert 0 < row["health/output_top1"] < 1
     assert all("health/param_norm" in row for row in found.values())
     plain = tmp_path / "plain"
     run("--out_dir", plain, "--optimizer", "adamw", "--weight_decay", 0, "--warmup_steps", 0)

@@ -27,6 +27,7 @@ from steady.ranks.ranks import rank_and_world
 from steady.watch.sinks import read_rows
 from tools.continuity import changed
 
+# What decides the rest of a run. Not the best loss so far, which belongs to a directory.
 COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
             "spikes", "evaluated_step")
 MEANS = ("train/loss", "train/grad_norm")  # over the steps since the log before
@@ -47,7 +48,10 @@ def audit(run_dir: Path, segments: int, train) -> int:
     if not pairs:
         raise ConfigError(f"--audit {run_dir}: expected two checkpoints or more, as "
                           "--keep_checkpoints and --keep_every keep them")
-    machine = found[-1].states("meta")[0]["machine"]
+    machine = found[-1].states("meta")[0].get("machine")
+    if not machine:
+        raise ConfigError(f"--audit {run_dir}: an older version of this program has made it, "
+                          "which kept too little for this")
     if machine["ranks"] != world_size:
         raise ConfigError(f"--audit {run_dir}: made by {machine['ranks']} processes, not "
                           f"{world_size}; expected torchrun --nproc_per_node={machine['ranks']}")
@@ -58,8 +62,7 @@ def audit(run_dir: Path, segments: int, train) -> int:
     draw = random.Random(os.getppid() if world_size > 1 else None)
     chosen = sorted(draw.sample(pairs, min(segments, len(pairs))), key=lambda pair: pair[0].step)
     verified, steps, wrong, apart = 0, 0, False, False
-    folder = Path(tempfile.gettempdir()) / f"steady-audit-{os.getuid()}-{os.getppid()}"
-    try:
+    with scratch_folder("audit") as folder:
         for earlier, later in chosen:
             text, here = audit_segment(run_dir, earlier, later, folder / later.name, train)
             if rank == 0:
@@ -67,13 +70,32 @@ def audit(run_dir: Path, segments: int, train) -> int:
             if not text:
                 verified, steps = verified + 1, steps + later.step - earlier.step
             wrong, apart = wrong or bool(text and here), apart or bool(text and not here)
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
         unlogged = "" if (run_dir / LOG).exists() else f", without losses: there is no {LOG}"
         print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps{unlogged}")
     return 1 if wrong else 2 if apart else 0
+
+
+def differences(one: dict, two: dict) -> tuple[int, list[str]]:
+    """(number of values and tensors in two states, names of those that differ)."""
+    return compare({n: one.get(n) for n in COMPARED}, {n: two.get(n) for n in COMPARED})
+
+
+@contextlib.contextmanager
+def scratch_folder(purpose: str):
+    """A temporary folder, the same for all ranks of a machine: under torchrun they share a parent.
+
+    Rank 0 empties and deletes it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{os.getppid()}"
+    rank = rank_and_world()[0]
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder: Path,
@@ -84,11 +106,13 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
         if wrong := checkpoint.find_damage():
             return f"{checkpoint}: {wrong}", True
     state = later.state()
-    folder.mkdir(parents=True, exist_ok=True)
-    options = folder / f"{rank}.yaml"
-    write_yaml(dataclasses.replace(Config(**state["config"]), **QUIET), options, {})
+    if earlier.state("meta").get("max_steps") != state.get("max_steps"):
+        return "not repeated: in it --max_minutes or the schedule plateau set max_steps", False
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with (tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(output),
+          contextlib.redirect_stderr(output)):
+        options = Path(own, "config.yaml")
+        write_yaml(dataclasses.replace(Config(**state["config"]), **QUIET), options, {})
         run = train.set_up([f"--config={options}", f"--resume={earlier}",
                             f"--out_dir={folder / 'run'}", "--allow_change=data"])
         train.open_run_dir(run)
@@ -110,7 +134,7 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     rows = []
     if (run_dir / LOG).exists():  # a fork may log nothing
         rows = different_rows(run_dir, folder / "run", earlier.step, later.step)
-    names = compare({n: state.get(n) for n in COMPARED}, {n: again.get(n) for n in COMPARED})[1]
+    names = differences(state, again)[1]
     files, then = ([list(file) for file in each] for each in (run.train_data.fingerprint,
                                                               state["data"]))
     if files != then:

@@ -47,7 +47,10 @@ def check_continuity(run, train):
     trail = saved["trail"].clone()
     if differences and comparable and len(trail) and ranks.rank == 0:
         earlier = checkpoint_at(start.path.parent, saved["trail_from"])
-    earlier = ranks.broadcast(earlier if earlier and not earlier.find_damage() else None)
+        if earlier and (earlier.find_damage() or
+                        earlier.states("meta")[0].get("max_steps") != saved.get("max_steps")):
+            earlier = None  # damaged, or --max_minutes has set the schedule since
+    earlier = ranks.broadcast(earlier)
     if not earlier:
         return
     load_checkpoint(run, earlier)

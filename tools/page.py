@@ -9,7 +9,6 @@ as in its npm package. SHA-256 of uPlot.iife.min.js:
 import base64
 import errno
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import numpy as np
 import yaml
 
 from steady.checkpoints.sealed import atomic_write
-from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.report import report
 from steady.watch.sinks import STEP_PHASES
 from steady.watch.slowdowns import worth_saying
@@ -31,7 +29,7 @@ from steady.watch.words import describe_anomaly, describe_event
 PARTS = Path(__file__).parent / "page"
 POINTS = 1000  # most of a line, of all runs together
 MOST_ANOMALIES, MOST_SAMPLES = 1000, 40
-DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(/|$)|memory/|"
+DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema)?(/|$)|memory/|"
                    rf"perf/(tokens_per_second|step_ms|({'|'.join(STEP_PHASES)})_ms)$")
 
 
@@ -43,7 +41,7 @@ class Charts:
 
     def __init__(self):
         self.columns = {}  # name → (steps, values)
-        self.processes, self.samples = [], []  # processes: the seconds by kind up to their ends
+        self.starts, self.samples = [], []  # starts: the first step of each process
 
     def add(self, row: dict):
         first = "perf/startup_s" in row  # the first step of a process, which takes long
@@ -55,21 +53,18 @@ class Charts:
                 values.append(value)
         if "sample" in row:
             self.samples.append({"step": row["step"], "text": row["sample"][:2000]})
-        if so_far := seconds_so_far([row]):
-            if first or not self.processes:
-                self.processes.append({"step": row["step"]})
-            self.processes[-1] |= so_far
+        if first:
+            self.starts.append(row["step"])
 
     def data(self, found: dict, points: int) -> dict:
         """All of it; found: the report of the run."""
-        processes = by_process(self.processes)
         return dict(
             name=found["run"],
             step=found["step"],
             verdict=found["verdict"],
             figures=found["figures"],
-            processes=processes,
-            events=events_of(found, processes),
+            seconds=found["seconds"],
+            events=events_of(found, self.starts),
             lines={name: thin(*column, points) for name, column in self.columns.items()},
             samples=self.samples[-MOST_SAMPLES:],
             config=read_config(Path(found["run"]) / "config.yaml"),
@@ -87,22 +82,7 @@ def thin(steps: array, values: array, points: int) -> list[list]:
             [float(f"{x:.4g}") if math.isfinite(x) else None for x in means]]
 
 
-def by_process(so_far: list[dict]) -> list[dict]:
-    """Seconds of each process by kind, from those since the run began up to the end of each.
-
-    What a crash cost is known to the process that follows, and counted for the one that crashed.
-    """
-    out, before = [], dict.fromkeys(KINDS, 0.0)
-    for now in so_far:
-        spent = {kind: round(max(0.0, now[kind] - before[kind]), 3) for kind in KINDS}
-        if out:
-            out[-1]["lost"], spent["lost"] = spent["lost"], 0.0
-        out.append({"step": now["step"]} | spent)
-        before = now
-    return out
-
-
-def events_of(found: dict, processes: list[dict]) -> list[dict]:
+def events_of(found: dict, starts: list[int]) -> list[dict]:
     """[{kind, step, until, text}] of what happened, in order of steps."""
     out = [dict(kind="slow-down", step=event.since, until=event.ended,
                 text=describe_event(event)) for event in found["slowdowns"] if worth_saying(event)]
@@ -113,10 +93,8 @@ def events_of(found: dict, processes: list[dict]) -> list[dict]:
     out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
     out += [dict(kind="runs out", step=row["step"], text=row["runs_out"])
             for row in found["runs_out"]]
-    for before, process in itertools.pairwise(processes):
-        text = (f"restart or rollback: {before['lost']:.3g} s of repeated steps lost, "
-                f"{process['startup']:.3g} s to start up")
-        out.append(dict(kind="restart", step=process["step"] - 1, text=text))
+    out += [dict(kind="restart", step=step - 1, text="continued from here, or rolled back to here")
+            for step in starts[1:]]
     return sorted(out, key=lambda event: event["step"])
 
 
@@ -139,8 +117,7 @@ def page_data(run_dirs: list[Path]) -> dict:
         charts = Charts()
         found = report(run_dir, charts.add)
         runs.append(charts.data(found, POINTS // len(run_dirs)))
-    return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": STEP_PHASES,
-            "kinds": KINDS}
+    return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": STEP_PHASES}
 
 
 def page(data: dict) -> str:

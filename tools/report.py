@@ -55,7 +55,7 @@ def regression_percent(reports: list[dict]) -> float:
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
     if argv[:1] == ["compare"]:
-        from tools.compare import compare  # which imports torch
+        from tools.compare import compare  # and with it all that trains
         return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
     return run_command("monitor.py", print_reports, argv)
 
@@ -81,7 +81,9 @@ def print_reports(argv: list[str]) -> int:
     except OSError as e:
         raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
-        print(json.dumps(reports, indent=1, default=asdict))
+        text = json.dumps(reports, default=asdict)
+        finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
+        print(json.dumps(finite, indent=1))
     else:
         for r in reports:
             text = f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n"

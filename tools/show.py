@@ -4,7 +4,6 @@ Of a folder of token files, the first samples; of a run, those that it trained o
 """
 
 import contextlib
-import json
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars
 from steady.tokens.tokenizers import decode
+from steady.watch.sinks import read_rows
 
 
 def show(path: str, n: int):
@@ -52,9 +52,9 @@ def show_step(run_dir: str, step: int):
                         mode=cfg.data_mode)
     # each process writes where its samples begin; the newest one before the step made it
     order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
-    with contextlib.suppress(OSError, ValueError), open(f"{run_dir}/metrics.jsonl") as file:
-        for row in (json.loads(line) for line in file if '"order"' in line):
-            if row["step"] < step:
+    with contextlib.suppress(OSError):
+        for _, row in read_rows(Path(run_dir, "metrics.jsonl")):
+            if "order" in row and row["step"] < step:
                 order, before = row["order"], row["step"]
     data.order.seed, n = order["seed"], order["batch_size"]
     data.group_by_length(cfg.group_window, n)

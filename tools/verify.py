@@ -1,8 +1,5 @@
 """Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from config import Config
@@ -10,11 +7,11 @@ from steady.checkpoints.checkpoint import (
     Checkpoint,
     best_checkpoint,
     checkpoint_at,
-    compare,
     list_checkpoints,
 )
 from steady.options import ConfigError
 from steady.ranks.ranks import rank_and_world
+from tools.audit import audit, differences, scratch_folder
 
 
 def look(argv: list[str], cfg: Config, train) -> int:
@@ -26,8 +23,6 @@ def look(argv: list[str], cfg: Config, train) -> int:
     if cfg.verify_resume:
         return verify_resume(argv, cfg, train.main)
     if cfg.audit:
-        from tools.audit import audit
-
         return audit(Path(cfg.audit), cfg.segments, train)
     from tools.estimate import estimate_run
 
@@ -58,43 +53,34 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     return "\n".join(lines), all_valid
 
 
-COMPARED = "model", "optimizers", "scaler", "step", "position", "tokens", "best_loss", "spikes"
-
-
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
     """Train 2 K steps, then K again from the checkpoint of step K; 0 if both end the same.
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
-    if cfg.epochs:
-        raise ConfigError("--epochs: not with --verify_resume K, which trains 2 K steps")
-    if cfg.resume:
-        raise ConfigError("--resume: not with --verify_resume K, which starts afresh")
-    k, rank = cfg.verify_resume, rank_and_world()[0]
-    # the parent's id: under torchrun the same on all ranks of a machine
-    folder = Path(tempfile.gettempdir()) / f"steady-verify-{os.getuid()}-{os.getppid()}"
+    for name in ("epochs", "max_minutes", "resume"):
+        if getattr(cfg, name):
+            raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps of a "
+                              "new run")
+    k, patience = cfg.verify_resume, 10**9 if cfg.patience else 0  # which ends no part of it
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
-             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=2",
-             "--patience=0", "--deterministic", "--no_tensorboard", "--no_wandb",
+             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_every={k}",
+             f"--patience={patience}", "--deterministic", "--no_tensorboard", "--no_wandb",
              "--no_auto_resume", "--no_overwrite"]
-    flags += [f"--backup_to={folder / 'backup'}"] if cfg.backup_to else []  # not the run's own
-    straight, resumed = folder / "straight", folder / "resumed"
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
+    with scratch_folder("verify") as folder:
+        straight, resumed = folder / "straight", folder / "resumed"
+        if cfg.backup_to:  # not the run's own
+            flags.append(f"--backup_to={folder / 'backup'}")
         code = train([*argv, *flags, f"--out_dir={straight}"])
         if code:
             return code
         middle = checkpoint_at(straight / "checkpoints", k)
         code = train([*argv, *flags, f"--out_dir={resumed}", f"--resume={middle}"])
-        if code or rank:
+        if code or rank_and_world()[0]:
             return code
         one, two = (checkpoint_at(run / "checkpoints", 2 * k).state()
                     for run in (straight, resumed))
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    count, different = compare({n: one[n] for n in COMPARED}, {n: two[n] for n in COMPARED})
+    count, different = differences(one, two)
     if different:
         print(f"verify_resume: differs after {k} + {k} steps: {different[0]} and "
               f"{len(different) - 1} others of {count}")

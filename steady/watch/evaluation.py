@@ -94,12 +94,12 @@ def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def output_health(model: nn.Module, tokens: Tensor, counted: Tensor,
-                  documents: Tensor | None = None) -> dict[str, Tensor]:
-    """Mean entropy in nats and probability of the likeliest token, over about 256 positions.
+def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
+                   documents: Tensor | None = None) -> Tensor:
+    """Mean entropy of the output in nats, over about 256 positions: a collapse shows here first.
 
-    A collapsing model shows here first. counted [B, T]: whether the loss counts a position; tokens
-    and documents as in `Transformer.forward`.
+    counted [B, T]: whether the loss counts a position; tokens and documents as in
+    `Transformer.forward`.
     """
     rows = slice(max(1, 256 // tokens.shape[1]))
     if documents is not None:
@@ -110,9 +110,5 @@ def output_health(model: nn.Module, tokens: Tensor, counted: Tensor,
     model.train()
     logp = logits.log_softmax(-1)
     weight = counted[rows].float()
-    count = weight.sum().clamp(min=1)
-    entropy, top1 = -(logp.exp() * logp).sum(-1), logp.amax(-1).exp()
-    return {
-        "health/output_entropy": (entropy * weight).sum() / count,
-        "health/output_top1": (top1 * weight).sum() / count,
-    }
+    entropy = -(logp.exp() * logp).sum(-1)
+    return (entropy * weight).sum() / weight.sum().clamp(min=1)

@@ -93,7 +93,7 @@ class Learning:
         found = []
         if self.since:
             found.append(Finding("diverged", self.since, dict(
-                loss=self.newest, first=self.first, lowest=self.lowest)))
+                loss=self.newest, first=self.first, lowest=min(self.lowest, self.first))))
         elif self.logs >= LEAST and self.newest > self.uniform - 0.01:
             found.append(Finding("nothing learned", 1, dict(
                 loss=self.newest, uniform=self.uniform)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from steady.checkpoints.checkpoint import best_checkpoint, list_checkpoints
 from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
@@ -44,7 +45,7 @@ def report(run_dir: Path, also=None) -> dict:
         learning.add(row)
         newest = max(newest, row["step"])
         detector.add(row)
-        figures |= {name: row[name] for name in FIGURES if row.get(name) is not None}
+        figures |= {name: row[name] for name in FIGURES if name in row}
         so_far = seconds_so_far([row]) or so_far
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
@@ -59,6 +60,7 @@ def report(run_dir: Path, also=None) -> dict:
             for name in ms if last_log is not None else ():
                 ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
         last_log = row["step"]
+    figures = {name: value for name, value in figures.items() if value is not None}  # not finite
     if medians:
         tenth = max(1, len(medians) // 10)
         figures["step_ms_median"] = float(np.median(medians))
@@ -114,7 +116,7 @@ def verdict(out: dict) -> list[str]:
     shown = [event for event in out["slowdowns"] if worth_saying(event)]
     if not shown:
         lines.append("steady: no slow-down found" if out["judged"] else
-                     "too few logs with times of phases to judge the speed")
+                     "too few logs to judge the speed")
     for event in shown:
         ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
         lines.append(describe_event(event) + ended)
@@ -147,7 +149,7 @@ def report_text(out: dict) -> str:
                  f"{seconds['lost'] / wall:.1%} was lost to crashes")
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
         steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
-        lines.append(f"odd     {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
+        lines.append(f"anomaly {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")
     verdict_lines = "\n".join(out["verdict"]).splitlines()
     lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(verdict_lines)]
     return "\n".join(lines)
@@ -158,12 +160,11 @@ def summary(run_dir: Path) -> dict:
     logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
     out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
     figures, folder = out["figures"], run_dir / "checkpoints"
+    found, best = list_checkpoints(folder), best_checkpoint(folder)
     names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
              "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
              "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",
              "peak_gb": "memory/peak_gb"}
-    newest, best = (max(map(str, folder.glob(pattern)), default=None)
-                    for pattern in ("step_*[0-9].pt", "best*"))
     return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
                 seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
-                checkpoint=newest, best=best)
+                checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)

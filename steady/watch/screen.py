@@ -51,7 +51,7 @@ def describe(run) -> str:
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
         f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {steps}, "
-        f"{ranks.workers} loader processes a rank",
+        f"{ranks.workers} loader processes per rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}, {', '.join(optimizers)}",
@@ -81,5 +81,5 @@ def crowded() -> str:
     others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
     if others < os.cpu_count():
         return ""
-    return (f"load    {others} other threads are running or ready to on {os.cpu_count()} cores: "
-            "steps will be slow and uneven; OMP_NUM_THREADS=1 loses least")
+    return (f"load    {others} other threads compete for {os.cpu_count()} cores: steps will be "
+            "slow and uneven; OMP_NUM_THREADS=1 suffers least")

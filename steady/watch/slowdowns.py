@@ -273,8 +273,8 @@ class SlowdownDetector:
             self.locate(event)
         usual = [p for p in self.usual[event] if p["last"] < event.since] or self.usual[event][:1]
         if event.kind == "step":
-            event.before = float(np.mean([p["row"]["perf/step_ms"] / p["row"]["work"]
-                                          for p in usual]))
+            event.before = float(np.median([p["row"]["perf/step_ms"] / p["row"]["work"]
+                                            for p in usual]))
         vars(event).update(explain(event, usual, self.after(event)))
 
     def locate(self, event: SlowDown):

@@ -252,8 +252,10 @@ class Allocations:
     def look(self, step: int) -> str:
         """At a log: once enough has been seen, the line and what it keeps; or ""."""
         steps, seconds = step - self.step, time.perf_counter() - self.began
-        if not tracemalloc.is_tracing() or steps < self.STEPS or seconds < self.SECONDS:
+        if steps < self.STEPS or seconds < self.SECONDS:
             return ""
+        if not tracemalloc.is_tracing():  # a fork has ended it
+            return "no line of Python was seen to allocate it"
         gc.collect()
         kept = self.by_line()
         if self.before is None:  # what was allocated before is unknown, and caches have filled

@@ -39,7 +39,7 @@ CAUSES = {  # code of a Cause → words
 VERDICTS = {  # who is to blame → words
     "machine": "the machine, not the program",
     "program": "the rest of the step is as fast as before: the program, not the machine",
-    "unclear": "the machine or the program",
+    "unclear": "it is not clear whether the machine or the program",
 }
 RUNS_OUT = ("runs out at about step {at_step:,} of {last_step:,}, by {rate} since about step "
             "{since:,}")
@@ -98,9 +98,11 @@ def describe_anomaly(row: dict) -> str:
     """What a row of metrics.jsonl says of an anomaly."""
     if row["anomaly"] == "not finite":
         text = "not finite: loss or gradient; without a finite gradient the update was skipped"
-    else:
+    elif row.keys() >= {"value", "median"}:  # else it is a fork's own
         text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
-    if "positions" in row:
+    else:
+        text = row["anomaly"]
+    if row.keys() >= {"positions", "rank"}:
         first, end = row["positions"]
         text += f"; rank {row['rank']}, samples {first} to {end - 1}"
     if row.get("first_bad_layer"):

@@ -5,7 +5,7 @@
 const COLOURS = {  // neighbours in a stack differ in lightness, for black and white
   data: "#f2a72e", forward: "#0b4f8a", backward: "#8cc9f0", waiting: "#c2659b", optimizer: "#12683f",
   other: "#c3c8cf", logging: "#a8861a", evaluation: "#532f85", checkpoint: "#f0926a",
-  startup: "#c9ced6", training: "#2a7f62", lost: "#c62828",
+  "start-up": "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [1, 3]];  // of lines, for black and white
 const HEIGHT = 235;
@@ -37,7 +37,7 @@ function format(x) {
 
 function duration(s) {
   const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
-  return h ? `${h}h${m}m` : m ? `${m}m${Math.round(s) % 60}s` : +s.toPrecision(3) + "s";
+  return h ? `${h}h${m}m` : m ? `${m}m${Math.floor(s) % 60}s` : +s.toPrecision(3) + "s";
 }
 
 // --- head: verdict and goodput ---
@@ -63,9 +63,9 @@ function drawHead() {
   add(head, "p", "made " + page.made, {className: "soft"});
 }
 
-function drawGoodput(block, run) {  // a stretch for each kind of each process
-  const parts = run.processes.flatMap(p => page.kinds.map(kind => [kind, p[kind]])).filter(([, s]) => s > 0);
-  const total = parts.reduce((sum, [, s]) => sum + s, 0), sums = {};
+function drawGoodput(block, run) {
+  const parts = Object.entries(run.seconds).filter(([, s]) => s > 0);
+  const total = parts.reduce((sum, [, s]) => sum + s, 0);
   if (!total) return;
   const share = s => `${(100 * s / total).toFixed(1)} %`;
   const bar = add(block, "div", "", {className: "bar"});
@@ -73,10 +73,9 @@ function drawGoodput(block, run) {  // a stretch for each kind of each process
     const part = add(bar, "i", "", {className: kind, title: `${kind}: ${duration(s)}, ${share(s)}`});
     part.style.flexGrow = s / total;
     part.style.backgroundColor = COLOURS[kind];
-    sums[kind] = (sums[kind] || 0) + s;
   }
   const key = add(block, "p", duration(total), {className: "soft"});
-  for (const [kind, s] of Object.entries(sums)) {
+  for (const [kind, s] of parts) {
     add(key, "span", " ■ ").style.color = COLOURS[kind];
     add(key, "span", `${kind} ${share(s)}`);
   }
@@ -86,6 +85,7 @@ function drawGoodput(block, run) {  // a stretch for each kind of each process
 
 function highest(values) {  // without a few far above the rest, as of the first steps
   const sorted = values.filter(x => x != null).sort((a, b) => a - b);
+  if (sorted.length < 20) return sorted.at(-1);
   const most = sorted.at(-1), usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
   return usual > 0 && most > 5 * usual ? 1.5 * usual : most;
 }
@@ -94,10 +94,12 @@ function highest(values) {  // without a few far above the rest, as of the first
 function chart(title, lines, {runs = page.runs, stacked = false, fromZero = true} = {}) {
   if (!lines.length) return;
   const figure = add(byId("charts"), "figure", "", {className: stacked ? "stacked" : ""});
-  const data = uPlot.join(lines.map(line => line.data));
-  const raw = data.slice(1);
+  // the same steps in all charts, also where the first ones have no value
+  const all = [[1, Math.max(...page.runs.map(run => run.step))], [null, null]];
+  const [steps, , ...raw] = uPlot.join([all, ...lines.map(line => line.data)]);
+  const data = [steps, ...raw];
   if (stacked) for (let k = 2; k < data.length; k++)
-    data[k] = data[k].map((x, j) => (x ?? 0) + (data[k - 1][j] ?? 0));
+    data[k] = data[k].map((x, j) => x == null ? data[k - 1][j] : x + (data[k - 1][j] ?? 0));
   const drawn = stacked ? data.at(-1) : raw.flat(), top = highest(drawn);
   const most = drawn.reduce((a, b) => Math.max(a, b ?? -Infinity), -Infinity);
   add(figure, "h2", title + (most > top ? `, cut: it goes up to ${format(most)}` : ""));
@@ -164,7 +166,7 @@ function lineChart(title, columns, more) {  // columns: {name of a column: label
 }
 
 function drawCharts() {
-  lineChart("Loss (nats)", {"train/loss": "train", "val/loss": "validation"}, {fromZero: false});
+  lineChart("Loss (nats)", {"train/loss": "train", "val/loss": "validation", "val/loss_ema": "averaged weights"}, {fromZero: false});
   const datasets = [...new Set(page.runs.flatMap(run => Object.keys(run.lines)))]
     .filter(name => /^(train|val)\/loss\//.test(name));
   lineChart("Loss by dataset (nats)", Object.fromEntries(datasets.map(name => [name, name.replace("/loss/", " ")])),
