@@ -164,9 +164,9 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents [B, T]: for packed rows, the number of each token's document, also of those in the
-        caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
-        Raises TypeError for a mask.
+        documents [B, T]: for packed rows, the number of each token's document; each is computed as
+        if it stood alone. Or their boundaries [n]: see tokens/packing. Not with caches. Raises
+        TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)
-        mask, here = packing.document_mask(documents, start)
+        mask, here = packing.document_mask(documents)
         return Where(self.cos[here], self.sin[here], mask)
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -246,6 +246,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
     several; the first of them pads the rest of it. on_token is called with each new column [B].
     A full context (cfg.seq_len) drops its older half.
     """
+    temperature = 0.0 if temperature < 1e-6 else temperature  # logits / temperature stay finite
     if not isinstance(model, Transformer):  # an HFModel, which has its own
         return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len

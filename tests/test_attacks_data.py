@@ -4,6 +4,7 @@
 
 import codecs
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -117,6 +118,7 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     for name in ("a.csv", "b.CSV", "c.py", "Makefile", "d.tar.gz"):
         (folder / name).write_text("no")
     os.mkfifo(folder / "pipe.txt")
+    (folder / "elsewhere").symlink_to("sub")
     (folder / "A.TXT").write_text("upper case")
     (folder / "B.JsonL").write_text('{"text": "lines"}')
     (folder / "C.MD.GZ").write_bytes(gzip.compress(b"packed"))
@@ -124,7 +126,8 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
         told = made(folder, "--out", folder / "o")
         assert set(strings(folder / "o")) == {"in sub/deep", "upper case", "lines", "packed"}
         for kind in (".csv (2)", ".py (1)", "without a suffix (1)", ".tar.gz (1)",
-                     "not regular (1)", "hidden folder .venv (1)", "hidden folder .cache (1)"):
+                     "not regular (1)", "hidden folder .venv (1)", "hidden folder .cache (1)",
+                     "link to a folder elsewhere (1)"):
             assert kind in told
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
@@ -244,6 +247,16 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
         alone(text)["input_ids"] for text in [*short, long, *short]]
 
 
+def test_a_text_without_a_place_to_cut_is_searched_once(monkeypatch):
+    searched, plain = [], read_module.piece_end
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(read_module, "piece_end", lambda block, done: (
+        searched.append(len(block) - done) or plain(block, done)))
+    text = b" \n" * 5000
+    [piece] = read_module.pieces("a", io.BytesIO(text), 0, None, "train")
+    assert piece.data.encode() == text and sum(searched) == len(text)
+
+
 # --- several processes ---
 
 
@@ -301,7 +314,10 @@ def test_no_process_outlives_an_error(tmp_path, made, monkeypatch):
 # --- files that are not what they seem ---
 
 
-@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}'])
+@pytest.mark.parametrize("content", [
+    b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}', b'{"tokens": "5"}', b'{"vocab_size": 2.5}',
+    b'{"bytes": [1]}', b'{"end_of_text": 70000}', b'{"end_of_text": -1}', b'{"tokenizer": ["a"]}',
+])
 def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "train.bin"
     write_tokens(path, [b"abcdefgh" * 2000])
@@ -313,6 +329,19 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
 
 
 # --- files that change while they are read ---
+
+
+def test_a_mask_that_is_cut_is_named(tmp_path):
+    path = tmp_path / "train.bin"
+    write_tokens(path, [b"abcdefgh"])
+    mask = tmp_path / "train.bin.mask"
+    mask.write_bytes(b"\1" * 9)
+    file = TokenFile(path, 4)
+    mask.write_bytes(b"")
+    with pytest.raises(ConfigError, match="train.bin.mask: was cut to 0 bytes"):
+        file.require_complete()
+    with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
+        TokenFile(path, 4)
 
 
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
@@ -337,6 +366,14 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
 
 
 # --- tokenizers of a few letters ---
+
+
+def test_a_tokenizer_without_a_token_for_a_letter(made, tmp_path):
+    built = Tokenizer(models.BPE({"</s>": 0, "α": 1, "β": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "t")
+    made(write_jsonl(tmp_path / "s.jsonl", [dict(text="a β α")]), "--tokenizer", tmp_path / "t")
+    assert read(tmp_path / "o") == [([2, 1, 0], [1, 1, 1])]
 
 
 def letters(folder, **parts):

@@ -294,6 +294,9 @@ def test_which_files_are_found(tmp_path, monkeypatch):
     assert found(folder, split="val") == [("fineweb-1.5b", folder / "val.bin")]
     assert found("~/fineweb-1.5b/train.bin", split="val") == []  # ~ may come from a YAML file
     assert found("~/fineweb-1.5b/train.bin") == [("train", folder / "train.bin")]
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert found(".")[0][0] == "fineweb-1.5b"
     file, other = folder / "val.bin", token_folder(tmp_path) / "val.bin"
     assert found(file, other) == [(str(file), file), (str(other), other)]  # told apart
     for path, words in ((tmp_path, "--val_data .*: no val.bin"),
@@ -365,6 +368,9 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
     assert 0.01 < val.n_tokens / train.n_tokens < 0.12
     text = decode("bytes", train.datasets[0].files[0].tokens[:100_000].tolist())
     assert "import" in text and "def " in text
+    told = subprocess.run([sys.executable, "-c", code], env=env | {"XDG_CACHE_HOME": "/proc/none"},
+                          stderr=subprocess.PIPE, text=True).stderr
+    assert "ConfigError: /proc/none/steady: cannot hold the default data" in told
 
 
 def test_a_dataset_can_be_sent_to_another_process(tmp_path):

@@ -322,6 +322,8 @@ def test_top_p_keeps_the_fewest():
     for top_p, kept in ((0.4, 1), (0.5, 1), (0.6, 2), (0.81, 3), (1.0, 4)):
         assert set(sample_token(logits, 1.0, 0, top_p).flatten().tolist()) == set(range(kept))
     assert sample_token(logits, 1.0, top_k=50, top_p=1.0).max() < 4  # of more than there are
+    model, prompt = make(), some_tokens(B=1, T=4)
+    assert torch.equal(*(generate(model, prompt, 9, temperature=t) for t in (0, 1e-45)))
 
 
 def test_health_of_the_output_is_that_of_its_distribution():

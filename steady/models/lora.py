@@ -168,7 +168,8 @@ def read_config(folder: Path) -> dict:
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
         kind = found["peft_type"]
         odd = " ".join(name for name in UNREAD if (found.get(name) or "none") != "none")
-        if kind != "LORA" or odd or not base or not math.isfinite(scale):
+        named = isinstance(base, str) and base
+        if kind != "LORA" or odd or not named or rank < 1 or not math.isfinite(scale):
             raise ValueError(f"{kind} with base {base}, scale {scale} {odd}")
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
         raise ConfigError(f"{folder / CONFIG}: expected a LoRA adapter with the name of its base, "
