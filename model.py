@@ -178,7 +178,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:
-        """Of tokens [B, T] from position `start` on; for another attention mask, replace this."""
+        """For tokens [B, T] from position `start` on. Another attention mask goes here."""
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])

@@ -154,18 +154,28 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
     ("a.jsonl", b"[" * 100_000, "a.jsonl:1: ", []),
     ("a.json", b'[{"text": "a"}, {"text": "na\xefve"}]', "cannot be read", []),
     ("a.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "a.jsonl:2: not UTF-8", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON; --skip_bad", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "a.jsonl:2: expected text, found int", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": null}', "a.jsonl:2: `text` is null", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: not UTF-8", ["a"]),
+    ("a.jsonl", b'{"messages": [{"role": "user"}]}', "chats (messages): add --tokenizer", None),
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
     ("a.txt.gz", gzip.compress("text".encode("utf-16")), "UTF-16", []),
     ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl: UTF-16", []),
 ])
-def test_what_is_not_json_or_utf_8_is_named_or_left_out(tmp_path, made, name, content, words, left):
+def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, name, content, words,
+                                                  left):
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 8)
     (tmp_path / name).write_bytes(content)
     told = made(tmp_path / name, expect=2)
     assert words in told and str(tmp_path / name) in told and told.count("\n") == 1
+    assert not list((tmp_path / "o").iterdir())
     (tmp_path / "b.txt").write_text("b")
-    told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
-    assert strings(tmp_path / "o") == ["b", *left] and "left out         " in told
+    if left is not None:
+        told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
+        assert strings(tmp_path / "o") == ["b", *left]
+        assert "left out         " in told and "(1)" in told
 
 
 # --- one of many that is of no use ---
@@ -211,15 +221,6 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
     for flags in ([], ["--skip_bad"]):
         told = made(tmp_path, *flags, expect=2)
         assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
-
-
-def test_nulls_and_chats_are_called_so(tmp_path, made):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": None}])
-    assert "a.jsonl:2: `text` is null" in made(source, expect=2)
-    assert "left out         `text` is null (2)" in made(source, "--skip_bad")
-    write_jsonl(source, [dict(messages=[dict(role="user", content="a")])])
-    told = made(source, expect=2)
-    assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
 
 
 # --- long documents ---

@@ -413,8 +413,6 @@ def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     assert (tmp_path / "a/tokenizer").is_dir() and (tmp_path / "a/train.bin").exists()
 
 
-
-
 @pytest.mark.parametrize("prompts", [True, False])
 def test_what_a_run_writes_answers_the_first_prompt(run, tmp_path, prompts):
     prompt, reply = list(b"2 + 2 ="), list(b" 4.") + [256]
@@ -504,11 +502,9 @@ def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["full"])
-def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu,
-                                                                 checkpointing):
+def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varlen_on_cpu):
     documents = [([7] * n, [1] * n) for n, count in ((33, 30), (4, 400)) for _ in range(count)]
-    net, plain = (model(activation_checkpointing=checkpointing).train() for _ in range(2))
+    net, plain = (model(activation_checkpointing="full").train() for _ in range(2))
     graphs = []
 
     def backend(graph, inputs):

@@ -231,27 +231,6 @@ def test_parquet_and_packed_files(tmp_path, made):
     assert "has id, body; expected text (see --text_field)" in told
 
 
-BAD = {
-    "not JSON": b'{"text": "a"',
-    "not UTF-8": b'{"text": "\xff"}',
-    "no text": b'{"text": 3}',
-    "half a character": b'{"text": "\\ud800"}',
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, monkeypatch, bad):
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
-    lines = [b'{"text": "line %d"}' % i for i in range(100)]
-    lines[70] = BAD[bad]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    told = made(tmp_path / "a.jsonl", expect=2)
-    assert f"{tmp_path / 'a.jsonl'}:71: " in told and "--skip_bad" in told
-    assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
-    told = made(tmp_path / "a.jsonl", "--skip_bad")
-    assert "left out         " in told and "(1)" in told and len(read(tmp_path / "o")) == 99
-
-
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
     chunk = Chunk("a", [b'{"prompt": "the cat", "completion": "sat"}'])
     for folder in (None, tokenizer):

@@ -199,9 +199,9 @@ def read_text(path: Path, raw, file, share: float, large: bool) -> Iterator[Chun
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
     """The document from byte `start`, where `file` is, to `stop`.
 
-    It is cut after line ends with no space on either side, where there are none before such spaces.
-    No tokenizer in use makes one token of the text before and after such a place, so the pieces
-    give the tokens of the document.
+    It is cut after a line end with no white space on either side or, where there is none, before
+    such a space. No tokenizer in use has a token that spans such a place, so the tokens of the
+    pieces are those of the document.
     """
     at, block, searched, more = start, b"", 0, True
     while more:

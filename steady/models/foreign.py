@@ -88,7 +88,7 @@ class HFModel(nn.Module):
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
-        """As `generate` in model.py."""
+        """As `generate` in model.py, but a full context ends it."""
         def show(ids: Tensor, scores) -> Tensor:
             on_token(ids[:, -1])
             return torch.zeros_like(ids[:, 0], dtype=torch.bool)  # does not stop

@@ -64,7 +64,7 @@ def folders(name: str, code: bool = False) -> list[Path]:
     while lora.is_adapter_folder(found[-1]):
         base = fetch_files(lora.read_config(found[-1])["base"], code)
         if base in found:
-            raise ConfigError(f"{base}: an adapter of itself; expected a model as its base")
+            raise ConfigError(f"{base}: an adapter whose base is itself; expected a model")
         found.append(base)
     return found
 
@@ -120,8 +120,8 @@ def config_from_hf(cfg):
         try:
             shape, model = native_shape(found), "default"
         except (ValueError, TypeError, LookupError, ArithmeticError) as e:
-            raise ConfigError(f"--init_from {cfg.init_from}: its config.json has a number that is "
-                              f"none: {reason(e)}") from None
+            raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
+                              f"{reason(e)}") from None
         if shape is None or cfg.model == "transformers":
             shape, model = foreign_shape(found, cfg), "transformers"
     default, longest = type(cfg)(), shape["max_position"]
