@@ -154,7 +154,7 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
 
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
-    except TemplateError as e:
+    except (TemplateError, ArithmeticError) as e:
         raise ValueError(f"the chat template refuses it: {e}") from None
 
 

@@ -69,6 +69,8 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
     found = []
     for name in inputs:
         path = Path(name).expanduser()
+        if path.resolve() == out.resolve():
+            raise ConfigError(f"{name}: is what --out names; expected another folder there")
         if path.is_dir():
             files = files_in(path, out.resolve(), counts)
         else:
