@@ -129,6 +129,8 @@ def test_mixture_proportions_of_the_samples_themselves(tmp_path):
     assert not np.array_equal(block[source == 0], block[source == 1])  # orders of their own
     with pytest.raises(ConfigError, match="every source a weight"):
         load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
+    with pytest.raises(ConfigError, match="a source twice"):
+        load_mixture([f"{a}:0.7", f"{a}:0.3"], "train", 10, seed=1)
 
 
 def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):

@@ -51,6 +51,9 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     found, sources = [], [split_weight(spec, option) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    if len({path for path, _ in sources}) < len(sources):
+        raise ConfigError(f"{option} {' '.join(paths)}: names a source twice; expected each once, "
+                          "with its share as its weight")
     optional = split == "val" and option == "--data"
     for path, weight in sources:
         if optional and Path(os.path.expanduser(path)).is_file():
