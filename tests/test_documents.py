@@ -132,7 +132,7 @@ def test_what_is_said_of_documents_is_what_they_are(folder):
     cut = sum(len(ids) > SEQ_LEN + 1 for ids, _ in documents)
     empty = sum(not any(mask) for _, mask in documents)
     assert cut > 10 and empty > 10 and any(len(ids) == SEQ_LEN + 1 for ids, _ in documents)
-    told = mixture(folder).datasets[0].describe()
+    told = mixture(folder).datasets[0].details
     assert f", {len(documents)} documents" in told and f"({empty} without a response)" in told
     assert f"({cut} longer than --seq_len are cut)" in told
     for packing in (False, True):  # the length of the document of a token, in the mean

@@ -94,8 +94,9 @@ class HFModel(nn.Module):
             return torch.zeros_like(ids[:, 0], dtype=torch.bool)  # does not stop
 
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
-        how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
-        how |= dict(temperature=temperature) if temperature > 0 else {}
+        warm = temperature >= 1e-6  # or logits / temperature would overflow
+        how = dict(do_sample=warm, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
+        how |= dict(temperature=temperature) if warm else {}
         how |= dict(stopping_criteria=[show]) if on_token else {}
         context, unseen = self.context(), tokens[:, :0]
         if tokens.shape[1] >= context:
