@@ -93,6 +93,7 @@ class Samples:
     mode, row_lengths_vary, has_prompts = "stream", False, False
     tokenizer = tokenizer_folder = end_of_text = bytes_per_token = None
     boundaries = False  # in `rows`, in place of documents' numbers
+    details = ""  # for the screen
 
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int,
                  n_targets: int | None = None):
@@ -160,9 +161,6 @@ class Samples:
     def decode(self, ids: list[int]) -> str:
         return decode("bytes" if self.tokenizer == "bytes" else self.tokenizer_folder, ids)
 
-    def describe(self) -> str:
-        return ""
-
 
 class Mixture(Samples):
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
@@ -177,10 +175,8 @@ class Mixture(Samples):
         self.n_samples = sum(d.n_samples for d in datasets)
         self.n_tokens = sum(d.n_tokens for d in datasets)
         files = [file for d in datasets for file in d.files]
-        self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = read_sidecars(
-            files, vocab_size
-        )
-        self.bytes_per_token = None  # of each dataset
+        about = read_sidecars(files, vocab_size)
+        self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = about
         if all(file.meta.get("bytes") for file in files) and not self.has_prompts:
             self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / d.n_tokens
                                     for d in datasets]

@@ -164,9 +164,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents [B, T]: for packed rows, the number of each token's document, also of those in the
-        caches; each is computed as if it stood alone. Or their boundaries [n]: see tokens/packing.
-        Raises TypeError for a mask.
+        documents [B, T]: for packed rows, the number of each token's document; each is computed as
+        if it stood alone. Or their boundaries [n]: see tokens/packing. Not with caches.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -178,16 +177,14 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:
-        """Of tokens [B, T] from position `start` on; for another attention mask, replace this."""
+        """For tokens [B, T] from position `start` on. Another attention mask goes here."""
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
-        if documents.dtype == torch.bool:
-            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)
-        mask, here = packing.document_mask(documents, start)
+        mask, here = packing.document_mask(documents)
         return Where(self.cos[here], self.sin[here], mask)
 
     def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -198,8 +195,7 @@ class Transformer(nn.Module):
                 with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is IGNORE.
 
-        Unreduced, for the mean over all targets of a step. documents: as in `hidden`. with_logits:
-        return them, too.
+        Unreduced, for the mean over a step's targets. with_logits: returned as well.
         """
         if with_logits:
             return self.losses_and_logits(tokens, targets, documents)
@@ -278,7 +274,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """logits [B, V] → a token for each row, [B, 1]; arguments as in `generate`."""
-    if temperature == 0:
+    if temperature < 1e-6:  # or the quotient below would overflow
         return logits.argmax(-1, keepdim=True)
     if top_k:
         kept = logits.topk(min(top_k, logits.shape[-1])).values

@@ -4,6 +4,7 @@
 
 import codecs
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -117,14 +118,16 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     for name in ("a.csv", "b.CSV", "c.py", "Makefile", "d.tar.gz"):
         (folder / name).write_text("no")
     os.mkfifo(folder / "pipe.txt")
+    (folder / "elsewhere").symlink_to("sub")
     (folder / "A.TXT").write_text("upper case")
     (folder / "B.JsonL").write_text('{"text": "lines"}')
     (folder / "C.MD.GZ").write_bytes(gzip.compress(b"packed"))
-    for _ in range(2):
-        told = made(folder, "--out", folder / "o")
-        assert set(strings(folder / "o")) == {"in sub/deep", "upper case", "lines", "packed"}
+    for _ in range(2):  # each file once, and not what was written
+        told = made(folder, folder / "A.TXT", "--out", folder / "o")
+        assert sorted(strings(folder / "o")) == ["in sub/deep", "lines", "packed", "upper case"]
         for kind in (".csv (2)", ".py (1)", "without a suffix (1)", ".tar.gz (1)",
-                     "not regular (1)", "hidden folder .venv (1)", "hidden folder .cache (1)"):
+                     "not regular (1)", "hidden folder .venv (1)", "hidden folder .cache (1)",
+                     "link to a folder elsewhere (1)"):
             assert kind in told
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
@@ -151,18 +154,28 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
     ("a.jsonl", b"[" * 100_000, "a.jsonl:1: ", []),
     ("a.json", b'[{"text": "a"}, {"text": "na\xefve"}]', "cannot be read", []),
     ("a.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "a.jsonl:2: not UTF-8", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON; --skip_bad", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "a.jsonl:2: expected text, found int", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": null}', "a.jsonl:2: `text` is null", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: not UTF-8", ["a"]),
+    ("a.jsonl", b'{"messages": [{"role": "user"}]}', "chats (messages): add --tokenizer", None),
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
     ("a.txt.gz", gzip.compress("text".encode("utf-16")), "UTF-16", []),
     ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl: UTF-16", []),
 ])
-def test_what_is_not_json_or_utf_8_is_named_or_left_out(tmp_path, made, name, content, words, left):
+def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, name, content, words,
+                                                  left):
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 8)
     (tmp_path / name).write_bytes(content)
     told = made(tmp_path / name, expect=2)
     assert words in told and str(tmp_path / name) in told and told.count("\n") == 1
+    assert not list((tmp_path / "o").iterdir())
     (tmp_path / "b.txt").write_text("b")
-    told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
-    assert strings(tmp_path / "o") == ["b", *left] and "left out         " in told
+    if left is not None:
+        told = made(tmp_path / "b.txt", tmp_path / name, "--skip_bad")
+        assert strings(tmp_path / "o") == ["b", *left]
+        assert "left out         " in told and "(1)" in told
 
 
 # --- one of many that is of no use ---
@@ -210,15 +223,6 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
         assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
 
 
-def test_nulls_and_chats_are_called_so(tmp_path, made):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}, {"text": None}])
-    assert "a.jsonl:2: `text` is null" in made(source, expect=2)
-    assert "left out         `text` is null (2)" in made(source, "--skip_bad")
-    write_jsonl(source, [dict(messages=[dict(role="user", content="a")])])
-    told = made(source, expect=2)
-    assert "these are chats (messages): add --tokenizer NAME with a chat template" in told
-
-
 # --- long documents ---
 
 
@@ -242,6 +246,16 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
     assert len(long) > 20_000 and max(sizes) < 4000
     assert [ids[:-1] for ids, _ in read(tmp_path / "o")] == [
         alone(text)["input_ids"] for text in [*short, long, *short]]
+
+
+def test_a_text_without_a_place_to_cut_is_searched_once(monkeypatch):
+    searched, plain = [], read_module.piece_end
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(read_module, "piece_end", lambda block, done: (
+        searched.append(len(block) - done) or plain(block, done)))
+    text = b" \n" * 5000
+    [piece] = read_module.pieces("a", io.BytesIO(text), 0, None, "train")
+    assert piece.data.encode() == text and sum(searched) == len(text)
 
 
 # --- several processes ---
@@ -301,7 +315,10 @@ def test_no_process_outlives_an_error(tmp_path, made, monkeypatch):
 # --- files that are not what they seem ---
 
 
-@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}'])
+@pytest.mark.parametrize("content", [
+    b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}', b'{"tokens": "5"}', b'{"vocab_size": 2.5}',
+    b'{"bytes": [1]}', b'{"end_of_text": 70000}', b'{"end_of_text": -1}', b'{"tokenizer": ["a"]}',
+])
 def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "train.bin"
     write_tokens(path, [b"abcdefgh" * 2000])
@@ -313,6 +330,19 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
 
 
 # --- files that change while they are read ---
+
+
+def test_a_mask_that_is_cut_is_named(tmp_path):
+    path = tmp_path / "train.bin"
+    write_tokens(path, [b"abcdefgh"])
+    mask = tmp_path / "train.bin.mask"
+    mask.write_bytes(b"\1" * 9)
+    file = TokenFile(path, 4)
+    mask.write_bytes(b"")
+    with pytest.raises(ConfigError, match="train.bin.mask: was cut to 0 bytes"):
+        file.require_complete()
+    with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
+        TokenFile(path, 4)
 
 
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
@@ -337,6 +367,14 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
 
 
 # --- tokenizers of a few letters ---
+
+
+def test_a_tokenizer_without_a_token_for_a_letter(made, tmp_path):
+    built = Tokenizer(models.BPE({"</s>": 0, "α": 1, "β": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "t")
+    made(write_jsonl(tmp_path / "s.jsonl", [dict(text="a β α")]), "--tokenizer", tmp_path / "t")
+    assert read(tmp_path / "o") == [([2, 1, 0], [1, 1, 1])]
 
 
 def letters(folder, **parts):

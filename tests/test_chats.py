@@ -175,10 +175,13 @@ def test_what_cannot_be_written_is_refused(record, words):
     assert words in str(e.value)
 
 
-def test_a_template_that_rewrites_what_was_asked_is_refused():
-    template = ("{% for m in messages %}{{ m.content + ('?' if loop.last else '!') }}{% endfor %}"
-                "{{ '<A>' if add_generation_prompt }}")
-    with pytest.raises(ConfigError, match="a:1: the chat template writes earlier turns different"):
+@pytest.mark.parametrize("template, words", [
+    ("{% for m in messages %}{{ m.content + ('?' if loop.last else '!') }}{% endfor %}"
+     "{{ '<A>' if add_generation_prompt }}", "writes earlier turns different"),
+    ("{{ 1 / 0 }}", "refuses it: division by zero"),
+])
+def test_a_template_that_cannot_be_used_is_refused(template, words):
+    with pytest.raises(ConfigError, match=f"a:1: the chat template {words}"):
         documents(make_tokenizer(template, ["<A>"], None, "</s>"), dict(messages=TALK))
 
 

@@ -129,6 +129,8 @@ def test_mixture_proportions_of_the_samples_themselves(tmp_path):
     assert not np.array_equal(block[source == 0], block[source == 1])  # orders of their own
     with pytest.raises(ConfigError, match="every source a weight"):
         load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
+    with pytest.raises(ConfigError, match="a source twice"):
+        load_mixture([f"{a}:0.7", f"{a}:0.3"], "train", 10, seed=1)
 
 
 def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
@@ -248,15 +250,6 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
         assert TokenFile(path, 10).tokens[at] == first[3]
 
 
-def test_nanogpt_folders(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16)
-    tokens.tofile(tmp_path / "train.bin")
-    mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
-    assert mixture.batch(0, 1).tokens[0].tolist() == tokens.tolist()
-    assert mixture.vocab_size == 50257 and mixture.tokenizer is None
-    assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
-
-
 def test_our_files_carry_their_description(corpus):
     mixture = load_mixture([str(corpus)], "train", 32, seed=1)
     meta = json.loads((corpus / "train.bin.json").read_text())
@@ -294,6 +287,9 @@ def test_which_files_are_found(tmp_path, monkeypatch):
     assert found(folder, split="val") == [("fineweb-1.5b", folder / "val.bin")]
     assert found("~/fineweb-1.5b/train.bin", split="val") == []  # ~ may come from a YAML file
     assert found("~/fineweb-1.5b/train.bin") == [("train", folder / "train.bin")]
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert found(".")[0][0] == "fineweb-1.5b"
     file, other = folder / "val.bin", token_folder(tmp_path) / "val.bin"
     assert found(file, other) == [(str(file), file), (str(other), other)]  # told apart
     for path, words in ((tmp_path, "--val_data .*: no val.bin"),
@@ -365,6 +361,9 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
     assert 0.01 < val.n_tokens / train.n_tokens < 0.12
     text = decode("bytes", train.datasets[0].files[0].tokens[:100_000].tolist())
     assert "import" in text and "def " in text
+    told = subprocess.run([sys.executable, "-c", code], env=env | {"XDG_CACHE_HOME": "/proc/none"},
+                          stderr=subprocess.PIPE, text=True).stderr
+    assert "ConfigError: /proc/none/steady: cannot hold the default data" in told
 
 
 def test_a_dataset_can_be_sent_to_another_process(tmp_path):

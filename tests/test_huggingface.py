@@ -117,8 +117,9 @@ def test_what_does_not_fit_is_told(tmp_path, run):
         assert words in run("--init_from", name, bare=True, expect=2)
     path = tmp_path / "m/config.json"
     cfg = json.loads(path.read_text())
-    path.write_text(json.dumps(cfg | dict(num_hidden_layers="two")))
-    assert "--init_from" in run(*flags, bare=True, expect=2)
+    for odd in (dict(num_hidden_layers="two"), dict(rope_parameters=dict(rope_theta=None))):
+        path.write_text(json.dumps(cfg | odd))
+        assert "--init_from" in run(*flags, bare=True, expect=2)
     del cfg["layer_types"]
     for change, words in ((dict(num_hidden_layers=3), "has no model.layers.2"),
                           (dict(num_hidden_layers=1), "no place for model.layers.1.* and 9 more"),
@@ -263,9 +264,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     assert losses[20] < 0.9 * losses[1]
     (tmp_path / "r/checkpoints/step_00000020.pt").unlink()
     (tmp_path / "r/checkpoints/best.pt").unlink()
-    (tmp_path / "gpt2").rename(tmp_path / "elsewhere")  # the run keeps what it needs
     tune("--out_dir", "r", "--auto_resume")
-    (tmp_path / "elsewhere").rename(tmp_path / "gpt2")
     assert column(tmp_path / "r", "train/loss")[20] == losses[20]
     assert generation.main(["export", "r", "out"]) == 0
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -330,6 +329,8 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune, run, cor
         told = tune("--init_from", name, "--data", other, "--out_dir", "s", expect=2)
         assert f"--tokenizer {wanted}, or" in told
     tune("--init_from", "m", "--data", "o", "--allow_change", "tokenizer", "--max_steps", 2)
+    (tmp_path / "m/tokenizer.json").write_text("null")
+    assert "m/tokenizer.json: cannot be read" in tune("--init_from", "m", expect=2)
 
 
 # --- generation ------------------------------------------------------------------------------

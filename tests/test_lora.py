@@ -1,5 +1,7 @@
 """Adapters beside frozen weights, added rows of a vocabulary, and the defaults of fine-tuning."""
 
+# ruff: noqa: F401, F811 -- a fixture of another file
+
 import json
 import os
 import resource
@@ -8,7 +10,7 @@ import pytest
 import torch
 from conftest import column
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, FINE, SMALL, relative, save_random
+from test_huggingface import FAMILIES, SMALL, relative, save_random, tune
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
 import config
@@ -26,12 +28,6 @@ from tools import generate as generation
 
 LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]
 PHI3 = Phi3Config(**SMALL | dict(pad_token_id=256), tie_word_embeddings=False)
-
-
-@pytest.fixture
-def tune(run, corpus):
-    """run with the corpus and no shape."""
-    return lambda *flags, **how: run("--data", corpus, *FINE, *flags, bare=True, **how)
 
 
 @pytest.fixture
@@ -148,10 +144,15 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, capsys):
 def test_unusual_adapters_are_refused(tmp_path):
     found = dict(peft_type="LORA", r=4, lora_alpha=4, base_model_name_or_path="m")
     for change in (dict(use_dora=True), dict(bias="all"), dict(peft_type="IA3"), dict(r="x"),
-                   dict(r=0), dict(lora_alpha=float("nan")), dict(alora_invocation_tokens=[1])):
+                   dict(r=0), dict(r=-4), dict(lora_alpha=float("nan")),
+                   dict(alora_invocation_tokens=[1]), dict(base_model_name_or_path=5)):
         (tmp_path / lora.CONFIG).write_text(json.dumps(found | change))
         with pytest.raises(ConfigError, match="expected a LoRA adapter"):
             lora.read_config(tmp_path)
+    (tmp_path / lora.CONFIG).write_text(json.dumps(found | dict(
+        base_model_name_or_path=str(tmp_path))))
+    with pytest.raises(ConfigError, match="an adapter whose base is itself"):
+        huggingface.folders(str(tmp_path))
     (tmp_path / lora.CONFIG).write_text(json.dumps(found))
     for change in ({"q.lora_A": (8, 64)}, {"q.lora_B": (64, 8)}, {"q.lora_A": (4,)},
                    {"q.lora_B": ()}, {"q.lora_embedding_A": (4, 64)}, {"norm": (4, 64)}):

@@ -164,28 +164,6 @@ def test_which_split_a_text_is_for(tmp_path, made):
     assert "for validation: try a larger --val_fraction" in told
 
 
-def test_files_are_read_once_and_the_output_is_no_input(tmp_path, made):
-    for name in ("a.txt", "b.md", "c.bin"):
-        (tmp_path / name).write_text(f"this is {name}\n")
-    for _ in range(2):
-        made(tmp_path, tmp_path / "a.txt")
-        found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
-        assert found == ["this is a.txt\n", "this is b.md\n"]
-        (tmp_path / "o/notes.txt").write_text("not an input")
-
-
-def test_prompts_are_masked_and_replies_are_not(tmp_path, made, tokenizer):
-    alone = AutoTokenizer.from_pretrained(tokenizer)
-    source = write_jsonl(tmp_path / "a.jsonl", [
-        {"text": "all of it"}, {"prompt": "the cat", "completion": " sat"}])
-    made(source, "--tokenizer", tokenizer)
-    text, pair = read(tmp_path / "o")
-    assert text == (alone("all of it")["input_ids"] + [alone.eos_token_id], [1] * len(text[0]))
-    prompt, reply = alone("the cat")["input_ids"], alone(" sat")["input_ids"]
-    assert pair == (prompt + reply + [alone.eos_token_id],
-                    [0] * len(prompt) + [1] * (len(reply) + 1))
-
-
 def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
     other = AutoTokenizer.from_pretrained(tokenizer)
     other.add_special_tokens({"bos_token": "<s>"})
@@ -229,27 +207,6 @@ def test_parquet_and_packed_files(tmp_path, made):
     assert read(tmp_path / "o")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
     told = made(tmp_path / "a.parquet", expect=2)
     assert "has id, body; expected text (see --text_field)" in told
-
-
-BAD = {
-    "not JSON": b'{"text": "a"',
-    "not UTF-8": b'{"text": "\xff"}',
-    "no text": b'{"text": 3}',
-    "half a character": b'{"text": "\\ud800"}',
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, made, monkeypatch, bad):
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
-    lines = [b'{"text": "line %d"}' % i for i in range(100)]
-    lines[70] = BAD[bad]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    told = made(tmp_path / "a.jsonl", expect=2)
-    assert f"{tmp_path / 'a.jsonl'}:71: " in told and "--skip_bad" in told
-    assert "Traceback" not in told and not list((tmp_path / "o").iterdir())
-    told = made(tmp_path / "a.jsonl", "--skip_bad")
-    assert "left out         " in told and "(1)" in told and len(read(tmp_path / "o")) == 99
 
 
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
@@ -305,7 +262,8 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
         ([tmp_path / "*.md"], "no such file"),
         ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
-        ([source, "--out", source], "cannot be made"),
+        ([source, "--out", tmp_path / "empty.txt"], "cannot be made"),
+        ([tmp_path, "--out", tmp_path], f"{tmp_path}: is what --out names"),
         ([source, "--tokenizer", tmp_path], "cannot be loaded"),
         ([source, "--tokenizer", tmp_path / "endless"], "no end-of-text"),
         ([source, "--tokenizer", tmp_path / "slow"], "expected one with a tokenizer.json"),

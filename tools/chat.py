@@ -18,10 +18,9 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> list[list[Part]]:
     """The documents of a conversation.
 
     keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated.
-    Where it has no marks, a reply begins where the template, asked for the next one, would leave
-    off; and where it writes earlier turns differently when more follow, as Qwen3's drops what was
-    thought, each reply ends a document of its own. Raises ValueError where none of them can be
-    done.
+    Where it has no marks, a reply begins where the template, asked for the next one, leaves off;
+    and where it writes earlier turns differently when more follow, as Qwen3's, which drops their
+    thoughts, each reply ends a document of its own. Raises ValueError where none of this works.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template")
@@ -155,7 +154,7 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
 
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
-    except TemplateError as e:
+    except (TemplateError, ArithmeticError) as e:
         raise ValueError(f"the chat template refuses it: {e}") from None
 
 
@@ -188,7 +187,7 @@ def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
 
 
 def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Part] | None:
-    """The conversation, if each turn is written the same whatever follows."""
+    """The conversation, if the template writes each turn the same whatever follows."""
     parts, done = [], 0
     for before, after in turns:
         if not whole.startswith(after):

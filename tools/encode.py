@@ -43,7 +43,7 @@ class Encoder:
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             start = self.tokenizer.bos_token_id
-            self.adds_space = self.tokenizer.tokenize("a")[0].startswith("▁")
+            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith("▁")
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
 

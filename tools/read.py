@@ -69,6 +69,8 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
     found = []
     for name in inputs:
         path = Path(name).expanduser()
+        if path.resolve() == out.resolve():
+            raise ConfigError(f"{name}: is what --out names; expected another folder there")
         if path.is_dir():
             files = files_in(path, out.resolve(), counts)
         else:
@@ -91,9 +93,12 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
         if Path(directory).resolve() == out:
             subdirectories.clear()
             continue
-        for name in [name for name in subdirectories if name.startswith(".")]:
-            subdirectories.remove(name)
-            counts["skipped", f"hidden folder {name}"] += 1
+        for name in [*subdirectories]:
+            if name.startswith("."):
+                subdirectories.remove(name)
+                counts["skipped", f"hidden folder {name}"] += 1
+            elif Path(directory, name).is_symlink():  # which os.walk does not follow
+                counts["skipped", f"link to a folder {name}"] += 1
         for path in (Path(directory, name) for name in names):
             if not path.is_file():
                 counts["skipped", "not regular"] += 1
@@ -196,30 +201,30 @@ def read_text(path: Path, raw, file, share: float, large: bool) -> Iterator[Chun
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
     """The document from byte `start`, where `file` is, to `stop`.
 
-    It is cut after line ends with no space on either side, where there are none before such spaces.
-    No tokenizer in use makes one token of the text before and after such a place, so the pieces
-    give the tokens of the document.
+    It is cut after a line end with no white space on either side or, where there is none, before
+    such a space. No tokenizer in use has a token that spans such a place, so the tokens of the
+    pieces are those of the document.
     """
-    at, block, more = start, b"", True
+    at, block, searched, more = start, b"", 0, True
     while more:
         left = CHUNK_BYTES if stop is None else stop - at - len(block)
         more = file.read(min(CHUNK_BYTES, left))
         block += more
-        end = piece_end(block) if more else len(block)
+        end = piece_end(block, searched) if more else len(block)
         if end:
             try:
                 text = block[:end].decode()
             except UnicodeDecodeError as e:
                 raise ConfigError(f"{path}: not UTF-8 at byte {at + e.start:,}") from None
             yield Chunk(str(path), text, 1, split, at == start, not more)
-        at, block = at + end, block[end:]
+        at, block, searched = at + end, block[end:], 0 if end else len(block)
 
 
-def piece_end(block: bytes) -> int:
-    """The last place to cut at; 0 where there is none yet."""
+def piece_end(block: bytes, searched: int) -> int:
+    """The last place to cut at; 0 where there is none, as in the bytes searched before."""
     for end in (b"\n", b" "):
         at = len(block) - 1
-        while (at := block.rfind(end, 1, at)) > 0:
+        while (at := block.rfind(end, max(1, searched - 1), at)) > 0:
             if not (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
                 return at + (end == b"\n")
     return 0

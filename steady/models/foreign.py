@@ -88,14 +88,15 @@ class HFModel(nn.Module):
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
-        """As `generate` in model.py."""
+        """As `generate` in model.py, but a full context ends it."""
         def show(ids: Tensor, scores) -> Tensor:
             on_token(ids[:, -1])
             return torch.zeros_like(ids[:, 0], dtype=torch.bool)  # does not stop
 
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
-        how = dict(do_sample=temperature > 0, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
-        how |= dict(temperature=temperature) if temperature > 0 else {}
+        warm = temperature >= 1e-6  # or logits / temperature would overflow
+        how = dict(do_sample=warm, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
+        how |= dict(temperature=temperature) if warm else {}
         how |= dict(stopping_criteria=[show]) if on_token else {}
         context, unseen = self.context(), tokens[:, :0]
         if tokens.shape[1] >= context:

@@ -62,7 +62,10 @@ def folders(name: str, code: bool = False) -> list[Path]:
     """That of a model, and before it those of adapters if `name` is one. Raises ConfigError."""
     found = [fetch_files(name, code)]
     while lora.is_adapter_folder(found[-1]):
-        found.append(fetch_files(lora.read_config(found[-1])["base"], code))
+        base = fetch_files(lora.read_config(found[-1])["base"], code)
+        if base in found:
+            raise ConfigError(f"{base}: an adapter whose base is itself; expected a model")
+        found.append(base)
     return found
 
 
@@ -114,7 +117,11 @@ def config_from_hf(cfg):
         shape, model = shape_of_checkpoint(checkpoint, cfg), "default"
     else:
         found = read_config(cfg)
-        shape, model = native_shape(found), "default"
+        try:
+            shape, model = native_shape(found), "default"
+        except (ValueError, TypeError, LookupError, ArithmeticError) as e:
+            raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
+                              f"{reason(e)}") from None
         if shape is None or cfg.model == "transformers":
             shape, model = foreign_shape(found, cfg), "transformers"
     default, longest = type(cfg)(), shape["max_position"]
@@ -207,7 +214,10 @@ def check_tokenizer(name: str, data):
         file = folder and Path(folder) / "tokenizer.json"
         if kind == "bytes":
             return byte_tokenizer().get_vocab()
-        return Tokenizer.from_file(str(file)).get_vocab() if file and file.exists() else {}
+        try:
+            return Tokenizer.from_file(str(file)).get_vocab() if file and file.exists() else {}
+        except Exception as e:  # of Rust: plain ones
+            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
 
     checkpoint, kind = own_checkpoint(name), None
     if checkpoint:

@@ -25,10 +25,10 @@ EVERYTHING = "all-linear"
 
 
 class Adapter(nn.Module):
-    """What is added to the output of a linear layer, of which it is a forward hook.
+    """A forward hook of a linear layer, to whose output it adds.
 
-    A [trained parts x rank, in] and B [their rows, rank] hold those of the parts one below the
-    other. parts: (number of rows, whether it is trained) of each.
+    A [trained parts x rank, in] and B [their rows, rank] stack those of the parts. parts: (number
+    of rows, whether it is trained) of each.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, parts: list[tuple[int, bool]]):
@@ -80,7 +80,7 @@ def init_weights(model: nn.Module):
 
 
 def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model's tensors: those of the adapters, if there are any."""
+    """Those of a model's tensors that a checkpoint holds: the adapters', if there are any."""
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
@@ -150,7 +150,7 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in WEIGHTS
-# Settings under which a file means something else than is read here.
+# Settings that change what the weights mean, in ways that are not supported.
 UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
           "alora_invocation_tokens")
@@ -168,7 +168,8 @@ def read_config(folder: Path) -> dict:
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
         kind = found["peft_type"]
         odd = " ".join(name for name in UNREAD if (found.get(name) or "none") != "none")
-        if kind != "LORA" or odd or not base or not math.isfinite(scale):
+        named = isinstance(base, str) and base
+        if kind != "LORA" or odd or not named or rank < 1 or not math.isfinite(scale):
             raise ValueError(f"{kind} with base {base}, scale {scale} {odd}")
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
         raise ConfigError(f"{folder / CONFIG}: expected a LoRA adapter with the name of its base, "

@@ -19,6 +19,8 @@ class Dataset:
     padding; where samples are documents, `lengths` and `targets`: tokens and counted targets.
     """
 
+    details = ""  # for the screen
+
     def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
         self.name, self.seq_len, self.weight = name, seq_len, weight
         self.files = [retry(lambda file=file: TokenFile(file, seq_len)) for file in files]
@@ -37,9 +39,6 @@ class Dataset:
         for i in np.unique(found):
             self.files[i].require_complete()
         return found
-
-    def describe(self) -> str:
-        return ""
 
 
 class Stream(Dataset):
@@ -140,7 +139,8 @@ class Documents(Dataset):
             column -= self.document_lengths[document]
         return self.files[self.file_of(document)].path, int(self.begins[document] + column)
 
-    def describe(self) -> str:
+    @property
+    def details(self) -> str:
         text = f", {len(self.begins):,} documents"
         text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
         text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""

@@ -51,6 +51,9 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     found, sources = [], [split_weight(spec, option) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
+    if len({path for path, _ in sources}) < len(sources):
+        raise ConfigError(f"{option} {' '.join(paths)}: names a source twice; expected each once, "
+                          "with its share as its weight")
     optional = split == "val" and option == "--data"
     for path, weight in sources:
         if optional and Path(os.path.expanduser(path)).is_file():
@@ -60,7 +63,7 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
             found.append((path, files, weight))
         elif not optional:
             raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
-    names = [Path(path).name.removesuffix(".bin") for path, *_ in found]
+    names = [Path(os.path.abspath(path)).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
         return found
     return [(name, *rest) for name, (_, *rest) in zip(names, found, strict=True)]
@@ -77,8 +80,8 @@ class TokenFile:
 
     def __init__(self, path: Path, seq_len: int):
         self.path, self.seq_len = path, seq_len
-        found = os.stat(path)
-        self.size, self.inode = found.st_size, (found.st_ino, found.st_dev)
+        self.found = {path: os.stat(path)}
+        size = self.found[path].st_size
         self.meta = read_sidecar(Path(f"{path}.json"))
         self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
         header = np.fromfile(path, np.int32, 3)
@@ -86,32 +89,40 @@ class TokenFile:
             self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
             self.offset = SHARD_HEADER_BYTES
             self.meta["tokens"] = int(header[2])
-        self.n_tokens, rest = divmod(self.size - self.offset, self.dtype.itemsize)
+        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(
-                f"{path}: {self.size:,} bytes; expected {expected:,} {self.dtype} tokens after a "
+                f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens after a "
                 f"header of {self.offset} bytes: is the file complete?")
         mapped = np.memmap(path, self.dtype, "r", self.offset, (self.n_tokens,))
         self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
         self.blocks = np.empty((0, seq_len + 1), self.dtype)
         if self.n_tokens > seq_len:
             self.blocks = sliding_window_view(self.tokens, seq_len + 1)[::seq_len]
-        masked = Path(f"{path}.mask")
-        self.mask = np.asarray(np.memmap(masked, np.uint8, "r")) if masked.exists() else None
+        self.mask, masked = None, Path(f"{path}.mask")
+        if masked.exists():
+            self.found[masked] = os.stat(masked)
+            size = self.found[masked].st_size
+            if size != self.n_tokens:
+                raise ConfigError(f"{masked}: {size:,} bytes; expected one for each of the "
+                                  f"{self.n_tokens:,} tokens of {path.name}")
+            self.mask = np.asarray(np.memmap(masked, np.uint8, "r"))
 
     def __reduce__(self):  # a loader process that is not forked maps the file itself
         return TokenFile, (self.path, self.seq_len)
 
     def require_complete(self):
         """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            return  # deleted or out of reach: what is mapped stays
-        if (found.st_ino, found.st_dev) == self.inode and found.st_size < self.size:
-            raise ConfigError(f"{self.path}: was cut to {found.st_size:,} bytes while in use; "
-                              f"expected {self.size:,}: bring it back and use --auto_resume")
+        for path, then in self.found.items():
+            try:
+                now = os.stat(path)
+            except OSError:
+                continue  # deleted or out of reach: what is mapped stays
+            if os.path.samestat(now, then) and now.st_size < then.st_size:
+                raise ConfigError(f"{path}: was cut to {now.st_size:,} bytes while in use; "
+                                  f"expected {then.st_size:,}: bring it back and use "
+                                  "--auto_resume")
 
     def fingerprint(self, n_files: int) -> list:
         """What must be the same for a run to continue; not the folder, since data may be moved.
@@ -135,11 +146,10 @@ class TokenFile:
             raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
                               "make it with python data.py, or use --data_mode stream")
         at = np.fromfile(path, np.uint64).astype(np.int64)
-        masked = self.n_tokens if self.mask is None else len(self.mask)
-        if len(at) < 2 or at[-1] != self.n_tokens or (np.diff(at) < 0).any() or masked != at[-1]:
-            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents end at "
-                              f"{at[-1] if len(at) else 0:,} of {self.n_tokens:,} tokens, "
-                              f"the mask at {masked:,}")
+        if len(at) < 2 or at[0] or at[-1] != self.n_tokens or (np.diff(at) < 0).any():
+            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents lie at "
+                              f"{at[0] if len(at) else 0:,} to {at[-1] if len(at) else 0:,}; "
+                              f"expected 0 to {self.n_tokens:,}, each after the one before")
         return at
 
     def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -173,11 +183,19 @@ def read_sidecar(path: Path) -> dict:
         return {}
     try:
         meta = json.loads(path.read_text("utf-8"))
-        dtype = meta.get("dtype", "uint16")
+        meta = {name: value for name, value in meta.items() if value is not None}
     except (ValueError, AttributeError, PermissionError) as e:
         raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
+    dtype = meta.get("dtype", "uint16")
     if dtype not in ("uint16", "uint32"):
         raise ConfigError(f"{path}: dtype {dtype}; expected uint16 or uint32")
+    if not isinstance(meta.get("tokenizer", ""), str):
+        raise ConfigError(f"{path}: tokenizer {meta['tokenizer']!r:.50}; expected its name")
+    limits = dict(tokens=2**62, bytes=2**62, vocab_size=2**32, end_of_text=np.iinfo(dtype).max)
+    for name, most in limits.items():
+        n = meta.get(name, 0)
+        if type(n) is not int or not 0 <= n <= most:
+            raise ConfigError(f"{path}: {name} {n!r:.50}; expected a whole number up to {most:,}")
     return meta
 
 
@@ -306,8 +324,12 @@ def stdlib() -> str:
             name = file.relative_to(root).as_posix().encode()
             split = "val" if share_of(name, hashlib.sha256) < 13 / 256 else "train"
             documents[split].append(file.read_bytes())
-    cache.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=cache))
+    except OSError as e:
+        raise ConfigError(f"{cache}: cannot hold the default data ({e.strerror}); name a folder "
+                          "in XDG_CACHE_HOME, or your data with --data") from None
     for split, texts in documents.items():
         write_tokens(draft / f"{split}.bin", texts)
     try:

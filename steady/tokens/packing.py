@@ -54,17 +54,17 @@ def positions(begins: Tensor, shape: torch.Size) -> Tensor:
     return (place - begins[torch.searchsorted(begins, place, right=True) - 1]).view(shape)
 
 
-def document_mask(documents: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
     """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
 
-    Of tokens from `start` on. A token attends to itself and to earlier ones of its document.
+    A token attends to itself and to earlier ones of its document.
     """
     place = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, None, start:, None] == documents[:, None, None, :]
-    mask = same & (place[start:, None] >= place[None, :])
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    mask = same & (place[:, None] >= place[None, :])
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
-    return mask, (place - first)[:, start:]
+    return mask, place - first
 
 
 def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:

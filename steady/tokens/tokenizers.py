@@ -21,7 +21,7 @@ def load_tokenizer(name: str, needs_end: bool = True):
         tokenizer("a")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # of transformers, tokenizers, the hub; a panic in Rust is no other
+    except BaseException as e:  # a panic in Rust is not even an Exception
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
     if needs_end and tokenizer.eos_token_id is None:

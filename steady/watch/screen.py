@@ -37,7 +37,7 @@ def describe(run) -> str:
     if cfg.max_steps == UNKNOWN:
         samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
     weights = sum(d.weight for d in data.datasets)
-    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.describe()}"
+    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.details}"
                for d, epochs in zip(data.datasets, data.order.epochs(samples), strict=True)]
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
