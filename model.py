@@ -165,7 +165,8 @@ class Transformer(nn.Module):
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
         documents [B, T]: for packed rows, the number of each token's document; each is computed as
-        if it stood alone. Or their boundaries [n]: see tokens/packing. Not with caches.
+        if it stood alone. Or their boundaries [n]: see tokens/packing. Not with caches. Raises
+        TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -181,6 +182,8 @@ class Transformer(nn.Module):
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
+        if documents.dtype == torch.bool:
+            raise TypeError("documents: expected their numbers [B, T] or boundaries, not a mask")
         if documents.ndim == 1:
             here = packing.positions(documents, shape)
             return Where(self.cos[here], self.sin[here], boundaries=documents)

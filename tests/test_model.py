@@ -66,6 +66,11 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
     )
 
 
+def test_a_mask_is_not_taken_for_documents():
+    with pytest.raises(TypeError):
+        make().hidden(some_tokens(), documents=torch.ones(3, 32, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_the_type_of_the_residual_stream(half):
     model, tokens, found = make(half_residual=half), some_tokens(), []
