@@ -170,7 +170,7 @@ def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float
     first step.
     """
     go = 1.0 if found_inf is None else 1.0 - found_inf
-    direction = direction.to(params[0].dtype)
+    direction = direction.to(params[0].dtype).contiguous()  # so that all ranks add alike
     mean = direction.square().mean(2, keepdim=True)
     mean = torch.where(squares > 0, torch.lerp(squares, mean, 1 - beta2), mean)
     squares += (mean - squares) * go
