@@ -135,7 +135,8 @@ def redirect(cfg) -> dict:
                 return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
     if "://" not in (cfg.resume or ""):
         return {}
-    out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
+    new = dict(resume=None, auto_resume=False, overwrite=False, eval_only=False)
+    out_dir, lock = claim(find_run(dataclasses.replace(cfg, **new)))
     with lock:
         download(cfg.resume, out_dir)
     return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
