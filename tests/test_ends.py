@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, column, rows
+from conftest import TINY, column, poison, rows
 
 import config
+import data
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.guard import deadline
@@ -213,6 +214,13 @@ def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, mon
             checkpoint.delete()
     run("--auto_resume", "--out_dir", "s", bare=True, ranks=2)
     assert_same_end(tmp_path / "r", tmp_path / "s", 14)
+    with monkeypatch.context() as patch:  # step 10 is not finite: back to before the decay
+        patch.setattr(data.Mixture, "batch", data.Mixture.batch)  # both as they are, afterwards
+        patch.setattr(train.Transformer, "forward", train.Transformer.forward)
+        poison(72, 80)
+        back = "--save_interval", 6, "--max_nonfinite", 1, "--on_nonfinite", "rollback"
+        assert "rolled back" in run(*flags, *back, "--out_dir", "u")
+    assert load(tmp_path / "u", 14)["max_steps"] == 14
     losses |= {step: 30 - step for step in range(2, 31, 2)}  # always better: as wsd
     run(*flags, "--out_dir", "t")
     rates = column(tmp_path / "t", "train/learning_rate")

@@ -135,6 +135,7 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
+    max_steps = progress.max_steps  # as this process has set it, where it goes back
     for name, value in vars(progress).items():
         setattr(progress, name, state.get(name, value))
     guard.nonfinite.copy_(state["nonfinite"])
@@ -144,12 +145,13 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
-    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
-        progress.max_steps = UNKNOWN
-    cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
+    progress.max_steps = min(max_steps, progress.max_steps)
+    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
+        progress.max_steps = UNKNOWN
+    cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     return saved
 
 
