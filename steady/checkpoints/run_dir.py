@@ -27,14 +27,18 @@ from steady.checkpoints.checkpoint import (
     latest_valid,
     list_checkpoints,
     remove_drafts,
+    require_shared,
     unused_name,
 )
 from steady.checkpoints.sealed import atomic_write
+from steady.checkpoints.state import make_writer, reconcile_best
+from steady.guard.faults import setting_up
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
+from steady.watch import screen
 
 # Written to by a run, where no link may lead elsewhere.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
@@ -260,6 +264,22 @@ def acquire_lock(run_dir: Path, given: str = ""):
 
 
 # --- its contents ----------------------------------------------------------------------------
+
+
+@setting_up()
+def open_run_dir(run):
+    """Rank 0 makes and locks the run directory, and says what is about to run."""
+    cfg, progress, best = run.cfg, run.progress, None
+    if run.ranks.rank == 0:
+        if not run.dir.lock:
+            run.dir.path, run.dir.lock = claim_unused(cfg, run.dir.path)
+        prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+        best = reconcile_best(progress, run.dir)
+        print(screen.describe(run), flush=True)
+    run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
+    progress.best_loss, progress.best_step = best
+    require_shared(run.dir.path)
+    run.dir.writer = make_writer(run)
 
 
 def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
