@@ -61,7 +61,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
 
     As the best one, too, if it is. There is no generator state: random numbers are a function of
     (seed, step, rank). alone: other ranks may be gone, and what the device was given since the last
-    update may never end.
+    update may never end. The tensors are those of the run itself, which no step changes before the
+    next update: on CUDA they are copied until then.
     """
     progress, writer, shards, data = run.progress, run.dir.writer, run.ranks.shards, run.train_data
     if run.dir.saved == progress.state():
@@ -85,7 +86,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
         machine=machine_of(run.ranks),
-        trail=torch.stack(run.guard.trail or [torch.zeros(2)])[: len(run.guard.trail)],
+        trail=run.guard.trail[: run.guard.trail_steps],
         trail_from=run.guard.trail_from,
     )
     run.guard.new_trail(progress.step)
