@@ -206,7 +206,7 @@ def evaluate(run: "Run") -> float:
     for of in ("", "_ema") if run.ema else ("",):
         batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
                                ranks.device)
-        with run.ema.in_place(run.guard) if of else contextlib.nullcontext():
+        with run.ema.in_place(run) if of else contextlib.nullcontext():
             for batch in batches:
                 run.monitor.phase("evaluation")  # a sign of progress
                 with ranks.autocast:
@@ -263,7 +263,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data
     prompt = data.prompt().to(run.ranks.device)
-    weights = run.ema.in_place(run.guard) if run.ema else contextlib.nullcontext()
+    weights = run.ema.in_place(run) if run.ema else contextlib.nullcontext()
     with weights, run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"

@@ -15,7 +15,9 @@ import config
 import data
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.checkpoints.writer import Writer
 from steady.guard import deadline
+from steady.models.ema import Ema
 from tools import generate
 
 WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
@@ -113,6 +115,18 @@ def test_weights_are_back_after_an_evaluation_that_fails(run, tmp_path, monkeypa
     one, two = load(tmp_path / "whole", 6), load(tmp_path / "r", 6)
     for key in ("model", "ema"):
         assert compare(one[key], two[key], key)[1] == []
+
+
+def test_averages_wait_for_a_checkpoint_that_is_copied_from_the_weights(run, monkeypatch):
+    """On CUDA it is copied up to the next update, and a sample may come before that."""
+    calls = []
+    for owner, name in ((Writer, "save"), (Writer, "finish_copy"), (Ema, "exchange")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
+            calls.append(name), plain(*args))[1])
+    run("--ema", 0.9, "--save_interval", 4, "--sample_interval", 4, "--eval_interval", 0)
+    for save in (i for i, name in enumerate(calls) if name == "save"):
+        assert calls[save + 1] == "finish_copy"
 
 
 # --- the clock -------------------------------------------------------------------------------
