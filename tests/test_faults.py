@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import itertools
 import math
@@ -37,11 +38,12 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady.checkpoints import backup, checkpoint, retry, sealed, writer
+from steady.checkpoints import backup, checkpoint, retry, run_dir, sealed, writer
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
 from steady.guard import faults
 from steady.guard.process import stop_with_torchrun
+from steady.options import ConfigError
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
 from tools import generate as generation
@@ -455,6 +457,21 @@ def test_one_writer_per_directory(run, corpus, tmp_path):
     process.kill(signal.SIGKILL)
     process.code()
     run("--auto-resume", "--out_dir", "r", "--max_steps", 200, bare=True)  # the lock is gone
+
+
+def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monkeypatch):
+    """Another process with --overwrite does so between the opening of the file and the lock."""
+    run("--out_dir", "r")
+    plain = fcntl.lockf
+
+    def lockf(*args):
+        if (tmp_path / "r").exists():
+            (tmp_path / "r").rename(tmp_path / "r.old")
+        return plain(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with pytest.raises(ConfigError, match="is writing there"):
+        run_dir.acquire_lock(tmp_path / "r")
 
 
 def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch):

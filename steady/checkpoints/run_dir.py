@@ -250,7 +250,9 @@ def acquire_lock(run_dir: Path, given: str = ""):
         raise ConfigError(f"{run_dir / 'lock'}: cannot be opened: {e.strerror}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        if not os.path.samefile(file.fileno(), run_dir / "lock"):
+            raise BlockingIOError("its owner has just moved it away, with --overwrite")
+    except (BlockingIOError, PermissionError, FileNotFoundError):
         file.seek(0)
         owner = file.readline().strip() or "another process"
         raise ConfigError(f"{given or f'--out_dir {run_dir}'}: {owner} is writing there; stop it, "
