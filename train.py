@@ -17,13 +17,11 @@ import contextlib
 import gc
 import json
 import math
-import random
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,26 +32,20 @@ from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
-from steady.checkpoints.checkpoint import Checkpoint, require_shared
-from steady.checkpoints.state import (
-    Progress,
-    load_checkpoint,
-    make_writer,
-    reconcile_best,
-    save_checkpoint,
-)
+from steady.checkpoints.checkpoint import Checkpoint
+from steady.checkpoints.run_dir import open_run_dir
+from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import faults, memory, process
 from steady.guard.deadline import Deadline, begin_decay
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
-from steady.guard.replay import Miscalculated, replay
+from steady.guard.replay import replay, seed_everything
 from steady.models import device as devices
 from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
-from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
 from steady.watch import screen
 from steady.watch.evaluation import Means
@@ -66,7 +58,7 @@ def train(run: "Run", batches):
     """Train until the last step or a signal to stop. `progress.step` counts the updates made."""
     cfg, ranks, progress, guard, stop = run.cfg, run.ranks, run.progress, run.guard, run.ranks.stop
     monitor = run.monitor  # every line that names it may go: nothing below depends on one
-    first_step, deadline = progress.step + 1, Deadline(cfg.max_minutes)
+    first_step = progress.step + 1
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
@@ -79,21 +71,18 @@ def train(run: "Run", batches):
             monitor.phase("data")
             batch = next(batches)  # on the device, or on its way there
             monitor.phase("forward")
-            last = i == run.accumulation - 1
-            with ranks.shards.micro_batch(run.ddp, last), ranks.autocast:
+            with ranks.shards.micro_batch(run.ddp, i + 1 == run.accumulation), ranks.autocast:
                 losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
             ranks.scaler.scale(loss).backward()
             step_loss = step_loss + loss.detach()
             monitor.add_losses(losses.detach(), batch, run.train_data)
-        if due(progress.step + 1, cfg.replay_interval):
-            replay(run, batch, partial(seed_everything, cfg.seed, progress.step, ranks.rank))
+        replay(run, batch)  # at every --replay_interval
         finish_copy(run)
         monitor.phase("optimizer")
         grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
         run.advance(size)  # step, position and tokens together
-        deadline.set_max_steps(run)  # with --max_minutes, once
         monitor.phase("other")
         monitor.after_update(run.model, batch)
         collect_garbage(progress.step, first_step)
@@ -132,17 +121,6 @@ def set_learning_rate(optimizers, lr: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
     return lr
-
-
-def seed_everything(seed: int, step: int, rank: int):
-    """Make the random numbers of a step a function of (seed, step, rank), as its samples are.
-
-    So dropout resumes bit for bit without generator states in the checkpoint.
-    """
-    number = hash((seed, step, rank)) % 2**63
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
 
 
 @torch.no_grad()
@@ -229,7 +207,7 @@ def evaluate(run: "Run") -> float:
     for of in ("", "_ema") if run.ema else ("",):
         batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
                                ranks.device)
-        with run.ema.in_place(run.guard, run.dir.writer) if of else contextlib.nullcontext():
+        with run.ema.in_place(run) if of else contextlib.nullcontext():
             for batch in batches:
                 run.monitor.phase("evaluation")  # a sign of progress
                 with ranks.autocast:
@@ -286,7 +264,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data
     prompt = data.prompt().to(run.ranks.device)
-    weights = run.ema.in_place(run.guard, run.dir.writer) if run.ema else contextlib.nullcontext()
+    weights = run.ema.in_place(run) if run.ema else contextlib.nullcontext()
     with weights, run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
@@ -312,6 +290,7 @@ class Run:
     ddp: nn.Module  # the model, wrapped where there are several ranks
     optimizers: list
     guard: Guard
+    deadline: Deadline
     ema: Ema | None = None  # with --ema
     monitor: Monitor | None = None
 
@@ -338,6 +317,7 @@ class Run:
         if self.ema:
             self.ema.update(self.progress.step)
         self.guard.update_made()
+        self.deadline.set_max_steps(self)  # with --max_minutes, once
 
 
 @faults.setting_up()
@@ -371,20 +351,16 @@ def set_up(argv: list[str]) -> Run:
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    most = memory.usual_micro_batch(cfg, memory.gpu_bytes(device))
-    if cfg.micro_batch_size == "auto":
-        most = memory.largest_micro_batch(
-            lambda: make_model(cfg, train_data, start, device, dtype, shards), cfg,
-            world_size, ranks.autocast, device, varlen)
-    ranks.micro_batch = memory.micro_batch_size(cfg, world_size, ranks.minimum(most), uneven)
     # the model, and what updates it
-    model = make_model(cfg, train_data, start, device, dtype, shards)
+    new_model = partial(make_model, cfg, train_data, start, device, dtype, shards)
+    ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
+    model = new_model()
     shards.hold(model)
     run = Run(
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
-        guard=Guard(cfg, ranks),
+        guard=Guard(cfg, ranks), deadline=Deadline(cfg.max_minutes),
     )
     run.ema = Ema(model, shards, cfg.ema) if cfg.ema else None
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
@@ -435,22 +411,6 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     return model
 
 
-@faults.setting_up()
-def open_run_dir(run: Run):
-    """Rank 0 makes and locks the run directory, and says what is about to run."""
-    cfg, progress, best = run.cfg, run.progress, None
-    if run.ranks.rank == 0:
-        if not run.dir.lock:
-            run.dir.path, run.dir.lock = rundir.claim_unused(cfg, run.dir.path)
-        rundir.prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        best = reconcile_best(progress, run.dir)
-        print(screen.describe(run), flush=True)
-    run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
-    progress.best_loss, progress.best_step = best
-    require_shared(run.dir.path)
-    run.dir.writer = make_writer(run)
-
-
 # --- running it ------------------------------------------------------------------------------
 
 
@@ -475,8 +435,7 @@ def main(argv: list[str]) -> int:
             if run_dir.lock:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
-            print(f"{run_dir.path}: {screen.early_end(cfg, progress, 0) or finished}; "
-                  "nothing to do")
+            print(f"{run_dir.path}: {screen.early_end(cfg, progress) or finished}; nothing to do")
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
@@ -521,16 +480,8 @@ def train_with_recovery(run: Run) -> str:
             break
         except NotFinite as e:
             faults.roll_back(run, e)
-        except Miscalculated:
-            raise  # without a save
-        except ReplicasDiffer as e:
-            if ranks.rank == 0:
-                faults.set_doubtful_aside(run.dir.writer, e)
-            raise
         except BaseException as e:
-            faults.rescue(run, e)
-            if memory.out_of_memory(e):
-                raise MemoryError(memory.memory_advice(ranks, cfg.batch_size, e)) from e
+            faults.save_if_sound(run, e)
             raise
         finally:
             if run.dir.writer:

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, column, rows
+from conftest import TINY, column, poison, rows
 
 import config
+import data
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.checkpoints.writer import Writer
 from steady.guard import deadline
+from steady.models.ema import Ema
 from steady.watch.report import summary
 from tools import generate
 
@@ -114,6 +117,18 @@ def test_weights_are_back_after_an_evaluation_that_fails(run, tmp_path, monkeypa
     one, two = load(tmp_path / "whole", 6), load(tmp_path / "r", 6)
     for key in ("model", "ema"):
         assert compare(one[key], two[key], key)[1] == []
+
+
+def test_averages_wait_for_a_checkpoint_that_is_copied_from_the_weights(run, monkeypatch):
+    """On CUDA it is copied up to the next update, and a sample may come before that."""
+    calls = []
+    for owner, name in ((Writer, "save"), (Writer, "finish_copy"), (Ema, "exchange")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
+            calls.append(name), plain(*args))[1])
+    run("--ema", 0.9, "--save_interval", 4, "--sample_interval", 4, "--eval_interval", 0)
+    for save in (i for i, name in enumerate(calls) if name == "save"):
+        assert calls[save + 1] == "finish_copy"
 
 
 # --- the clock -------------------------------------------------------------------------------
@@ -215,6 +230,13 @@ def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, mon
             checkpoint.delete()
     run("--auto_resume", "--out_dir", "s", bare=True, ranks=2)
     assert_same_end(tmp_path / "r", tmp_path / "s", 14)
+    with monkeypatch.context() as patch:  # step 10 is not finite: back to before the decay
+        patch.setattr(data.Mixture, "batch", data.Mixture.batch)  # both as they are, afterwards
+        patch.setattr(train.Transformer, "forward", train.Transformer.forward)
+        poison(72, 80)
+        back = "--save_interval", 6, "--max_nonfinite", 1, "--on_nonfinite", "rollback"
+        assert "rolled back" in run(*flags, *back, "--out_dir", "u")
+    assert load(tmp_path / "u", 14)["max_steps"] == 14
     losses |= {step: 30 - step for step in range(2, 31, 2)}  # always better: as wsd
     run(*flags, "--out_dir", "t")
     rates = column(tmp_path / "t", "train/learning_rate")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import io
 import itertools
 import math
@@ -37,11 +38,12 @@ from torch import nn
 import data
 import train
 from model import Transformer
-from steady.checkpoints import checkpoint, retry, sealed, writer
+from steady.checkpoints import backup, checkpoint, retry, run_dir, sealed, writer
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
 from steady.guard import faults
 from steady.guard.process import stop_with_torchrun
+from steady.options import ConfigError
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
 from tools import generate as generation
@@ -183,6 +185,8 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
             if name == "fsync":
                 calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{args[0]}")))
             calls.append(name)
+            if name == "posix_fadvise":
+                raise OSError(errno.EINVAL, "not on this file system")  # it is only advice
             return plain(*args)
 
         monkeypatch.setattr(owner, name, call)
@@ -453,6 +457,21 @@ def test_one_writer_per_directory(run, corpus, tmp_path):
     process.kill(signal.SIGKILL)
     process.code()
     run("--auto-resume", "--out_dir", "r", "--max_steps", 200, bare=True)  # the lock is gone
+
+
+def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monkeypatch):
+    """Another process with --overwrite does so between the opening of the file and the lock."""
+    run("--out_dir", "r")
+    plain = fcntl.lockf
+
+    def lockf(*args):
+        if (tmp_path / "r").exists():
+            (tmp_path / "r").rename(tmp_path / "r.old")
+        return plain(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with pytest.raises(ConfigError, match="is writing there"):
+        run_dir.acquire_lock(tmp_path / "r")
 
 
 def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch):
@@ -900,6 +919,38 @@ def test_a_backup_of_another_run_is_refused(run, tmp_path, backed_up):
         assert f"--resume {backed_up}" in output and contents(tmp_path) == before
     shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
     assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
+
+
+def test_a_backup_is_fetched_into_no_other_run(run, tmp_path, backed_up):
+    run("--out_dir", "b", "--max_steps", 4)
+    before = contents(tmp_path)
+    for flags in (["--eval_only"], ["--overwrite"]):
+        told = run("--resume", backed_up, "--out_dir", "b", *flags, bare=True, expect=2)
+        assert "--out_dir b: holds a run already" in told and contents(tmp_path) == before
+
+
+def test_a_download_that_is_killed_leaves_no_run_that_begins_at_0(tmp_path, backed_up, monkeypatch):
+    def replace(old, new):
+        assert not (tmp_path / "b/config.yaml").exists()
+        plain(old, new)
+
+    plain = os.rename
+    monkeypatch.setattr(os, "rename", replace)
+    assert backup.download(backed_up, tmp_path / "b").step == 8
+    assert (tmp_path / "b/config.yaml").exists()
+
+
+def test_of_two_runs_that_begin_with_one_backup_one_has_it(run, tmp_path, capsys):
+    for name in ("a", "b"):
+        run("--out_dir", name, "--max_steps", 4)
+    url, checkpoint = f"file://{tmp_path}/disk2", "checkpoints/step_00000004.pt"
+    backups = [backup.Backup(url, 3, None, None) for _ in range(2)]
+    for each, name in zip(backups, ("a", "b"), strict=True):
+        each.offer(Checkpoint(tmp_path / name / checkpoint))
+        each.close()
+    assert "no backup to file://" in capsys.readouterr().out
+    there, of_a = ((tmp_path / name / checkpoint).read_bytes() for name in ("disk2", "a"))
+    assert there == of_a
 
 
 @pytest.mark.parametrize("place", ["r", ".", "link", "runs/7"])

@@ -431,6 +431,29 @@ def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
     assert watched == [False]
 
 
+def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatch):
+    """On CUDA the copy may still be under way when the save has returned: nothing is temporary."""
+    runs, saved, plain_set_up, plain_save = [], [], train.set_up, writer.Writer.save
+
+    def pointers(value) -> set[int]:
+        if isinstance(value, torch.Tensor):
+            return {value.untyped_storage().data_ptr()}
+        each = value.values() if isinstance(value, dict) else value
+        return set().union(*map(pointers, each)) if isinstance(value, (dict, list)) else set()
+
+    def save(self, step, state, *how):
+        r = runs[-1]
+        kept = [r.model.state_dict(), [dict(each.state) for each in r.optimizers], r.ema.tensors,
+                [r.guard.trail, r.guard.nonfinite, r.guard.spikes.window]]
+        saved.append(pointers(state) - pointers(kept))
+        plain_save(self, step, state, *how)
+
+    monkeypatch.setattr(train, "set_up", lambda argv: runs.append(plain_set_up(argv)) or runs[-1])
+    monkeypatch.setattr(writer.Writer, "save", save)
+    run("--save_interval", 4, "--skip_spikes", 6, "--ema", 0.9)
+    assert saved == [set()] * 3
+
+
 def test_garbage_of_start_up_is_no_part_of_later_steps(run, tmp_path, monkeypatch):
     """Or the first interval of a small model would look several times as slow as the others."""
     steps, plain = [], train.tidy_memory

@@ -122,7 +122,7 @@ def test_off():
 def note(phase="waiting", host="a", entered=7, waits=None, kind="all_reduce of [4160]", **other):
     waits = phase == "waiting" if waits is None else waits
     return dict(step=811, phase=phase, age=90.0, limit=60, host=host, pid=1, ended=False,
-                waits=waits, at="", groups={"0": [entered, kind * waits]}) | other
+                waits=waits, at="", groups={"0": [entered, entered * waits, kind * waits]}) | other
 
 
 @pytest.mark.parametrize("notes, silent, code, blamed, doing", [
@@ -142,10 +142,15 @@ def note(phase="waiting", host="a", entered=7, waits=None, kind="all_reduce of [
     ([note(), note(kind="broadcast of [2]", at="mine.py:3 in f"), note()], [],
      "mismatch", [1], "waits in broadcast of [2] at mine.py:3 in f"),
     # one of two: it is in the next collective, of another group, which the other has not begun
-    ([note(groups={"0": [7, "all_gather of [9]"], "1": [4, ""]}),
-      note(groups={"0": [6, ""], "1": [5, "all_reduce of [2]"], "2": [1, ""]})], [],
+    ([note(groups={"0": [7, 7, "all_gather of [9]"], "1": [4, 0, ""]}),
+      note(groups={"0": [6, 0, ""], "1": [5, 5, "all_reduce of [2]"], "2": [1, 0, ""]})], [],
      "mismatch", [1], "waits in all_reduce of [2]"),
     ([note(), note(host="b")], [], "network", [], "waits in all_reduce of [4160]"),
+    # the network fails while one rank has more of it behind it: it lacks none
+    ([note(), note(host="b", groups={"0": [8, 8, "broadcast of [2]"]})], [], "network", [],
+     "waits in all_reduce of [4160]"),
+    ([note(), note(host="b", groups={"0": [7, 6, "all_reduce of [9]"]})], [], "network", [],
+     "waits in all_reduce of [4160]"),
 ])
 def test_who_is_to_blame(notes, silent, code, blamed, doing):
     hang = hangs.find(dict(enumerate(notes)), dict.fromkeys(silent, 90.0))

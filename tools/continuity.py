@@ -77,7 +77,7 @@ def repeat_steps(run, cfg, n: int, train) -> torch.Tensor:
     run.monitor.close()
     run.cfg, run.dir.writer = whole, writer
     del stop.requested
-    return torch.stack(run.guard.trail)[:n].cpu()
+    return run.guard.trail[:n].cpu()
 
 
 def report(trail: torch.Tensor, found: torch.Tensor, step: int, differences: str) -> str:

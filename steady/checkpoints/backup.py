@@ -33,15 +33,19 @@ class Backup:
                               "another disk or machine")
         try:
             self.fs.makedirs("checkpoints", exist_ok=True)
-            theirs = "" if remote_checkpoints(self.fs) else None
-            if self.fs.exists("config.yaml"):
-                theirs = id_in(self.fs.cat_file("config.yaml"))
+            theirs = self.run_there()
         except Exception as e:  # each file system raises its own
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
         if theirs not in (None, run):
             raise ConfigError(f"--backup_to {url}: holds another run than "
                               f"{run_dir or 'this new one'}. Continue that one with --resume "
                               f"{url}, or choose another URL")
+
+    def run_there(self) -> str | None:
+        """The id of the run whose backup is there; None if there is none."""
+        if self.fs.exists("config.yaml"):
+            return id_in(self.fs.cat_file("config.yaml"))
+        return "" if remote_checkpoints(self.fs) else None
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -58,6 +62,9 @@ class Backup:
 
     def upload(self, checkpoint: Checkpoint):
         try:
+            mine = id_in((checkpoint.run_dir / "config.yaml").read_bytes())
+            if self.run_there() not in (None, mine):
+                raise ValueError("it holds another run, which began at the same time")
             self.put(checkpoint.run_dir, "config.yaml")  # first: whose backup it is
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
                 self.upload_checkpoint(checkpoint)
@@ -136,10 +143,11 @@ def download(url: str, to: Path) -> Checkpoint:
             for file in files:
                 get(file, to / file.replace(checkpoint, draft, 1))
             wrong = Checkpoint(to / draft).find_damage()
-            if not wrong:
+            if not wrong:  # before config.yaml: a run without a checkpoint begins at 0
+                found = Checkpoint((to / draft).rename(to / checkpoint))
                 for log in filter(LOGS.fullmatch, fs.find("")):
                     get(log, to / log)
-                return Checkpoint((to / draft).rename(to / checkpoint))
+                return found
             print(f"warning: {checkpoint}: {wrong}", flush=True)
             Checkpoint(to / draft).delete()
     except Exception as e:

@@ -27,14 +27,18 @@ from steady.checkpoints.checkpoint import (
     latest_valid,
     list_checkpoints,
     remove_drafts,
+    require_shared,
     unused_name,
 )
 from steady.checkpoints.sealed import atomic_write
+from steady.checkpoints.state import make_writer, reconcile_best
+from steady.guard.faults import setting_up
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
+from steady.watch import screen
 
 # Written to by a run, where no link may lead elsewhere.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
@@ -135,7 +139,8 @@ def redirect(cfg) -> dict:
                 return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
     if "://" not in (cfg.resume or ""):
         return {}
-    out_dir, lock = claim(find_run(dataclasses.replace(cfg, resume=None, auto_resume=False)))
+    new = dict(resume=None, auto_resume=False, overwrite=False, eval_only=False)
+    out_dir, lock = claim(find_run(dataclasses.replace(cfg, **new)))
     with lock:
         download(cfg.resume, out_dir)
     return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
@@ -245,7 +250,9 @@ def acquire_lock(run_dir: Path, given: str = ""):
         raise ConfigError(f"{run_dir / 'lock'}: cannot be opened: {e.strerror}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        if not os.path.samefile(file.fileno(), run_dir / "lock"):
+            raise BlockingIOError("its owner has just moved it away, with --overwrite")
+    except (BlockingIOError, PermissionError, FileNotFoundError):
         file.seek(0)
         owner = file.readline().strip() or "another process"
         raise ConfigError(f"{given or f'--out_dir {run_dir}'}: {owner} is writing there; stop it, "
@@ -259,6 +266,22 @@ def acquire_lock(run_dir: Path, given: str = ""):
 
 
 # --- its contents ----------------------------------------------------------------------------
+
+
+@setting_up()
+def open_run_dir(run):
+    """Rank 0 makes and locks the run directory, and says what is about to run."""
+    cfg, progress, best = run.cfg, run.progress, None
+    if run.ranks.rank == 0:
+        if not run.dir.lock:
+            run.dir.path, run.dir.lock = claim_unused(cfg, run.dir.path)
+        prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+        best = reconcile_best(progress, run.dir)
+        print(screen.describe(run), flush=True)
+    run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
+    progress.best_loss, progress.best_step = best
+    require_shared(run.dir.path)
+    run.dir.writer = make_writer(run)
 
 
 def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):

@@ -41,7 +41,7 @@ def write_checkpoint(path: Path, state: dict):
             file.write(SEAL.pack(SEAL_NAME, sealed.crc))
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # out of the page cache, so that the disk is read
+            with contextlib.suppress(AttributeError, OSError):  # so that the disk is read again
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         wrong = find_corruption(draft)
         if wrong:

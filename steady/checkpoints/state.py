@@ -66,7 +66,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
 
     As the best one, too, if it is. There is no generator state: random numbers are a function of
     (seed, step, rank). alone: other ranks may be gone, and what the device was given since the last
-    update may never end.
+    update may never end. The tensors are those of the run itself, which no step changes before the
+    next update: on CUDA they are copied until then.
     """
     progress, writer, shards, data = run.progress, run.dir.writer, run.ranks.shards, run.train_data
     if run.dir.saved == progress.state():
@@ -90,7 +91,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
         machine=machine_of(run.ranks),
-        trail=torch.stack(run.guard.trail or [torch.zeros(2)])[: len(run.guard.trail)],
+        trail=run.guard.trail[: run.guard.trail_steps],
         trail_from=run.guard.trail_from,
     )
     run.guard.new_trail(progress.step)
@@ -142,6 +143,7 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
+    max_steps = progress.max_steps  # as this process has set it, where it goes back
     for name, value in vars(progress).items():
         setattr(progress, name, state.get(name, value))
     guard.nonfinite.copy_(state["nonfinite"])
@@ -151,12 +153,13 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
-    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
-        progress.max_steps = UNKNOWN
-    cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
+    progress.max_steps = min(max_steps, progress.max_steps)
+    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
+        progress.max_steps = UNKNOWN
+    cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     return saved
 
 

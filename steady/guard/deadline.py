@@ -19,7 +19,8 @@ class Deadline:
     """minutes: since this process was started, or None. A Slurm job may end earlier."""
 
     def __init__(self, minutes: float | None):
-        self.ends, self.first = time.monotonic(), None
+        self.ends = self.began = time.monotonic()
+        self.steps = 0  # of this process
         if minutes:
             seconds = 60 * minutes - process_age_seconds()
             job_ends = os.environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970
@@ -35,12 +36,12 @@ class Deadline:
         cfg, progress, now = run.cfg, run.progress, time.monotonic()
         if cfg.max_steps != UNKNOWN:
             return
-        if self.first is None:  # which compiles
-            self.first = now, progress.step
-        began, first = self.first
-        if progress.step < max(SETTING_STEP, first + LEAST_STEPS):
+        self.steps += 1
+        if self.steps == 1:  # which compiles
+            self.began = now
+        if progress.step < SETTING_STEP or self.steps <= LEAST_STEPS:
             return
-        seconds = (now - began) / (progress.step - first)  # a step, with logs and saves
+        seconds = (now - self.began) / (self.steps - 1)  # a step, with logs and saves
         evaluation = 0.0
         if run.val_data and cfg.eval_interval:
             batches = cfg.eval_steps or run.val_data.n_samples / cfg.batch_size

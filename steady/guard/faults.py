@@ -20,6 +20,8 @@ from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
+from steady.guard.memory import memory_advice, out_of_memory
+from steady.guard.replay import Miscalculated
 from steady.options import ConfigError, given_texts
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
@@ -156,6 +158,20 @@ def save_last_step(run, error: BaseException | None):
     if writer.written == step:
         part = ", this rank's part of it" if writer.size > 1 else ""
         print(f"saved the last completed step, {step}{part}", file=sys.stderr, flush=True)
+
+
+def save_if_sound(run, error: BaseException):
+    """Before a run ends with this error: save its last step, unless the error is in the weights.
+
+    Raises MemoryError, with advice, where memory has run out.
+    """
+    if isinstance(error, ReplicasDiffer) and run.ranks.rank == 0:
+        set_doubtful_aside(run.dir.writer, error)
+    if isinstance(error, (ReplicasDiffer, Miscalculated)):
+        return
+    rescue(run, error)
+    if out_of_memory(error):
+        raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 
 
 def set_doubtful_aside(writer, error: ReplicasDiffer):

@@ -33,7 +33,8 @@ class Guard:
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
-        self.trail, self.trail_from = [], 0  # as new_trail
+        self.trail = torch.zeros(TRAIL_STEPS, 2, device=ranks.device)  # in place: copied late
+        self.new_trail(0)
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
                                  cfg.check_replicas_interval)
 
@@ -44,13 +45,14 @@ class Guard:
         times the number of ranks; grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
-        if len(self.trail) < TRAIL_STEPS:
-            self.trail.append(torch.stack((loss, grad_norm)).float())
+        if self.trail_steps < TRAIL_STEPS:
+            self.trail[self.trail_steps] = torch.stack((loss, grad_norm))
+            self.trail_steps += 1
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf
 
     def new_trail(self, step: int):
         """Begin to keep the first results after a checkpoint of this step."""
-        self.trail, self.trail_from = [], step
+        self.trail_steps, self.trail_from = 0, step
 
     def update_made(self):
         self.clean = True

@@ -82,14 +82,23 @@ def refuse_too_large(cfg, ranks: int = 1):
                           "choose smaller sizes")
 
 
-def largest_micro_batch(make_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
+def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
+    """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
+    most = usual_micro_batch(cfg, gpu_bytes(ranks.device))
+    if cfg.micro_batch_size == "auto":
+        most = largest_micro_batch(new_model, cfg, ranks.world_size, ranks.autocast, ranks.device,
+                                   varlen)
+    return micro_batch_size(cfg, ranks.world_size, ranks.minimum(most), uneven)
+
+
+def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
 
-    make_model: () → a model to try, which is gone afterwards. On a CPU, where the kernel may kill
+    new_model: () → a model to try, which is gone afterwards. On a CPU, where the kernel may kill
     the process before an allocation fails, up to MICRO_BATCH_TOKENS.
     """
     per_rank = -(-cfg.batch_size // world_size)
-    model, most = make_model(), per_rank
+    model, most = new_model(), per_rank
     if device.type != "cuda":
         most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
     # for the optimizer, and the buckets of ddp

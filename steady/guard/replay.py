@@ -1,14 +1,18 @@
 """--replay_interval: a micro-batch computed twice, to find a device that miscalculates.
 
 A processor or a memory that flips bits leaves no other sign: the loss stays plausible. A weight
-that was altered in memory is the same in both passes: ranks/replicas.py finds that.
+that was altered in memory is the same in both passes: ranks/replicas.py finds that. The random
+numbers of a step are a function of its number, so both passes have the same.
 """
 
+import random
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady.options import Failed
+from steady.options import Failed, due
 from steady.ranks.parallel import local_part
 from steady.ranks.replicas import checksums
 
@@ -21,17 +25,30 @@ class Miscalculated(Failed):
     """A rank had two results of the same micro-batch."""
 
 
-def replay(run, batch, seed):
-    """Compute a micro-batch twice; raises Miscalculated, on all ranks, where the results differ.
+def seed_everything(seed: int, step: int, rank: int):
+    """Make the random numbers of a step a function of (seed, step, rank), as its samples are.
+
+    So dropout resumes bit for bit without generator states in the checkpoint.
+    """
+    number = hash((seed, step, rank)) % 2**63
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
+def replay(run, batch):
+    """Where it is due, compute a micro-batch twice; raises Miscalculated, on all ranks, where the
+    results differ.
 
     To be called before an update; the gradients of the step stay as they are, beside those of the
-    pass. Bit by bit on a CPU and with deterministic algorithms. Waits for the device. seed: called
-    before each pass, so that dropout is the same.
+    pass. Bit by bit on a CPU and with deterministic algorithms. Waits for the device.
     """
     model, ranks = run.model, run.ranks
+    if not due(run.progress.step + 1, run.cfg.replay_interval):
+        return
     kept = [p.grad for p in model.parameters()]
     exact = ranks.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    first, second = (measure(run, batch, seed, exact) for _ in range(2))
+    first, second = (measure(run, batch, exact) for _ in range(2))
     for p, grad in zip(model.parameters(), kept, strict=True):
         p.grad = grad
     found = difference(first, second, exact)
@@ -47,18 +64,18 @@ def replay(run, batch, seed):
                             "not trust this machine")
 
 
-def measure(run, batch, seed, exact: bool) -> Tensor:
-    """[2, n] checksums of the loss and each gradient, or [n] the loss and their norms."""
+def measure(run, batch, exact: bool) -> Tensor:
+    """[n]: the checksums of the losses and of each gradient, or the loss and their norms."""
     for p in run.model.parameters():
         p.grad = None
-    seed()
+    seed_everything(run.cfg.seed, run.progress.step, run.ranks.rank)  # dropout is the same
     with run.ranks.autocast:
         losses = run.model(batch.tokens, batch.targets, batch.documents)
     losses.sum().backward()
     grads = [local_part(p.grad) if p.grad is not None else torch.zeros(1)
              for p in run.model.parameters() if p.requires_grad]
     if exact:
-        return checksums([losses.detach(), *grads]).view(-1, 2).cpu()
+        return checksums([losses.detach(), *grads]).cpu()
     norms = torch.stack([grad.norm().float() for grad in grads])
     return torch.cat((losses.detach().sum()[None], norms)).cpu()
 
@@ -66,7 +83,7 @@ def measure(run, batch, seed, exact: bool) -> Tensor:
 def difference(first: Tensor, second: Tensor, exact: bool) -> int | None:
     """The first of what `measure` returns that differs."""
     if exact:
-        differs = (first != second).any(1)
+        differs = first != second
     else:
         bounds = torch.full_like(first, OF_NORM)
         bounds[0] = OF_LOSS

@@ -40,19 +40,19 @@ class Ema:
         torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
 
     @contextlib.contextmanager
-    def in_place(self, guard, writer) -> Iterator[None]:
+    def in_place(self, run) -> Iterator[None]:
         """The model computes with the averages in here; meanwhile the guard saves nothing."""
-        if writer:  # a checkpoint may still be copied from the weights, beside this
-            writer.finish_copy()
+        if run.dir.writer:
+            run.dir.writer.finish_copy()  # of the weights, to a checkpoint of this step
         release(self.model)
-        guard.clean = False
+        run.guard.clean = False
         self.exchange()
         try:
             yield
         finally:
             release(self.model)
             self.exchange()
-            guard.clean = True
+            run.guard.clean = True
 
     @torch.no_grad()
     def exchange(self):

@@ -53,7 +53,9 @@ def gone(notes: dict[int, dict]) -> dict[str, str]:
 
 
 def collectives() -> dict[str, list]:
-    """group → [collectives entered, the oldest that is not done, such as "all_reduce of [7]"].
+    """group → [collectives entered, the number of the oldest that is not done, its name].
+
+    Such as "all_reduce of [7]"; 0 and "" where all are done.
 
     From PyTorch's flight recorder; {} where what it records has changed.
     """
@@ -61,11 +63,11 @@ def collectives() -> dict[str, list]:
     with contextlib.suppress(Exception):
         for entry in private.flight_record():
             group = entry["process_group"][0]
-            oldest = found.get(group, [0, ""])[1]
-            if not oldest and not entry["retired"]:
+            entered, (_, oldest, name) = entry["collective_seq_id"], found.get(group, (0, 0, ""))
+            if not name and not entry["retired"]:
                 sizes = " and ".join(map(str, entry["input_sizes"]))
-                oldest = f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
-            found[group] = [entry["collective_seq_id"], oldest]
+                oldest, name = entered, f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
+            found[group] = [entered, oldest, name]
     return found
 
 
@@ -140,25 +142,36 @@ def activity(note: dict) -> str:
     at = note.get("at", "")
     if not note.get("waits"):
         return at
-    waited = " and ".join(kind for _, kind in note["groups"].values() if kind)
+    waited = " and ".join(name for _, _, name in note["groups"].values() if name)
     return f"waits in {waited or 'a collective'}" + f" at {at}" * bool(at)
 
 
 def entered(note: dict) -> int:
     """How many collectives a rank has entered."""
-    return sum(count for count, _ in note["groups"].values())
+    return sum(count for count, _, _ in note["groups"].values())
 
 
 def odd_ones(notes: dict[int, dict]) -> list[int]:
-    """Of ranks that all wait: the smallest group in the same collectives; [] if all are.
+    """Of ranks that all wait: the smallest group in the same collectives; [] if none differ.
 
     Between groups of equal size the one that is further on, since it left a collective out.
     """
-    places = {}
+    every, places = [note["groups"] for note in notes.values()], {}
+    if not any(differ(one, two) for one in every for two in every):
+        return []
     for rank in sorted(notes):
         places.setdefault(json.dumps(notes[rank]["groups"], sort_keys=True), []).append(rank)
-    smallest = min(places.values(), key=lambda ranks: (len(ranks), -entered(notes[ranks[0]])))
-    return smallest if len(places) > 1 else []
+    return min(places.values(), key=lambda ranks: (len(ranks), -entered(notes[ranks[0]])))
+
+
+def differ(one: dict[str, list], two: dict[str, list]) -> bool:
+    """Whether two ranks are in different collectives of the same number, or each lacks one that
+    the other has begun. One that is merely further, as when a network fails, has begun them all.
+    """
+    pairs = [(one[group], two[group]) for group in one.keys() & two.keys()]
+    if any(a[0] < b[0] for a, b in pairs) and any(a[0] > b[0] for a, b in pairs):
+        return True
+    return any(a[1] == b[1] and a[2] and b[2] and a[2] != b[2] for a, b in pairs)
 
 
 def place(note: dict) -> str:

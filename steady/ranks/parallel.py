@@ -27,14 +27,14 @@ class Shards:
     """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
 
     size 1: it holds all of them. replicas: how many ranks hold the same rows, which are as many
-    copies of the model; in_first_copy: whether this rank is of the first.
+    copies of the model.
     """
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
                  device_type: str = "cpu"):
         """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
         self.way, self.mesh, self.group = way, None, None
-        self.rank, self.size, self.replicas, self.in_first_copy = 0, 1, 1, True
+        self.rank, self.size, self.replicas = 0, 1, 1
         # ranks with the same weights that are quick to reach: of ddp on a single host
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
@@ -50,7 +50,6 @@ class Shards:
             groups, device_type, mesh, mesh_dim_names=("replicas", "shards")[-len(groups):])
         self.group, self.size, self.replicas = groups[-1], size, world_size // size
         self.rank = dist.get_rank(self.group)
-        self.in_first_copy = dist.get_rank() < size
 
     def rows(self, n: int) -> slice:
         """This rank's rows of n: as many as each of the others, but for the last ones."""

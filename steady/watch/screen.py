@@ -15,7 +15,7 @@ from steady.watch.sinks import si
 TESTED = 2, 15  # the newest torch that all tests have passed with
 
 
-def early_end(cfg, progress, signal_number: int) -> str:
+def early_end(cfg, progress, signal_number: int = 0) -> str:
     """Why training has ended before max_steps; nothing if it has not."""
     if signal_number:
         return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
