@@ -45,7 +45,7 @@ from model import flops_per_token, generate
 from steady.checkpoints.checkpoint import checkpoint_at
 from steady.checkpoints.run_dir import provenance
 from steady.checkpoints.writer import Writer
-from steady.guard import faults
+from steady.guard import memory
 from steady.guard.process import exit_code
 from steady.models import layers
 from steady.models.device import device_name, peak_flops, pick_device, pick_dtype
@@ -117,7 +117,7 @@ def largest_run(flags: list[str], batch: int) -> train.Run:
         try:
             return warm_run(flags, batch)
         except Exception as e:
-            if not faults.out_of_memory(e) or batch == 1:
+            if not memory.out_of_memory(e) or batch == 1:
                 raise
         batch //= 2  # here, where nothing refers to the run that failed
 
@@ -136,7 +136,7 @@ def program(*flags: str, folder="", command=(ROOT / "train.py",)) -> tuple[int, 
         began = time.perf_counter()
         done = subprocess.run([sys.executable, *command, *flags], cwd=folder or other, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         return done.returncode, done.stdout.strip(), time.perf_counter() - began
 
 
