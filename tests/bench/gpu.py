@@ -307,7 +307,6 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
                  f">= {aim}" if more == ADAMW else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
-    yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
     need, _ = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
                                 train.make_optimizers)
     yield compare(f"{name}, {kind}, {how}: memory", "--estimate", [allocated],
@@ -319,6 +318,7 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
         run.cfg.cache_clear_interval = 2 if tiny else 100
         cleared = step_seconds(run, run.cfg.cache_clear_interval)
         yield compare("a step with empty_cache every 100", "without", [cleared], [took], "{:.4f} s")
+    yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
 
 
 def sampled(device: torch.device, tiny: bool):
