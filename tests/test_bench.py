@@ -121,9 +121,9 @@ tests/test_gpu.py::test_c """
 
 
 def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch):
-    clock = [0.0]
+    clock, kept = [0.0], []
 
-    def attempt(command, limit, log, **variables):
+    def attempt(command, limit, log, look, **variables):
         clock[0] += 100
         name, file = command[3:5]
         if name == "interrupted":
@@ -131,14 +131,17 @@ def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch):
         if name != "silent":
             figure = Figure(f"{name}, adamw, compiled: MFU", "sheet", [float("nan")])
             with open(file, "w") as out:
-                print(json.dumps({"failure": f"{name}: OutOfMemoryError: 9 GB"}), file=out)
-                print(json.dumps(vars(figure)), file=out)
+                for line in ({"failure": f"{name}: OutOfMemoryError: 9 GB"}, vars(figure)):
+                    print(json.dumps(line), file=out, flush=True)
+                    look()
         return "exit code -11: no output" if name in ("killed", "silent") else ""
 
     monkeypatch.setattr(gpu, "attempt", attempt)
     monkeypatch.setattr(gpu.time, "time", lambda: clock[0])
     names = ["silent", "killed", "finite", "interrupted", "never"]
-    figures, notes = gpu.measure(torch.device("cpu"), True, names, 1000)
+    figures, notes = gpu.measure(torch.device("cpu"), True, names, 1000, lambda figures, notes: (
+        kept.append((len(figures), len(notes["failures"])))))
+    assert kept[:4] == [(0, 0), (0, 1), (0, 2), (1, 2)]  # after each line
     assert [f.what.split(",")[0] for f in figures] == ["killed", "finite"]
     assert notes["parts"] == {
         "silent": "exit code -11: no output", "killed": "exit code -11: no output",

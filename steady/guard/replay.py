@@ -65,14 +65,14 @@ def replay(run, batch):
 
 
 def measure(run, batch, exact: bool) -> Tensor:
-    """[n]: the checksums of the losses and of each gradient, or the loss and their norms."""
+    """[n], on the host: checksums of the losses and each gradient, or the loss and their norms."""
     for p in run.model.parameters():
         p.grad = None
     seed_everything(run.cfg.seed, run.progress.step, run.ranks.rank)  # dropout is the same
     with run.ranks.autocast:
         losses = run.model(batch.tokens, batch.targets, batch.documents)
     losses.sum().backward()
-    grads = [local_part(p.grad) if p.grad is not None else torch.zeros(1)
+    grads = [local_part(p.grad) if p.grad is not None else local_part(p).new_zeros(1)
              for p in run.model.parameters() if p.requires_grad]
     if exact:
         return checksums([losses.detach(), *grads]).cpu()

@@ -2,10 +2,10 @@
 
     python -m tests.bench gpu --part 1    checks, numbers, MFU, profiles, memory: begin with this
     python -m tests.bench gpu --part 2    against nanoGPT (STEADY_NANOGPT=DIR) and transformers
-    python -m tests.bench gpu --part 3    saves, resume, memory that runs out
+    python -m tests.bench gpu --part 3    saves, kills, resume, memory that runs out
     python -m tests.bench gpu --part 4    the monitor's cost, planted slow-downs, other choices
 
-Writes gpu-NAME-PART.json after each step, and three lines to say about it. Each step runs in a
+Writes gpu-NAME-PART.json after each line, and three lines to say about it. Each step runs in a
 process of its own, so that a fault of the device, or memory that runs out, ends that step alone and
 becomes an entry in the file; one for which no time is left is skipped. MFU is against the data
 sheet (989 TFLOP/s on an H100 or H200) or, of a card that is not known, against products of
@@ -33,24 +33,28 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.collect_env import get_pretty_env_info
 
 import data
 import train
 from model import flops_per_token, generate
+from steady.checkpoints.checkpoint import checkpoint_at
 from steady.checkpoints.run_dir import provenance
-from steady.guard import faults
+from steady.checkpoints.writer import Writer
+from steady.guard import memory
 from steady.guard.process import exit_code
 from steady.models import layers
 from steady.models.device import device_name, peak_flops, pick_device, pick_dtype
 from steady.watch.report import report
-from tests.bench import checkpoints, monitor_cost
+from tests.bench import monitor_cost
 from tests.bench.common import (
     Figure,
     compare,
+    in_turns,
     make_run,
     matrix_products,
     repeat,
@@ -58,13 +62,15 @@ from tests.bench.common import (
     take_turns,
     train_steps,
 )
-from tests.bench.training import qwen2, steady
+from tests.bench.training import nanogpt, qwen2, steady
 from tools import estimate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT = 500  # seconds for a part
 LEAST = 20  # seconds that a step needs
-MOST = {"checks": 150, "peers": 480}  # seconds, of another step 120
+MOST = {  # seconds, of another step 120
+    "checks": 150, "peers": 480, "stopped": 240, "saves": 200, "monitor": 200,
+}
 SIZES = {  # micro-batch x sequence, and the MFU to reach
     "gpt2-124m": (64, 1024, 0.50), "350m": (32, 1024, 0.55), "1b": (8, 2048, 0.60),
 }
@@ -73,6 +79,15 @@ SMALL = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "25
          "--seq_len", "256"]
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
         "--seq_len", "32", "--vocab_size", "512"]
+ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
+QUIET = ["--eval_interval", "0", "--sample_interval", "0", "--log_interval", "5",
+         "--no_tensorboard"]
+KERNELS = {  # by the names of kernels, the first that fits
+    "attention": "flash|fmha|sdpa|attention", "GEMM": "gemm|cutlass|nvjet|cublas|_mm_",
+    "Triton": "^triton", "optimizer": "multi_tensor|foreach|adam",
+}
+
+
 def one_line(error) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
@@ -102,7 +117,7 @@ def largest_run(flags: list[str], batch: int) -> train.Run:
         try:
             return warm_run(flags, batch)
         except Exception as e:
-            if not faults.out_of_memory(e) or batch == 1:
+            if not memory.out_of_memory(e) or batch == 1:
                 raise
         batch //= 2  # here, where nothing refers to the run that failed
 
@@ -112,20 +127,16 @@ def step_seconds(run: train.Run, steps: int) -> float:
     return statistics.median(seconds(train_steps, run, steps) for _ in range(3)) / steps
 
 
-def most_gb() -> float:
-    """Allocated at most; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() / 1e9
-
-
 # --- part 1: numbers and where the time goes --------------------------------------------------
 
 
-def program(*flags: str) -> tuple[int, str, float]:
+def program(*flags: str, folder="", command=(ROOT / "train.py",)) -> tuple[int, str, float]:
     """(exit code, what it printed, seconds) of train.py with these flags."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as other:
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, ROOT / "train.py", *flags], cwd=folder, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run([sys.executable, *command, *flags], cwd=folder or other, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
         return done.returncode, done.stdout.strip(), time.perf_counter() - began
 
 
@@ -161,6 +172,18 @@ def checks(device: torch.device, tiny: bool):
     yield dict(note=text[-20_000:])
 
 
+def results(call, given: list, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """call(*given) in this precision, and the gradients of its mean."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in given]
+    value = call(*leaves)
+    value.float().mean().backward()
+    return [x.double().cpu() for x in (value.detach(), *(x.grad for x in leaves))]
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> list[float]:
+    return [float((found - right).norm() / right.norm())]
+
+
 def losses(device: torch.device, tiny: bool):
     """The eager loss in bf16 at a vocabulary of 50,304: errors beside those of plain formulas."""
     V, C, T = (512, 64, 64) if tiny else (50_304, 768, 4096)
@@ -177,18 +200,38 @@ def losses(device: torch.device, tiny: bool):
     def fused(hidden, weight):
         return layers.LinearCrossEntropy.apply(hidden, weight, targets, V)
 
-    def results(loss, dtype) -> list[torch.Tensor]:
-        leaves = [x.to(device, dtype).requires_grad_() for x in given]
-        value = loss(*leaves)
-        value.float().mean().backward()
-        return [x.double().cpu() for x in (value.detach(), *(x.grad for x in leaves))]
-
     whats = ("losses", "gradient of hidden", "gradient of the head")
-    found = (results(loss, dtype) for loss, dtype in (
+    found = (results(loss, given, device, dtype) for loss, dtype in (
         (fused, torch.bfloat16), (plain, torch.bfloat16), (exact, torch.float64)))
     for what, ours, theirs, right in zip(whats, *found, strict=True):
-        ours, theirs = ([float((x - right).norm() / right.norm())] for x in (ours, theirs))
-        yield compare(f"fused loss, {what}: error", "plain, bf16", ours, theirs, "{:.2e}", "<= 1.5")
+        yield compare(f"fused loss, {what}: error", "plain, bf16", error(ours, right),
+                      error(theirs, right), "{:.2e}", "<= 1.5")
+
+
+def attention_gradients(device: torch.device, tiny: bool):
+    """Of each backend in bf16: errors beside those of plain formulas in bf16."""
+    shape = (1, 2, 64, 32) if tiny else (4, 12, 1024, 64)
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=random) for _ in range(3)]
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square()
+
+    def gradients(backend: SDPBackend, dtype: torch.dtype) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.cat(results(attend, given, device, dtype)[1:])
+
+    right = gradients(SDPBackend.MATH, torch.float64)
+    plain = error(gradients(SDPBackend.MATH, torch.bfloat16), right)
+    names = ["flash"] if device.type == "cpu" else ["flash", "cudnn", "efficient"]
+    for name in names:
+        try:
+            found = gradients(getattr(SDPBackend, f"{name.upper()}_ATTENTION"), torch.bfloat16)
+        except RuntimeError as e:  # a backend that this card or build lacks
+            yield dict(failure=f"{name} attention: {one_line(e)}")
+            continue
+        yield compare(f"{name} attention, gradients: error", "math, bf16", error(found, right),
+                      plain, "{:.2e}", "<= 2")
 
 
 def product_flops(device: torch.device, tiny: bool) -> float:
@@ -209,6 +252,11 @@ def peaks(device: torch.device, tiny: bool):
     known, source = peak(device, tiny)
     yield compare("product of matrices", source, [product_flops(device, tiny) / 1e12],
                   [known / 1e12], "{:.3g} TFLOP/s")
+    x = torch.ones(10**6 if tiny else 10**9, dtype=torch.uint8, device=device)
+    copy = repeat(partial(torch.empty_like(x).copy_, x), device)
+    copy(3)
+    moved = 20 * 2 * len(x) / seconds(copy, 20)  # read and written
+    yield compare("copies", "data sheet, H100", [moved / 1e12], [3.35], "{:.3g} TB/s")
 
 
 def synchronizations(run: train.Run) -> str:
@@ -227,11 +275,20 @@ def synchronizations(run: train.Run) -> str:
 
 
 def profile(run: train.Run, steps: int) -> str:
-    """The kernels that take most of the time."""
+    """The share of the time of each kind of kernel, and those that take most of it."""
     with torch.profiler.profile() as profiler:
-        train_steps(run, steps)
+        took = seconds(train_steps, run, steps)
+    shares = dict.fromkeys([*KERNELS, "other"], 0.0)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            kind = next((kind for kind, pattern in KERNELS.items()
+                         if re.search(pattern, event.name)), "other")
+            shares[kind] += event.time_range.elapsed_us() / 1e6 / took
+    shares["idle"] = 1 - sum(shares.values())
+    told = ", ".join(f"{kind} {share:.3f}" for kind, share in shares.items())
     key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=80)
+    table = profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=80)
+    return f"{table}\nshare of the time: {told}"
 
 
 def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
@@ -243,13 +300,13 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
     took, (known, source) = step_seconds(run, 2 if tiny else 20), peak(device, tiny)
     tokens = run.cfg.batch_size * run.cfg.seq_len
     flops = flops_per_token(run.model, run.cfg) * tokens
-    allocated, reserved = most_gb(), torch.cuda.max_memory_reserved() / 1e9
+    allocated = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
+    reserved = torch.cuda.max_memory_reserved() / 1e9
     how = "eager" if "--no_compile" in more else "compiled"
     yield Figure(f"{name}, {kind}, {how}: MFU", source, [flops / took / known],
                  f">= {aim}" if more == ADAMW else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
-    yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
     need, _ = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
                                 train.make_optimizers)
     yield compare(f"{name}, {kind}, {how}: memory", "--estimate", [allocated],
@@ -261,6 +318,7 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
         run.cfg.cache_clear_interval = 2 if tiny else 100
         cleared = step_seconds(run, run.cfg.cache_clear_interval)
         yield compare("a step with empty_cache every 100", "without", [cleared], [took], "{:.4f} s")
+    yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
 
 
 def sampled(device: torch.device, tiny: bool):
@@ -290,48 +348,55 @@ def peers(device: torch.device, tiny: bool):
                   str(batch)]
         makers = {"steady": (steady, flags), "Qwen2": (qwen2, flags)}
         if checkout := os.environ.get("STEADY_NANOGPT"):
-            makers["nanoGPT"] = (nanogpt, checkout, name, batch, tiny)
+            makers["nanoGPT"] = (nanogpt, flags, checkout)
         found = take_turns(makers, 2 if tiny else 5, 1 if tiny else 20, 1 if tiny else 5)
         for peer in list(makers)[1:]:
             yield compare(f"{name}: a step of {peer}", "steady", found[peer], found["steady"],
                           "{:.4f} s", ">= 1.3" if peer == "Qwen2" else ">= 1.15")
 
 
-def nanogpt(checkout: str, name: str, batch: int, tiny: bool):
-    """nanoGPT's model and optimizer as its train.py drives them, on random tokens."""
-    sys.path.insert(0, checkout)
-    model_py = __import__("model")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer, head, width = {"gpt2-124m": (12, 12, 768), "350m": (24, 16, 1024)}[name]
-    T, V = 1024, 50_304
-    if tiny:
-        layer, head, width, T, V = 2, 2, 64, 32, 512
-    model = model_py.GPT(model_py.GPTConfig(block_size=T, vocab_size=V, n_layer=layer, n_head=head,
-                                            n_embd=width, dropout=0.0, bias=False)).to(device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device)
-    model = model if tiny else torch.compile(model)
-
-    def step():
-        x = torch.randint(V, (batch, T + 1), device=device)
-        with torch.autocast(device, torch.bfloat16):
-            _, loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return repeat(step, torch.device(device))
-
-
 # --- part 3: nothing is lost -----------------------------------------------------------------
 
 
-def exact_resume(device: torch.device, tiny: bool):
-    flags = [*(TINY if tiny else GPT2), "--batch_size", "8"]
-    code, text, took = program(*flags, "--verify_resume", "5")
-    yield dict(note=text)
-    yield Figure("--verify_resume 5, deterministic", "", [float(code == 0)], ">= 1",
-                 text[-100:], f"{took:.0f} s")
+STOPPED = """
+import os, train
+plain = train.seed_everything
+def planted(seed, step, rank):
+    plain(seed, step, rank)
+    if step == 45:
+        os.kill(os.getpid(), {number})
+train.seed_everything = planted
+train.process.run(train.main)
+"""
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return checkpoint_at(Path(folder) / "r/checkpoints", 60).state()["model"]
+
+
+def stopped(device: torch.device, tiny: bool):
+    """Runs that are stopped in step 46 and resumed, beside one that is not."""
+    flags = [*(TINY if tiny else GPT2), *QUIET, "--no_compile", "--batch_size", "8", "--max_steps",
+             "60", "--save_interval", "10", "--out_dir", "r"]
+    plans = [(["--deterministic"], [signal.SIGKILL, signal.SIGTERM]), ([], [signal.SIGKILL])]
+    for more, signals in plans:
+        with tempfile.TemporaryDirectory() as folder:
+            program(*flags, *more, folder=folder)
+            expected = weights(folder)
+        for number in signals:
+            with tempfile.TemporaryDirectory() as folder:
+                plant = ["-c", STOPPED.format(number=int(number))]
+                code, *_ = program(*flags, *more, folder=folder, command=plant)
+                _, text, _ = program(*flags, *more, "--auto_resume", folder=folder)
+                found = weights(folder)
+            what = " ".join([number.name, *more])
+            right = code == (143 if number == signal.SIGTERM else -number)
+            yield Figure(f"{what}: exit code", "", [float(right)], ">= 1", str(code))
+            largest = max(float((x - found[name]).norm() / x.norm().clamp(min=1e-12))
+                          for name, x in expected.items())
+            yield Figure(f"{what}, --auto_resume: largest difference of a weight", "not stopped",
+                         [largest], "<= 0" if more else "",
+                         " ".join(re.findall(r"step_\d+", text)[:1]))
 
 
 def too_little_memory(device: torch.device, tiny: bool):
@@ -351,7 +416,23 @@ def too_little_memory(device: torch.device, tiny: bool):
 
 
 def saves(device: torch.device, tiny: bool):
-    yield from checkpoints.main(SimpleNamespace(quick=tiny, model="gpt2-124m"))
+    """Steps with a checkpoint among them against steps without."""
+    run = warm_run([*(TINY if tiny else ["--model", "1b"]), *ADAMW], 2 if tiny else 4)
+    steps = 4 if tiny else 30
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder), 1)
+
+        def block(save: bool) -> float:
+            run.cfg.save_interval = run.progress.step + 2 if save else 0
+            run.dir.writer = writer if save else None
+            took = seconds(train_steps, run, steps)
+            writer.wait()
+            return took
+
+        block(True)  # allocates the host memory
+        found = in_turns({save: partial(block, save) for save in (False, True)}, 1 if tiny else 2)
+    yield compare(f"{steps} steps with a save", "without", found[True], found[False], "{:.2f} s",
+                  "" if tiny else "<= 1.05")
 
 
 # --- part 4: the monitor, and other choices --------------------------------------------------
@@ -360,18 +441,22 @@ def saves(device: torch.device, tiny: bool):
 def monitors(device: torch.device, tiny: bool):
     run = warm_run(TINY, 2) if tiny else warm_run(GPT2, 4)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        found = monitor_cost.costs(run, Path(folder), tiny)
-    yield from found
+        yield from monitor_cost.costs(run, Path(folder), tiny)
 
 
-started = []  # processes that disturb
+ON_CARD, started = torch.cuda.is_available(), []  # processes that disturb
 
 
-def compute(device: torch.device):
-    n = 2048 if device.type == "cuda" else 128
-    x = torch.ones(n, n, device=device)
+def kernels():
+    n = 2048 if ON_CARD else 256
+    x = torch.ones(n, n, device="cuda" if ON_CARD else "cpu")
     for _ in range(20):
         x @ x
+
+
+def shorter(batch, call: int):
+    length = batch.tokens.shape[1]
+    return batch._replace(tokens=batch.tokens[:, : length - call % (length // 2)].contiguous())
 
 
 def disturb(count: int, code: str):
@@ -380,41 +465,43 @@ def disturb(count: int, code: str):
 
 
 RIVAL = "import torch; x = torch.ones(4096, 4096, device='cuda')\nwhile 1: x @ x"
-PLANTS = {  # what is called, with which owner and function, from step 200 on; what must be named
-    "nothing": (lambda device, tiny: None, train, "finish_copy", ""),
-    "slow data": (lambda device, tiny: time.sleep(0.02), data.Mixture, "batch", "data"),
-    "kernels in backward": (lambda device, tiny: compute(device), train, "finish_copy", "backward"),
-    "another process on the card": (lambda device, tiny: disturb(1, RIVAL), train, "finish_copy",
-                                    "GPU"),
-    "busy cores": (lambda device, tiny: disturb(2 if tiny else 64, "while 1: pass"), train,
-                   "finish_copy", ""),
+HOGS = 64 if ON_CARD else 2
+BATCH, BACKWARD = (data.Mixture, "batch"), (train, "finish_copy")
+PLANTS = {  # from step 200 on: after which function; what, and its result unless that is None; what
+    # must be named, None where a card may not become slower
+    "nothing": (BACKWARD, lambda found, call: None, ""),
+    "slow data": (BATCH, lambda found, call: time.sleep(0.02), "data"),
+    "kernels in backward": (BACKWARD, lambda found, call: kernels(), "backward"),
+    "new shapes": (BATCH, shorter, None),
+    "another process on the card": (BACKWARD, lambda found, call: disturb(1, RIVAL), ""),
+    "busy cores": (BACKWARD, lambda found, call: disturb(HOGS, "while 1: pass"), None),
 }
 
 
 def plant(device: torch.device, tiny: bool, name: str):
     """A run of which something becomes slower, and what the report says of it."""
-    more, owner, function, expected = PLANTS[name]
-    steps, after = ("30", 15) if tiny else ("500", 200)
+    (owner, function), more, expected = PLANTS[name]
+    steps, after, length = (30, 15, 32) if tiny else (500, 200, 1024)
     plain, calls = getattr(owner, function), itertools.count(1)
 
     def planted(*args, **kwargs):
-        if next(calls) > after:
-            more(device, tiny)
-        return plain(*args, **kwargs)
+        found, call = plain(*args, **kwargs), next(calls)
+        return (more(found, call) if call > after else None) or found
 
     setattr(owner, function, planted)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
         run = f"{folder}/r"
-        exit_code(train.main, [*TINY, *f"--max_steps {steps} --log_interval 5 --out_dir {run} "
-                               "--eval_interval 0 --sample_interval 0 --no_tensorboard".split()])
+        exit_code(train.main, [*TINY, *QUIET, "--no_compile", "--num_workers", "0", "--seq_len",
+                               str(length), "--max_steps", str(steps), "--out_dir", run,
+                               "--save_interval", "0"])
         for process in started:
             process.kill()
         verdict = "\n".join(report(Path(run))["verdict"])
     yield dict(note=f"{out.getvalue()[-3000:]}\n{verdict}")
-    found = "slower since" in out.getvalue()
-    right = found and expected in out.getvalue() if expected else found == (name != "nothing")
+    found = re.search(f"slower since.*{expected or ''}", out.getvalue())
+    right = bool(found) == (name != "nothing")
     yield Figure(f"planted: {name}", "found, and named" if expected else "", [float(right)],
-                 "" if tiny else ">= 1")
+                 "" if tiny or expected is None else ">= 1")
 
 
 CHOICES = {  # name: (flags, largest batch, kinds)
@@ -452,36 +539,37 @@ def choices(device: torch.device, tiny: bool, name: str):
         first = first or took
         figure = compare(f"{name}, batch of {batch}, {kind}: time", reference, [took], [first],
                          "{:.5f} s")
-        figure.ours += f", {most_gb():.1f} GB"
+        figure.ours += f", {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
         yield figure
 
 
 # --- the programme ---------------------------------------------------------------------------
 
 
-ADAMW, MUON = ["--optimizer", "adamw"], ["--optimizer", "muon"]
 PROGRAMME = {  # in each part the most important ones first, in case the time runs out
     1: {
         "train.py": default_run,
         "checks": checks,
         "losses": losses,
+        "attention gradients": attention_gradients,
         "peaks": peaks,
         "gpt2-124m": partial(mfu, name="gpt2-124m", more=ADAMW),
         "gpt2-124m, muon": partial(mfu, name="gpt2-124m", more=MUON),
         "gpt2-124m, eager": partial(mfu, name="gpt2-124m", more=["--no_compile", *ADAMW]),
         "1b": partial(mfu, name="1b", more=ADAMW),
-        "1b, muon": partial(mfu, name="1b", more=MUON),
         "sample": sampled,
+        "1b, muon": partial(mfu, name="1b", more=MUON),
     },
     2: {"peers": peers},
     3: {
-        "resume": exact_resume,
+        "stopped": stopped,
         "memory runs out": too_little_memory,
         "saves": saves,
     },
     4: {
         "monitor": monitors,
         **{f"plant: {name}": partial(plant, name=name) for name in PLANTS},
+        **{f"plant: nothing, {n}": partial(plant, name="nothing") for n in (2, 3)},
         **{name: partial(choices, name=name) for name in CHOICES},
         "gpt2-124m, expandable segments": partial(mfu, name="gpt2-124m", more=MUON),
         "350m": partial(mfu, name="350m", more=ADAMW),
@@ -497,13 +585,15 @@ def step_alone(name: str, file: str, size: str):
 
     Then the process ends at once, loaders or a confused device notwithstanding.
     """
-    with open(file, "a") as out:
+    with open(file, "ab", buffering=0) as out:  # so that a line is there as a whole
+        def write(record: dict):
+            out.write(f"{json.dumps(record)}\n".encode())
+
         try:
             for found in STEPS[name](pick_device("auto", 0), size == "tiny"):
-                record = dataclasses.asdict(found) if isinstance(found, Figure) else found
-                print(json.dumps(record), file=out, flush=True)
+                write(dataclasses.asdict(found) if isinstance(found, Figure) else found)
         except Exception as e:
-            print(json.dumps(dict(failure=f"{name}: {one_line(e)}")), file=out)
+            write(dict(failure=f"{name}: {one_line(e)}"))
     sys.stdout.flush()
     os._exit(0)
 
@@ -511,20 +601,25 @@ def step_alone(name: str, file: str, size: str):
 # --- running it ------------------------------------------------------------------------------
 
 
-def attempt(command: list[str], limit: float, log: Path, **variables: str) -> str:
-    """Run a command, its output into `log`; why it failed, or nothing if it did not."""
+def attempt(command: list[str], limit: float, log: Path, look=lambda: None,
+            **variables: str) -> str:
+    """Run a command, its output into `log`, and `look` meanwhile; why it failed, or nothing."""
     environment = {**os.environ, "COLUMNS": "300", **variables}
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
                                    env=environment, start_new_session=True)
+        end = time.monotonic() + limit
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {limit:.0f} s"
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+                look()
+            code = process.poll()
         finally:  # with what it has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if code is None:
+        return f"not finished after {limit:.0f} s"
     if not code:
         return ""
     last = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -540,10 +635,7 @@ def about(device: torch.device) -> dict:
 
 def measure(device: torch.device, tiny: bool, names: list[str], limit: float,
             keep=lambda *found: None) -> tuple:
-    """(figures, notes): everything that could be found within `limit` seconds.
-
-    keep is given them after each step.
-    """
+    """(figures, notes): all that was found in `limit` seconds; keep is given them at each line."""
     figures, end = [], time.time() + limit
     notes = {**about(device), "parts": {}, "failures": [], "printed": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -555,26 +647,38 @@ def measure(device: torch.device, tiny: bool, names: list[str], limit: float,
                 notes["parts"][name] = "skipped: the time is used up"
                 continue
             print(f"--- {name}", flush=True)
+            notes["printed"][name] = []
             command = [sys.executable, "-m", "tests.bench.gpu", name, str(file),
                        "tiny" if tiny else "full"]
-            try:
-                why = attempt(command, min(end - began, MOST.get(name, 120)), log,
-                              **VARIABLES.get(name, {}))
-            except KeyboardInterrupt:
-                why, end = "interrupted", 0
+            with file.open("w+") as lines:
+                look = partial(take, lines, name, figures, notes, keep)
+                try:
+                    why = attempt(command, min(end - began, MOST.get(name, 120)), log, look,
+                                  **VARIABLES.get(name, {}))
+                except KeyboardInterrupt:
+                    why, end = "interrupted", 0
+                look()
             notes["parts"][name] = why or f"{time.time() - began:.0f} s"
-            lines = file.read_text().splitlines() if file.exists() else []
-            file.unlink(missing_ok=True)
-            found = [json.loads(line) for line in lines]
-            failures = [f["failure"] for f in found if "failure" in f]
-            failures += [f"{name}: {why}"] if why else []
-            notes["failures"] += failures
-            notes["printed"][name] = [f["note"] for f in found if "note" in f]
-            new = [Figure(**f) for f in found if "what" in f]
-            figures += new
-            print(*(note[-1500:] for note in notes["printed"][name]),
-                  *(" ".join(figure.row()) for figure in new), *failures, sep="\n", flush=True)
+            if why:
+                notes["failures"].append(f"{name}: {why}")
+                print(notes["failures"][-1], flush=True)
     return figures, notes
+
+
+def take(lines, name: str, figures: list[Figure], notes: dict, keep):
+    """Read, print and keep the lines that a step has written since the last call."""
+    for line in lines:
+        found = json.loads(line)
+        if "failure" in found:
+            notes["failures"].append(found["failure"])
+            print(found["failure"], flush=True)
+        elif "note" in found:
+            notes["printed"][name].append(found["note"])
+            print(found["note"][-1500:], flush=True)
+        else:
+            figures.append(Figure(**found))
+            print(" ".join(figures[-1].row()), flush=True)
+        keep(figures, notes)
 
 
 def in_short(figures: list[Figure], notes: dict, name: str, file: str) -> list[str]:

@@ -5,7 +5,9 @@ picks here. Each in a process of its own, with the settings it has in use: ours 
 Qwen2 in a plain loop with fused AdamW. Then generation from the same weights.
 """
 
+import importlib.util
 import itertools
+import sys
 import tempfile
 from functools import partial
 
@@ -63,6 +65,31 @@ def qwen2(flags: list[str]):
         tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.seq_len), device=device)
         with autocast:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return repeat(step, device)
+
+
+def nanogpt(flags: list[str], checkout: str):
+    """nanoGPT's model and optimizer as its train.py drives them."""
+    cfg, device, dtype = resolved(flags)
+    found = importlib.util.spec_from_file_location("nanogpt_model", f"{checkout}/model.py")
+    theirs = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(theirs)
+    model = theirs.GPT(theirs.GPTConfig(
+        block_size=cfg.seq_len, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer, n_head=cfg.n_head,
+        n_embd=cfg.d_model, dropout=0.0, bias=False)).to(device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    if cfg.compile:
+        model.compile()
+
+    def step():
+        tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1), device=device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            _, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

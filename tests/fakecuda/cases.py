@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TINY, Process, column, environment, processes
 from fakecuda.watch import COUNTERS, watch
 
@@ -119,7 +120,7 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
     ["--attention", "efficient", "--n_kv_head", "2", "--skip_spikes", "6"],
     ["--attention", "cudnn", "--n_kv_head", "2", "--check_replicas_interval", "3"],
     ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitor", "full", "--num_workers", "2"],
-    ["--deterministic", "--monitor", "full"],
+    ["--deterministic", "--monitor", "full", "--ema", "0.9"],
     ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
 ], ids=" ".join)
 def test_an_ordinary_step_waits_for_nothing(go, flags):
@@ -217,7 +218,7 @@ def targets_count():
 
     def row(self, *how, **more):
         plain(self, *how, **more)
-        return {"val/loss": 1.0}, ""
+        return {"val/loss": 1.0, "val/loss_ema": 1.0}, ""
 
     train.Means.row = row
 
@@ -282,6 +283,66 @@ def test_evaluation_sample_and_checkpoint(go, tmp_path):
     assert found[7] == total({BATCH: 1}, SAVE, {COPIED: copies})
     assert found[8] == total({BATCH: 1}, SAVED, READ)
     assert steps[2]["cudnn"] == LAYERS and steps[5]["cudnn"] == LAYERS  # none for the sample
+
+
+def test_averages(go, tmp_path):
+    """Evaluated, sampled from, saved and resumed as the weights are."""
+    flags = ["--ema", "0.9", "--sample_interval", "5", "--save_interval", "7", "--out_dir",
+             tmp_path / "r"]
+    _, steps = go(*flags, "--eval_interval", "3", hook=targets_count)
+    found = {step: transfers(counts) for step, counts in steps.items()}
+    saved = [found[step].pop(COPIED) for step in (3, 7)]
+    assert saved[0] == saved[1]
+    assert found[2] == {BATCH: 1}
+    assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 4}, EVALUATION, SAVE)
+    assert found[5] == total({BATCH: 1}, SAMPLE)
+    assert found[7] == total({BATCH: 1}, SAVE)
+    go(*flags, "--auto-resume", "--max_steps", "14")
+
+
+def unused_parameter():
+    """A hook: the model has a parameter without a gradient."""
+    import train
+
+    plain = train.Transformer.__init__
+
+    def init(self, cfg):
+        plain(self, cfg)
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+
+    train.Transformer.__init__ = init
+
+
+REPLAY = {"to pageable host steady/guard/replay.py measure": 2,
+          "synchronize steady/guard/replay.py measure": 2}
+
+
+@pytest.mark.parametrize("flags", [
+    [],
+    ["--precision", "fp16", "--data_mode", "packed"],
+    ["--deterministic", "--dropout", "0.1", "--optimizer", "adamw"],
+], ids=" ".join)
+def test_a_replay_waits_for_its_results_alone(go, flags):
+    _, steps = go("--replay_interval", "5", *flags, hook=unused_parameter)
+    for step in (5, 10):
+        assert {name: steps[step].pop(name, 0) for name in REPLAY} == REPLAY
+    check(steps, logs=[1, 4, 8], tensors=3 if "packed" in flags else 1)
+
+
+def test_the_clock_ends_a_run(go, corpus):
+    """Without asking the device what the time is."""
+    def hook():
+        from steady.guard import deadline
+
+        deadline.SETTING_STEP, deadline.LEAST_STEPS = 8, 4
+
+    flags = [*SMALL, "--data", corpus, "--max_minutes", "0.1"]
+    at = flags.index("--max_steps")
+    printed, steps = go(*flags[:at], *flags[at + 2 :], "--log_interval", "10000", bare=True,
+                        hook=hook)
+    assert re.search(r"step \d+: \d+ steps fit into --max_minutes 0.1", printed)
+    assert max(steps) > 8
+    check(steps, logs=[1])
 
 
 def test_resuming_evaluating_and_generating(go, tmp_path):
@@ -352,7 +413,8 @@ def test_two_ranks(go, tmp_path, way):
     """torch's own DDP and fully_shard call a NCCL that moves nothing; gloo is real."""
     flags = ["--parallel", way, "--out_dir", tmp_path / "r", "--save_interval", "5",
              "--eval_interval", "6", "--monitor", "full", "--check_replicas_interval", "3",
-             "--skip_spikes", "6", "--micro_batch_size", "2"]
+             "--skip_spikes", "6", "--micro_batch_size", "2", "--ema", "0.9", "--replay_interval",
+             "5"]
     steps = go(*flags, ranks=2, hook=no_comparison)[1]
     if way != "ddp":  # which waits in its first steps
         assert {step: waited(steps[step]) for step in (2, 3, 7, 8, 9, 11)} == {
@@ -381,7 +443,7 @@ def compile_quickly():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--micro_batch_size", "2", "--monitor", "full"],
+    ["--micro_batch_size", "2", "--monitor", "full", "--ema", "0.9", "--replay_interval", "5"],
     ["--data_mode", "packed"],
 ], ids=" ".join)
 def test_compiled(go, flags):

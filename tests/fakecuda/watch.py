@@ -97,15 +97,8 @@ def stand_in_for_cudnn() -> torch.library.Library:
 def watch(path: Path, memory: int = 80 * 10**9):
     """Watch the run that this process is about to make; writes JSON to `path` at its end."""
     import train
-    
-    found, main, seed = Watch(memory), train.main, train.seed_everything
-    plain_list = torch.Tensor.tolist
 
-    def tolist(self):
-        values = plain_list(self)
-        if self.is_cuda and self.ndim == len(self) == 2 and self.shape[1] < 3:
-            return [[1.0] * self.shape[1]] * 2  # an evaluation's losses and targets: there are some
-        return values
+    found, main, seed = Watch(memory), train.main, train.seed_everything
 
     def seed_everything(number, step, rank):  # with which each step begins
         found.begin(step + 1)
@@ -117,5 +110,4 @@ def watch(path: Path, memory: int = 80 * 10**9):
         finally:
             found.write(path)
 
-    torch.Tensor.tolist = tolist
     train.seed_everything, train.main = seed_everything, watched
