@@ -17,11 +17,13 @@ import contextlib
 import gc
 import json
 import math
+import random
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from steady.guard import faults, memory, process
 from steady.guard.deadline import Deadline, begin_decay
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
-from steady.guard.replay import replay, seed_everything
+from steady.guard.replay import replay
 from steady.models import device as devices
 from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
@@ -78,7 +80,7 @@ def train(run: "Run", batches):
             ranks.scaler.scale(loss).backward()
             step_loss = step_loss + loss.detach()
             monitor.add_losses(losses.detach(), batch, run.train_data)
-        replay(run, batch)  # at every --replay_interval
+        replay(run, batch, seed_everything)  # at every --replay_interval
         finish_copy(run)
         monitor.phase("optimizer")
         grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
@@ -121,6 +123,17 @@ def set_learning_rate(optimizers, lr: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
     return lr
+
+
+def seed_everything(seed: int, step: int, rank: int):
+    """Make the random numbers of a step a function of (seed, step, rank), as its samples are.
+
+    So dropout resumes bit for bit without generator states in the checkpoint.
+    """
+    number = hash((seed, step, rank)) % 2**63
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
 
 
 @torch.no_grad()

@@ -5,9 +5,7 @@ that was altered in memory is the same in both passes: ranks/replicas.py finds t
 numbers of a step are a function of its number, so both passes have the same.
 """
 
-import random
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,30 +23,20 @@ class Miscalculated(Failed):
     """A rank had two results of the same micro-batch."""
 
 
-def seed_everything(seed: int, step: int, rank: int):
-    """Make the random numbers of a step a function of (seed, step, rank), as its samples are.
-
-    So dropout resumes bit for bit without generator states in the checkpoint.
-    """
-    number = hash((seed, step, rank)) % 2**63
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
-
-
-def replay(run, batch):
+def replay(run, batch, seed_everything):
     """Where it is due, compute a micro-batch twice; raises Miscalculated, on all ranks, where the
     results differ.
 
     To be called before an update; the gradients of the step stay as they are, beside those of the
     pass. Bit by bit on a CPU and with deterministic algorithms. Waits for the device.
+    seed_everything: (seed, step, rank), so that dropout is the same.
     """
     model, ranks = run.model, run.ranks
     if not due(run.progress.step + 1, run.cfg.replay_interval):
         return
     kept = [p.grad for p in model.parameters()]
     exact = ranks.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    first, second = (measure(run, batch, exact) for _ in range(2))
+    first, second = (measure(run, batch, seed_everything, exact) for _ in range(2))
     for p, grad in zip(model.parameters(), kept, strict=True):
         p.grad = grad
     found = difference(first, second, exact)
@@ -64,11 +52,11 @@ def replay(run, batch):
                             "not trust this machine")
 
 
-def measure(run, batch, exact: bool) -> Tensor:
+def measure(run, batch, seed_everything, exact: bool) -> Tensor:
     """[n], on the host: checksums of the losses and each gradient, or the loss and their norms."""
     for p in run.model.parameters():
         p.grad = None
-    seed_everything(run.cfg.seed, run.progress.step, run.ranks.rank)  # dropout is the same
+    seed_everything(run.cfg.seed, run.progress.step, run.ranks.rank)
     with run.ranks.autocast:
         losses = run.model(batch.tokens, batch.targets, batch.documents)
     losses.sum().backward()
