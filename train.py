@@ -228,7 +228,7 @@ def evaluate(run: "Run") -> float:
     for of in ("", "_ema") if run.ema else ("",):
         batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
                                ranks.device)
-        with run.ema.in_place(run.guard) if of else contextlib.nullcontext():
+        with run.ema.in_place(run) if of else contextlib.nullcontext():
             for batch in batches:
                 run.monitor.phase("evaluation")  # a sign of progress
                 with ranks.autocast:
@@ -285,7 +285,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data
     prompt = data.prompt().to(run.ranks.device)
-    weights = run.ema.in_place(run.guard) if run.ema else contextlib.nullcontext()
+    weights = run.ema.in_place(run) if run.ema else contextlib.nullcontext()
     with weights, run.ranks.autocast, parallel.gathered(run.model):
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
@@ -476,6 +476,7 @@ def main(argv: list[str]) -> int:
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {screen.early_end(cfg, progress, 0) or finished}; "
                   "nothing to do")
+            say_summary(run)
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
@@ -491,11 +492,17 @@ def main(argv: list[str]) -> int:
     if not stop.signal and cfg.sample_interval != 0:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")
-    if cfg.json and ranks.rank == 0:
-        print(json.dumps(summary(run_dir.path)))
+    say_summary(run)
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0
+
+
+def say_summary(run: Run):
+    """With --json, as the last line."""
+    if run.cfg.json and run.ranks.rank == 0:
+        with faults.only_warning("no summary"):  # without metrics.jsonl
+            print(json.dumps(summary(run.dir.path)))
 
 
 def train_with_recovery(run: Run) -> str:

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, column, rows
+from conftest import TINY, after_updates, column, rows
 
 import config
 import train
+from steady.checkpoints import state
 from steady.checkpoints.checkpoint import compare, list_checkpoints
 from steady.guard import deadline
+from steady.models import ema
 from tools import generate
 
 WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
@@ -247,3 +249,49 @@ def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
     run("--init_from", "r", "--out_dir", "s", "--max_steps", 2, "--learning_rate", 1e-9)
     torch.testing.assert_close(load(tmp_path / "s", 2)["model"]["norm.weight"],
                                state["ema"]["norm.weight"])
+
+
+# --- what must not go wrong with them --------------------------------------------------------
+
+
+def test_averages_wait_for_a_copy_of_the_weights_that_a_gpu_still_makes(run, monkeypatch):
+    """Else a checkpoint that is being saved would hold some of each."""
+    events = []
+
+    class Writer(state.Writer):
+        def save(self, *args):
+            super().save(*args)
+            self.copied = SimpleNamespace(synchronize=lambda: events.append("copied"))
+
+    exchange = ema.Ema.exchange
+    monkeypatch.setattr(state, "Writer", Writer)
+    monkeypatch.setattr(ema.Ema, "exchange", lambda self: events.append("exchanged")
+                        or exchange(self))
+    run("--ema", 0.9, "--save_interval", 2, "--sample_interval", 2, "--eval_interval", 0)
+    assert events[:4] == ["copied", "exchanged", "exchanged", "copied"]
+
+
+def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus, tmp_path, clock):
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0]
+    run(*flags, "--max_minutes", 1, "--out_dir", "r", bare=True)
+    run("--auto_resume", "--out_dir", "r", bare=True)
+    for name, minutes in (("s", 1), ("t", 0.5)):
+        clock[0] = 0.0
+        told = run("--config", "r/config.yaml", "--max_minutes", minutes, "--out_dir", name,
+                   bare=True)
+        assert f"steps fit into --max_minutes {minutes:g}" in told
+    told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
+    assert "--max_minutes: not with --verify_resume" in told
+
+
+def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
+    run("--out_dir", "r", "--parallel", "zero3", ranks=2)
+    told = run("--auto_resume", "--out_dir", "r", "--json", bare=True)
+    found = json.loads(told.splitlines()[-1])
+    assert "nothing to do" in told and found["step"] == 12
+    assert found["checkpoint"] == "r/checkpoints/step_00000012"
+    assert found["best"] == "r/checkpoints/best"
+    told = run("--out_dir", "s", "--json", "--monitor", "off", "--log_interval", 0)
+    assert json.loads(told.splitlines()[-1])["train_loss"] is None
+    after_updates(lambda run: Path("t/metrics.jsonl").unlink(missing_ok=True), monkeypatch.setattr)
+    assert "warning: no summary" in run("--out_dir", "t", "--json")

@@ -58,7 +58,8 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     return "\n".join(lines), all_valid
 
 
-COMPARED = "model", "optimizers", "scaler", "step", "position", "tokens", "best_loss", "spikes"
+COMPARED = ("model", "ema", "optimizers", "scaler", "step", "position", "tokens", "best_loss",
+            "spikes")
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
@@ -66,8 +67,9 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
 
     Both are real runs of this program with these flags, in a temporary directory.
     """
-    if cfg.epochs:
-        raise ConfigError("--epochs: not with --verify_resume K, which trains 2 K steps")
+    for name in ("epochs", "max_minutes"):
+        if getattr(cfg, name):
+            raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps")
     if cfg.resume:
         raise ConfigError("--resume: not with --verify_resume K, which starts afresh")
     k, rank = cfg.verify_resume, rank_and_world()[0]

@@ -40,8 +40,11 @@ class Ema:
         torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
 
     @contextlib.contextmanager
-    def in_place(self, guard) -> Iterator[None]:
+    def in_place(self, run) -> Iterator[None]:
         """The model computes with the averages in here; meanwhile the guard saves nothing."""
+        guard, writer = run.guard, run.dir.writer
+        if writer:
+            writer.finish_copy()  # of the weights, where a GPU still makes it
         release(self.model)
         guard.clean = False
         self.exchange()

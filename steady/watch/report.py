@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from steady.checkpoints.checkpoint import best_checkpoint, list_checkpoints
 from steady.watch.clock import KINDS, seconds_so_far
 from steady.watch.learning import Learning
 from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
@@ -156,13 +157,13 @@ def report_text(out: dict) -> str:
 def summary(run_dir: Path) -> dict:
     """What a program asks of a run that has ended; null for what is not known."""
     out = report(run_dir)
-    figures, folder = out["figures"], run_dir / "checkpoints"
+    figures = out["figures"]
     names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
              "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
              "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",
              "peak_gb": "memory/peak_gb"}
-    newest, best = (max(map(str, folder.glob(pattern)), default=None)
-                    for pattern in ("step_*[0-9].pt", "best*"))
+    folder = run_dir / "checkpoints"
+    found, best = list_checkpoints(folder), best_checkpoint(folder)
     return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
                 seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
-                checkpoint=newest, best=best)
+                checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)
