@@ -176,6 +176,14 @@ def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, 
     assert "step 4: 5 steps fit into" in run(*flags, "--max_minutes", 1, bare=True)
 
 
+@pytest.mark.parametrize("ends", ["0", "999", "9" * 400, "9" * 5000, "soon"])
+def test_the_end_of_another_job_is_no_deadline(run, corpus, clock, monkeypatch, ends):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", ends)
+    told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
+               bare=True)
+    assert f"step 4: {4 + int((42 * 0.98 - 2) / 2)} steps fit into" in told
+
+
 def test_two_ranks_set_the_same_steps(run, corpus, tmp_path, clock):
     flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 0.5, "--eval_interval", 0]
     run(*flags, "--out_dir", "r", bare=True, ranks=2)
@@ -280,6 +288,9 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
         told = run("--config", "r/config.yaml", "--max_minutes", minutes, "--out_dir", name,
                    bare=True)
         assert f"steps fit into --max_minutes {minutes:g}" in told
+    clock[0] = 0.0
+    told = run("--auto_resume", "--out_dir", "t", "--max_minutes", 2, bare=True)  # goes on
+    assert "steps fit into --max_minutes 2" in told
     told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
     assert "--max_minutes: not with --verify_resume" in told
 

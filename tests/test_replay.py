@@ -1,7 +1,6 @@
 """A device that miscalculates: bits flipped in activations and gradients while training."""
 
 import random
-import re
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def flip(tensor: torch.Tensor, draw: random.Random):
 
 @pytest.mark.parametrize("flags, ranks", [
     (["--dropout", 0.1], 1), (["--dropout", 0.1, "--micro_batch_size", 2], 2),
-    (["--parallel", "zero3"], 2)])
+    (["--tie_embeddings"], 1), (["--parallel", "zero3"], 2)])
 def test_a_sound_machine_is_not_accused_and_nothing_changes(run, tmp_path, flags, ranks):
     run(*flags, "--out_dir", "plain", ranks=ranks)
     run(*flags, "--out_dir", "replayed", "--replay_interval", 3, ranks=ranks)
@@ -71,7 +70,7 @@ def test_the_rank_is_named_and_nothing_is_saved(tmp_path, corpus):
             found = plain(run, *how)
             calls.append(found)
             if rank == 1 and len(calls) == 4:
-                found[5, 0] += 1
+                found[5] += 1
             return found
 
         replay.measure = measure
@@ -80,7 +79,7 @@ def test_the_rank_is_named_and_nothing_is_saved(tmp_path, corpus):
              "--replay_interval", 2]
     first, second = processes(tmp_path, 2, flags, hook)
     assert (first.code(), second.code()) == (1, 1)
-    assert re.search(r"failed: step 4: .*rank 1 \(cpu\): \w+", first.text())
+    assert "rank 1 (cpu): blocks.0.attention.q_norm.weight; the update" in first.text()
     assert "rank 0" not in first.text() and "failed" not in second.text()
     assert list_checkpoints(tmp_path / "r/checkpoints") == []
 

@@ -144,7 +144,8 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg, saved = run.cfg, state["config"]
-    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
+    set_on_the_way = cfg.max_minutes or cfg.lr_schedule == "plateau"
+    if not set_on_the_way or cfg.max_minutes != saved.get("max_minutes"):
         progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
