@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import contextlib
 import gc
-import json
 import math
 import random
 import sys
@@ -57,7 +56,7 @@ from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import Watchdog, patience
 from steady.watch import screen
 from steady.watch.evaluation import Means
-from steady.watch.report import summary
+from steady.watch.report import say_summary
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -476,7 +475,8 @@ def main(argv: list[str]) -> int:
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {screen.early_end(cfg, progress, 0) or finished}; "
                   "nothing to do")
-            say_summary(run)
+            if cfg.json:
+                say_summary(run_dir.path)
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
@@ -492,17 +492,11 @@ def main(argv: list[str]) -> int:
     if not stop.signal and cfg.sample_interval != 0:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")
-    say_summary(run)
+    if cfg.json and ranks.rank == 0:
+        say_summary(run_dir.path)
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0
-
-
-def say_summary(run: Run):
-    """With --json, as the last line."""
-    if run.cfg.json and run.ranks.rank == 0:
-        with faults.only_warning("no summary"):  # without metrics.jsonl
-            print(json.dumps(summary(run.dir.path)))
 
 
 def train_with_recovery(run: Run) -> str:

@@ -1,7 +1,9 @@
 """What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
 
 import contextlib
+import json
 import re
+import sys
 from array import array
 from pathlib import Path
 
@@ -167,3 +169,11 @@ def summary(run_dir: Path) -> dict:
     return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
                 seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
                 checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)
+
+
+def say_summary(run_dir: Path):
+    """The last line of a run with --json."""
+    try:
+        print(json.dumps(summary(run_dir)))
+    except OSError as e:  # as without metrics.jsonl
+        print(f"warning: no summary: {e}", file=sys.stderr)
