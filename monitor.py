@@ -300,7 +300,8 @@ class Monitor:
         """Write the last row; returns the report of the run."""
         self.goodput.add(self.clock.take_seconds())
         self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
-        self.goodput.close()
+        if self.out_dir:
+            self.goodput.close()
         self.machine.close()
         self.resources.close()
         if self.sampler:

@@ -449,6 +449,8 @@ def main(argv: list[str]) -> int:
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {screen.early_end(cfg, progress) or finished}; nothing to do")
+            if cfg.json:
+                print(json.dumps(summary(run_dir.path)))
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:

@@ -1,21 +1,28 @@
 """--audit finds what was altered in a run, and accuses none that was not; a run that was moved."""
 
+import errno
+import itertools
 import json
+import os
 import random
 import re
 import shutil
+import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, in_clone, rows
+from conftest import TINY, after_updates, in_clone, poison, rows
 from test_readme import copy_files
 
 import data
 import train
+from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from steady.checkpoints.sealed import write_checkpoint
+from steady.watch.sinks import Sinks
 from tools import audit
 
 FLAGS = ["--save_interval", 3, "--keep_checkpoints", 9, "--eval_interval", 5, "--dropout", 0.1,
@@ -115,11 +122,7 @@ def test_a_sound_run_is_verified_and_left_alone(run, copied):
     assert "verified 5 of 5 segments, 9 steps" in told and contents() == before
     told = run("--audit", copied, "--segments", 1, bare=True)
     assert "verified 1 of 5 segments" in told
-    *_, newest = list_checkpoints(copied / "checkpoints")
-    reseal(newest, lambda state: state.update(max_steps=12))
-    told = run("--audit", copied, "--segments", 9, bare=True, expect=2)
-    assert "steps 10 to 12: not repeated" in told and "verified 4 of 5 segments" in told
-    newest = newest.path
+    newest = list_checkpoints(copied / "checkpoints")[-1].path
     damaged = bytearray(newest.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     newest.write_bytes(damaged)
@@ -146,6 +149,117 @@ def test_rounding_of_another_machine_is_no_fault(run, copied):
         reseal(checkpoint, change)
     told = run("--audit", copied, bare=True, expect=2)
     assert "rounding, as this machine differs: torch 2.99 -> " in told
+
+
+HISTORY = ["--save_interval", 3, "--keep_checkpoints", 9, "--log_interval", 2, "--out_dir", "r"]
+
+
+def another_batch_size(run, monkeypatch):
+    run(*HISTORY, "--max_steps", 6)
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 12, "--batch_size", 4, "--allow_change",
+        "batch_size", bare=True)
+
+
+def rolled_back(run, monkeypatch):
+    monkeypatch.setattr(data.Mixture, "batch", data.Mixture.batch)
+    monkeypatch.setattr(train.Transformer, "forward", train.Transformer.forward)
+    poison(7 * 8, 10 * 8)
+    told = run(*HISTORY, "--max_nonfinite", 2, "--on_nonfinite", "rollback", "--log_interval", 1)
+    assert "rolled back" in told
+
+
+def evaluated_later(run, monkeypatch):
+    """The checkpoint at step 6 is saved again, as the best, with the options of a longer run."""
+    run(*HISTORY, "--max_steps", 6, "--eval_interval", 0)
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 12, "--eval_interval", 3, bare=True)
+
+
+def failed_in_an_evaluation(run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("of a fork")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Means, "add", fail)
+        run(*HISTORY, "--eval_interval", 5, expect=1)
+    run("--auto_resume", "--out_dir", "r", bare=True)
+
+
+def failed_in_a_step(run, monkeypatch):
+    """So that the learning rate in the checkpoint is that of the next step."""
+    def forward(self, *args):
+        if fails and self.training and next(steps) == 7:
+            raise RuntimeError("of a fork")
+        return plain(self, *args)
+
+    plain, steps, fails = train.Transformer.forward, itertools.count(), [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Transformer, "forward", forward)
+        run(*HISTORY, expect=1)
+    assert list_checkpoints(Path("r/checkpoints"))[-1].step == 7
+    run("--auto_resume", "--out_dir", "r", bare=True)
+
+
+def with_a_backup(run, monkeypatch):
+    run(*HISTORY, "--backup_to", f"file://{Path('backup').absolute()}")
+
+
+@pytest.mark.parametrize("happened", [
+    another_batch_size, rolled_back, evaluated_later, failed_in_an_evaluation, failed_in_a_step,
+    with_a_backup])
+def test_a_run_to_which_something_happened_is_verified(run, monkeypatch, happened):
+    happened(run, monkeypatch)
+    pairs = len(list_checkpoints(Path("r/checkpoints"))) - 1
+    assert f"verified {pairs} of {pairs} segments" in run("--audit", "r", bare=True)
+
+
+def resumed_in_between(run, monkeypatch):
+    keep = ["--keep_checkpoints", 1, "--keep_every", 6]
+    run(*HISTORY, *keep, "--max_steps", 9, "--lr_schedule", "cosine")
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 15, bare=True)
+
+
+def deleted_meanwhile(run, monkeypatch):
+    """As by the run, which goes on."""
+    plain = Checkpoint.find_damage
+    run(*HISTORY)
+    monkeypatch.setattr(Checkpoint, "find_damage", lambda self: self.delete() or plain(self))
+
+
+def on_a_full_disk(run, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run(*HISTORY)
+    monkeypatch.setattr(writer, "write_checkpoint", fail)
+
+
+def without_room_for_logs(run, monkeypatch):
+    def use(self, name, do):
+        self.open.pop(name, None)
+
+    run(*HISTORY)
+    monkeypatch.setattr(Sinks, "use", use)
+
+
+@pytest.mark.parametrize("happened, told", [
+    (resumed_in_between, "it cannot be told, as another process went on at step 9"),
+    (deleted_meanwhile, "is gone: the run goes on"),
+    (on_a_full_disk, "made again are not there: .* no space left"),
+    (without_room_for_logs, "metrics.jsonl could not be written")])
+def test_what_cannot_be_told_is_no_accusation(run, monkeypatch, happened, told):
+    happened(run, monkeypatch)
+    assert re.search(told, run("--audit", "r", bare=True, expect=2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_audit_that_is_interrupted_leaves_nothing(run, monkeypatch, tmp_path, number):
+    run(*HISTORY)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    with monkeypatch.context() as patch:
+        after_updates(lambda run: os.kill(os.getpid(), number), patch.setattr)
+        run("--audit", "r", bare=True, expect=128 + number)
+    assert not list(tmp_path.glob("temporary/*"))
+    run("--audit", "r", bare=True)
 
 
 # --- a run that is moved ---------------------------------------------------------------------
@@ -185,3 +299,84 @@ def test_two_ranks_continue_a_run_of_one(run):
     assert found and float(found[2] or 0) < 1e-4 and "changed: ranks 1 -> 2" in told
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--dropout", 0.1, bare=True)
     assert "here; changed" not in told
+
+
+# --- what repeated steps must not change -------------------------------------------------------
+
+
+STATE = (*audit.COMPARED, "evaluated_step", "waited", "best_loss", "best_step", "max_steps",
+         "trail", "trail_from")
+
+
+def of_another_batch_size(state):
+    state["config"]["batch_size"] = 16
+
+
+def of_another_optimizer(state):
+    state["optimizer_names"][0].append("x")
+
+
+def with_an_earlier_end(state):
+    state["max_steps"] = 7
+
+
+def that_has_waited_long(state):
+    state["waited"] = 5
+
+
+@pytest.mark.parametrize("flags, change", [
+    (["--ema", 0.9, "--skip_spikes", 5, "--eval_interval", 4, "--dropout", 0.1], None),
+    (["--precision", "fp16"], None),
+    ([], of_another_batch_size),
+    ([], of_another_optimizer),
+    (["--lr_schedule", "plateau", "--patience", 9], with_an_earlier_end),
+    (["--eval_interval", 3, "--patience", 2], that_has_waited_long)])
+def test_repeated_steps_change_nothing(run, flags, change):
+    """Whatever the earlier checkpoint is like."""
+    run(*HISTORY, *flags, "--max_steps", 6)
+    assert_same_on_another_machine(run, flags, change)
+
+
+def assert_same_on_another_machine(run, flags=(), change=None) -> str:
+    """To step 12; returns what the second one told."""
+    for name in ("same", "other"):
+        shutil.copytree("r", name)
+        checkpoints = list_checkpoints(Path(name) / "checkpoints")
+        if change:
+            reseal(checkpoints[0], change)
+        if name == "other":
+            reseal(checkpoints[-1], moved)
+        told = run("--auto_resume", "--out_dir", name, "--max_steps", 12, *flags, bare=True)
+    ends = [Checkpoint.named(Path(name) / "checkpoints", 12).state() for name in ("same", "other")]
+    assert audit.compare(*({n: end[n] for n in STATE} for end in ends))[1] == []
+    startup = [[row["goodput/startup"] * row["goodput/wall_s"] for row in rows(Path(name))
+                if "perf/startup_s" in row][-1] for name in ("same", "other")]
+    assert startup[1] > 0.5 * startup[0] or change
+    return told
+
+
+@pytest.mark.parametrize("fails", ["by an error", "with gradients that are not finite"])
+def test_repeated_steps_that_fail_do_not_keep_a_run_from_going_on(run, monkeypatch, fails):
+    def update(run, loss):
+        if not run.dir.writer and fails == "by an error":
+            raise RuntimeError("of a fork")
+        if not run.dir.writer:
+            for p in run.model.parameters():
+                p.grad *= torch.nan
+        return plain(run, loss)
+
+    plain = train.update
+    run(*HISTORY, "--max_steps", 6, "--max_nonfinite", 1, "--on_nonfinite", "abort",
+        "--log_interval", 1)
+    monkeypatch.setattr(train, "update", update)
+    assert "steps could not be repeated" in assert_same_on_another_machine(run)
+
+
+def test_the_best_stays_what_was_found_at_the_start(run):
+    """Of a run whose best.pt is lost."""
+    run(*HISTORY, "--max_steps", 6, "--eval_interval", 3)
+    Path("r/checkpoints/best.pt").unlink()
+    for checkpoint in list_checkpoints(Path("r/checkpoints")):
+        reseal(checkpoint, lambda state: state.update(best_step=5))
+    assert_same_on_another_machine(run, ["--eval_interval", 0])
+    assert Checkpoint(Path("other/checkpoints/step_00000012.pt")).state()["best_step"] == 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, column, poison, rows
+from conftest import TINY, after_updates, column, poison, rows
 
 import config
 import data
@@ -191,6 +191,14 @@ def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, 
     assert "step 4: 5 steps fit into" in run(*flags, "--max_minutes", 1, bare=True)
 
 
+@pytest.mark.parametrize("ends", ["0", "999", "9" * 400, "9" * 5000, "soon"])
+def test_the_end_of_another_job_is_no_deadline(run, corpus, clock, monkeypatch, ends):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", ends)
+    told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
+               bare=True)
+    assert f"step 4: {4 + int((42 * 0.98 - 2) / 2)} steps fit into" in told
+
+
 def test_two_ranks_set_the_same_steps(run, corpus, tmp_path, clock):
     flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 0.5, "--eval_interval", 0]
     run(*flags, "--out_dir", "r", bare=True, ranks=2)
@@ -283,3 +291,36 @@ def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
     run("--init_from", "r", "--out_dir", "s", "--max_steps", 2, "--learning_rate", 1e-9)
     torch.testing.assert_close(load(tmp_path / "s", 2)["model"]["norm.weight"],
                                state["ema"]["norm.weight"])
+
+
+# --- what must not go wrong with them --------------------------------------------------------
+
+
+def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus, tmp_path, clock):
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0]
+    run(*flags, "--max_minutes", 1, "--out_dir", "r", bare=True)
+    run("--auto_resume", "--out_dir", "r", bare=True)
+    for name, minutes in (("s", 1), ("t", 0.5)):
+        clock[0] = 0.0
+        told = run("--config", "r/config.yaml", "--max_minutes", minutes, "--out_dir", name,
+                   bare=True)
+        assert f"steps fit into --max_minutes {minutes:g}" in told
+    clock[0] = 0.0
+    told = run("--auto_resume", "--out_dir", "t", "--max_minutes", 2, bare=True)  # goes on
+    assert "steps fit into --max_minutes 2" in told
+    told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
+    assert "--max_minutes: not with --verify_resume" in told
+
+
+def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
+    run("--out_dir", "r", "--parallel", "zero3", ranks=2)
+    told = run("--auto_resume", "--out_dir", "r", "--json", bare=True)
+    found = json.loads(told.splitlines()[-1])
+    assert "nothing to do" in told and found["step"] == 12
+    assert found["checkpoint"] == "r/checkpoints/step_00000012"
+    assert found["best"] == "r/checkpoints/best"
+    told = run("--out_dir", "s", "--json", "--monitor", "off", "--log_interval", 0)
+    assert json.loads(told.splitlines()[-1])["train_loss"] is None
+    after_updates(lambda run: Path("t/metrics.jsonl").unlink(missing_ok=True), monkeypatch.setattr)
+    found = json.loads(run("--out_dir", "t", "--json").splitlines()[-1])
+    assert found["train_loss"] is None and found["checkpoint"].endswith("step_00000012.pt")

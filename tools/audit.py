@@ -13,8 +13,11 @@ import os
 import random
 import re
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,22 +25,28 @@ import torch.distributed as dist
 from config import Config
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
 from steady.checkpoints.state import machine_of, save_checkpoint
-from steady.options import ConfigError, write_yaml
+from steady.checkpoints.writer import NotSaved
+from steady.models.huggingface import KEPT
+from steady.options import ConfigError, fixed_options, write_yaml
 from steady.ranks.ranks import rank_and_world
 from steady.watch.sinks import read_rows
 from tools.continuity import changed
 
-# What decides the rest of a run. Not the best loss so far, which belongs to a directory.
 COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
-            "spikes", "evaluated_step")
+            "spikes")
+OF_ITS_PROCESS = ("position", "nonfinite")  # changed by a rollback
+LOG = "metrics.jsonl"  # which a fork may not write
 MEANS = ("train/loss", "train/grad_norm")  # over the steps since the log before
 VALUES = ("train/learning_rate", "train/tokens", "val/loss", "val/loss_ema", "val/bits_per_byte")
 SAME_MEAN = 1e-9  # relative: of the same numbers, added in another order
-LOG = "metrics.jsonl"
 ROUNDING = 1e-3  # relative: on another machine, called rounding
 # What a segment does not need, and must not do.
 QUIET = dict(backup_to=None, wandb=False, tensorboard=False, sample_interval=0, keep_every=0,
              max_minutes=None, num_workers="0")
+
+
+class Stopped(Exception):
+    """By a signal, in the middle of a segment."""
 
 
 def audit(run_dir: Path, segments: int, train) -> int:
@@ -50,44 +59,50 @@ def audit(run_dir: Path, segments: int, train) -> int:
                           "--keep_checkpoints and --keep_every keep them")
     machine = found[-1].states("meta")[0].get("machine")
     if not machine:
-        raise ConfigError(f"--audit {run_dir}: an older version of this program has made it, "
-                          "which kept too little for this")
+        raise ConfigError(f"--audit {run_dir}: made by an older version of this program")
     if machine["ranks"] != world_size:
         raise ConfigError(f"--audit {run_dir}: made by {machine['ranks']} processes, not "
                           f"{world_size}; expected torchrun --nproc_per_node={machine['ranks']}")
     threads = re.search(r", (\d+) threads?$", machine["device"])
     if threads:
         torch.set_num_threads(int(threads[1]))
-    # under torchrun all ranks of a machine have the same parent
-    draw = random.Random(os.getppid() if world_size > 1 else None)
+    draw = random.Random(launch_id() if world_size > 1 else None)
     chosen = sorted(draw.sample(pairs, min(segments, len(pairs))), key=lambda pair: pair[0].step)
     verified, steps, wrong, apart = 0, 0, False, False
-    with scratch_folder("audit") as folder:
-        for earlier, later in chosen:
-            text, here = audit_segment(run_dir, earlier, later, folder / later.name, train)
-            if rank == 0:
-                print(f"steps {earlier.step} to {later.step}: {text or 'verified'}", flush=True)
-            if not text:
-                verified, steps = verified + 1, steps + later.step - earlier.step
-            wrong, apart = wrong or bool(text and here), apart or bool(text and not here)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and nothing is left
+    try:
+        with scratch_folder("audit") as folder:
+            for earlier, later in chosen:
+                text, here = audit_segment(run_dir, earlier, later, folder / later.name, train)
+                if rank == 0:
+                    print(f"steps {earlier.step} to {later.step}: {text or 'verified'}", flush=True)
+                if not text:
+                    verified, steps = verified + 1, steps + later.step - earlier.step
+                wrong, apart = wrong or bool(text and here), apart or bool(text and not here)
+    except Stopped as e:
+        return 128 + e.args[0]
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if rank == 0:
         unlogged = "" if (run_dir / LOG).exists() else f", without losses: there is no {LOG}"
         print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps{unlogged}")
     return 1 if wrong else 2 if apart else 0
 
 
-def differences(one: dict, two: dict) -> tuple[int, list[str]]:
+def differences(one: dict, two: dict, names=COMPARED) -> tuple[int, list[str]]:
     """(number of values and tensors in two states, names of those that differ)."""
-    return compare({n: one.get(n) for n in COMPARED}, {n: two.get(n) for n in COMPARED})
+    return compare({n: one.get(n) for n in names}, {n: two.get(n) for n in names})
+
+
+def launch_id() -> int:
+    """The same on all ranks of a machine: under torchrun they share a parent."""
+    return os.getppid() if rank_and_world()[2] > 1 else os.getpid()
 
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str):
-    """A temporary folder, the same for all ranks of a machine: under torchrun they share a parent.
-
-    Rank 0 empties and deletes it.
-    """
-    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{os.getppid()}"
+    """A temporary folder, the same for all ranks of a machine, which rank 0 empties and deletes."""
+    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{launch_id()}"
     rank = rank_and_world()[0]
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -101,40 +116,43 @@ def scratch_folder(purpose: str):
 def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder: Path,
                   train) -> tuple[str, bool]:
     """(what differs, or ""; whether that is the run's fault); on ranks other than 0 ("", True)."""
-    rank = rank_and_world()[0]
+    rank, _, world_size, _ = rank_and_world()
     for checkpoint in (earlier, later):
-        if wrong := checkpoint.find_damage():
+        wrong = checkpoint.find_damage()
+        if not checkpoint.exists():
+            return f"{checkpoint} is gone: the run goes on", False
+        if wrong:
             return f"{checkpoint}: {wrong}", True
-    state = later.state()
-    if earlier.state("meta").get("max_steps") != state.get("max_steps"):
-        return "not repeated: in it --max_minutes or the schedule plateau set max_steps", False
-    output = io.StringIO()
-    with (tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(output),
-          contextlib.redirect_stderr(output)):
-        options = Path(own, "config.yaml")
-        write_yaml(dataclasses.replace(Config(**state["config"]), **QUIET), options, {})
-        run = train.set_up([f"--config={options}", f"--resume={earlier}",
-                            f"--out_dir={folder / 'run'}", "--allow_change=data"])
-        train.open_run_dir(run)
-        run.ranks.stop.requested = lambda: run.progress.step >= later.step
-        with run.ranks.stop, run.ranks.watchdog:
-            train.train_with_recovery(run)
-        save_checkpoint(run)
-        if run.dir.writer:
-            run.dir.writer.wait()
-        if run.ranks.world_size > 1:
-            dist.barrier(group=run.ranks.group)
+    before, state = earlier.states("meta")[0], later.state()
+    if not {"machine", "trail_from"} <= before.keys() & state.keys():
+        return "made by an older version of this program", False
+    # by a process that resumed there, maybe with other options, or that was rolled back
+    saved_again = state["trail_from"] == later.step
+    maker = before if saved_again else state
+    if maker["machine"]["ranks"] != world_size:
+        return f"made by {maker['machine']['ranks']} processes, not {world_size}", False
+    run = train_again(earlier, later, maker["config"], folder, run_dir, train)
     if rank:
         return "", True
-    run.dir.lock.close()
     again = checkpoint_at(folder / "run/checkpoints", later.step)
     if not again:
         return f"made again, it ends at step {run.progress.step}", True
     again = again.state()
+    log = [row for _, row in read_rows(run_dir / LOG)] if (run_dir / LOG).exists() else []
+    began = [row["step"] for row in log
+             if "order" in row and earlier.step < row["step"] < later.step]
+    compared = [name for name in COMPARED if not saved_again or name not in OF_ITS_PROCESS]
+    names = differences(state, again, compared)[1]
+    # that of the next step, where that one failed before its update; none yet if saved again
+    lr = train.learning_rate(later.step, run.cfg)
+    train.set_learning_rate([SimpleNamespace(**each) for each in again["optimizers"]], lr)
+    names = [name for name in names if not name.endswith(".lr") or not saved_again
+             and name in compare(state["optimizers"], again["optimizers"], "optimizers")[1]]
+    evaluated = -1 if saved_again else state["evaluated_step"]
     rows = []
-    if (run_dir / LOG).exists():  # a fork may log nothing
-        rows = different_rows(run_dir, folder / "run", earlier.step, later.step)
-    names = differences(state, again)[1]
+    if log and not began:
+        rows = [row for row in different_rows(run_dir, folder / "run", earlier.step, later.step)
+                if not row[1].startswith("val/") or row[0] <= evaluated]
     files, then = ([list(file) for file in each] for each in (run.train_data.fingerprint,
                                                               state["data"]))
     if files != then:
@@ -145,14 +163,61 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
                       for step, name, was, now in rows[:1]]
                      + [f"{name} at step {later.step}" for name in names[:1]])
     text += f" differs ({len(names)} of the checkpoint, {len(rows)} logged values)"
-    machine = changed(state["machine"], machine_of(run.ranks))
+    machine = changed(maker["machine"], machine_of(run.ranks))
     if run.ranks.device.type == "cuda" and not run.cfg.deterministic:
         machine = ", ".join(filter(None, (machine, "not trained with --deterministic")))
     distance = max([abs(now - was) / max(abs(was), 1e-12) for _, _, was, now in rows]
                    + [distance_of(state["model"], again["model"])])
+    text += f", by {distance:.1g}"
+    unknown = [f"another process went on at step {began[0]}"] if began else []
+    unknown += [f"step {later.step} was saved again"] * saved_again
+    unknown += ["max_steps was set in between"] * (before["max_steps"] != state["max_steps"])
+    if unknown:
+        return f"{text}: it cannot be told, as {', and '.join(unknown)}", False
     if machine and distance < ROUNDING:
-        return f"{text}, by {distance:.1g}: rounding, as this machine differs: {machine}", False
-    return f"{text}, by {distance:.1g}" + (f"; {machine}" if machine else ""), True
+        return f"{text}: rounding, as this machine differs: {machine}", False
+    return text + (f"; {machine}" if machine else ""), True
+
+
+def train_again(earlier: Checkpoint, later: Checkpoint, options: dict, folder: Path, run_dir: Path,
+                train):
+    """From one checkpoint to the other, in `folder`/run; returns the run that ended there.
+
+    It continues a run directory with these options, which has but a link to the checkpoint.
+    """
+    source, rank = folder / "source", rank_and_world()[0]
+    start = source / "checkpoints" / earlier.name
+    if rank == 0:
+        start.parent.mkdir(parents=True)
+        start.symlink_to(earlier.path.resolve())
+        (source / KEPT).symlink_to((run_dir / KEPT).resolve())
+        write_yaml(dataclasses.replace(Config(**options), **QUIET), source / "config.yaml", {})
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        run = train.set_up([f"--resume={start}", f"--out_dir={folder / 'run'}", "--allow_change",
+                            "data", "tokenizer", *fixed_options(Config, "trajectory"),
+                            *fixed_options(Config, "function")])
+        train.open_run_dir(run)
+        stop = run.ranks.stop
+        asked = stop.requested
+        stop.requested = lambda: run.progress.step >= later.step or asked()
+        try:
+            with stop, run.ranks.watchdog:
+                train.train_with_recovery(run)
+            if stop.signal:
+                raise Stopped(stop.signal)
+            save_checkpoint(run)
+            if run.dir.writer:
+                run.dir.writer.close(copy=False)
+        except NotSaved as e:
+            raise ConfigError(f"--audit: the steps made again are not there: {e}") from None
+        if run.ranks.world_size > 1:
+            dist.barrier(group=run.ranks.group)
+    if rank == 0:
+        run.dir.lock.close()
+        if (run_dir / LOG).exists() and LOG not in run.monitor.sinks.open:
+            raise ConfigError(f"--audit: {folder / 'run' / LOG} could not be written")
+    return run
 
 
 def distance_of(old: dict, new: dict) -> float:
@@ -167,7 +232,7 @@ def different_rows(run_dir: Path, again: Path, begin: int, end: int) -> list:
     The process that makes the steps again also logs the first one: so the first mean is put
     together from two. One that reaches back beyond `begin` is not compared.
     """
-    was, now = ({(row["step"], name): value for _, row in read_rows(run / LOG)
+    was, now = ({(row["step"], name): value for _, row in read_rows(run / "metrics.jsonl")
                  for name, value in row.items() if row["step"] <= end
                  and name in (*MEANS, *VALUES) and value is not None}
                 for run in (run_dir, again))

@@ -14,6 +14,7 @@ from data import loader
 from monitor import Monitor
 from steady.checkpoints.checkpoint import checkpoint_at
 from steady.checkpoints.state import load_checkpoint, machine_of
+from steady.options import ConfigError, Failed
 
 # Options of the run's process then, so that a longer schedule is no difference.
 SCHEDULE = ("max_steps", "warmup_steps", "learning_rate", "min_learning_rate", "lr_schedule",
@@ -22,7 +23,7 @@ SCHEDULE = ("max_steps", "warmup_steps", "learning_rate", "min_learning_rate", "
 DECIDING = ("optimizer", "beta1", "beta2", "weight_decay", "grad_clip", "skip_spikes", "dropout",
             "precision", "half_residual", "attention", "batch_size", "seed")
 QUIET = dict(eval_interval=0, save_interval=0, sample_interval=0, log_interval=0, monitor="off",
-             tensorboard=False, wandb=False, on_nonfinite="skip", check_replicas_interval=0)
+             tensorboard=False, wandb=False, patience=0, replay_interval=0)
 
 
 def changed(then: dict, now: dict) -> str:
@@ -53,10 +54,28 @@ def check_continuity(run, train):
     earlier = ranks.broadcast(earlier)
     if not earlier:
         return
-    load_checkpoint(run, earlier)
-    cfg = dataclasses.replace(run.cfg, **{name: then[name] for name in SCHEDULE}, **QUIET)
-    found = repeat_steps(run, cfg, len(trail), train)
+    schedule = {name: then[name] for name in SCHEDULE}
+    whole, progress, of_newest = run.cfg, dict(vars(run.progress)), run.dir.saved
+    run.cfg, found = dataclasses.replace(whole), None
+    # of several ranks, those that all know of; another one leaves them in the middle of a step
+    errors = Exception if ranks.world_size == 1 else Failed
+    try:
+        load_checkpoint(run, earlier)
+        found = repeat_steps(run, dataclasses.replace(run.cfg, **schedule, **QUIET), len(trail),
+                             train)
+    except ConfigError:
+        pass  # it was saved with other options, as --allow_change allows
+    except errors as e:
+        if ranks.rank == 0:
+            print(f"resume  steps could not be repeated from {earlier}: {e}", flush=True)
+    run.cfg, run.guard.clean = whole, True
+    for p in run.model.parameters():
+        p.grad = None
     load_checkpoint(run, start)
+    vars(run.progress).update(progress)
+    run.dir.saved = of_newest
+    if found is None:
+        return
     if saved["machine"]["ranks"] != ranks.world_size:
         trail, found = trail[:, 1:], found[:, 1:]  # losses are of rank 0's share of the samples
     if ranks.rank == 0:
@@ -72,11 +91,13 @@ def repeat_steps(run, cfg, n: int, train) -> torch.Tensor:
     ranks.watchdog.clock = run.monitor.clock
     batches = loader(run.train_data, cfg, run.progress.position, n, ranks.micro_batch, ranks.rank,
                      ranks.world_size, ranks.device, ranks.workers)
-    with contextlib.closing(batches):
-        train(run, batches)
-    run.monitor.close()
-    run.cfg, run.dir.writer = whole, writer
-    del stop.requested
+    try:
+        with contextlib.closing(batches):
+            train(run, batches)
+    finally:
+        run.monitor.close()
+        run.cfg, run.dir.writer = whole, writer
+        del stop.requested
     return run.guard.trail[:n].cpu()
 
 

@@ -157,7 +157,8 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
     progress.max_steps = min(max_steps, progress.max_steps)
-    if not cfg.max_minutes and cfg.lr_schedule != "plateau":
+    set_on_the_way = cfg.max_minutes or cfg.lr_schedule == "plateau"
+    if not set_on_the_way or cfg.max_minutes != saved.get("max_minutes"):  # or anew
         progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
     return saved

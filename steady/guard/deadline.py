@@ -24,8 +24,9 @@ class Deadline:
         if minutes:
             seconds = 60 * minutes - process_age_seconds()
             job_ends = os.environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970
-            if job_ends.isdecimal():
-                seconds = min(seconds, int(job_ends) - time.time())
+            if job_ends.isdecimal() and len(job_ends) < 20:
+                left = int(job_ends) - time.time()
+                seconds = min(seconds, left) if left > 0 else seconds  # else of an earlier job
             self.ends += seconds
 
     def set_max_steps(self, run):

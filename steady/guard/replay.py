@@ -54,6 +54,7 @@ def replay(run, batch, seed_everything):
 
 def measure(run, batch, seed_everything, exact: bool) -> Tensor:
     """[n], on the host: checksums of the losses and each gradient, or the loss and their norms."""
+    run.monitor.phase("other")  # not that of waiting, as `watch_for_waiting` would have it
     for p in run.model.parameters():
         p.grad = None
     seed_everything(run.cfg.seed, run.progress.step, run.ranks.rank)
