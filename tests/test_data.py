@@ -254,6 +254,7 @@ def test_nanogpt_folders(tmp_path):
     mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
     assert mixture.batch(0, 1).tokens[0].tolist() == tokens.tolist()
     assert mixture.vocab_size == 50257 and mixture.tokenizer is None
+    assert mixture.prompt().tolist() == [[tokens[0]]]  # a sample continues the first token
     assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
 
 
@@ -267,6 +268,7 @@ def test_our_files_carry_their_description(corpus):
     assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
     assert decode("bytes", [*"né".encode(), 256, 0xC3]) == "né\ufffd"
     assert decode(None, [7, 300]) == "7 300"
+    assert mixture.prompt().tolist() == [[256]]  # a sample is a document of its own
 
 
 @pytest.mark.parametrize("name, content, words", [

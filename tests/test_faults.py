@@ -41,7 +41,7 @@ from steady.checkpoints import checkpoint, retry, sealed, writer
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
 from steady.guard import faults
-from steady.guard.process import stop_with_torchrun
+from steady.guard.process import begin
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
 from tools import generate as generation
@@ -487,7 +487,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
         Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
-                stop_with_torchrun)
+                begin)
         time.sleep(1000)
     wait_for_step(tmp_path / "r", 100)
     os.kill(launcher, signal.SIGKILL)
