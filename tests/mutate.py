@@ -3,175 +3,208 @@
     python tests/mutate.py                  a hundred lines, spread over the modules
     python tests/mutate.py --file data.py   candidates of one file only
     python tests/mutate.py --list           only show what would be broken
+    python tests/mutate.py tests/test_x.py  with these tests only
 
-Run by hand: a hundred breaks take most of an hour on two cores. Each is made in a copy of the
-repository, where the tests that belong to the module run until the first failure.
+Run by hand. The tests run once in a copy of the repository, to see which lines each of them
+reaches. Then the tests that reach a broken line run, the quickest first, until one fails.
 """
 
 import argparse
 import ast
+import contextlib
+import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections import defaultdict
 from pathlib import Path
-from queue import Queue
 from typing import NamedTuple
 
+import pytest
+import torch._dynamo  # noqa: F401 - once, before the forks
+
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = {  # module → test files that run against it, in this order
-    "train.py": ["test_train", "test_attacks", "test_faults", "test_documents"],
-    "model.py": ["test_model", "test_documents", "test_huggingface"],
-    "data.py": ["test_data", "test_attacks_data", "test_documents", "test_train"],
-    "monitor.py": ["test_monitor", "test_train", "test_slowdowns"],
-    "steady/conflicts.py": ["test_config", "test_attacks_cli"],
-    "steady/tokens/order.py": ["test_data", "test_documents", "test_train"],
-    "steady/watch/clock.py": ["test_monitor", "test_train", "test_slowdowns"],
-    "steady/guard/memory.py": ["test_config", "test_faults", "test_train"],
-    "config.py": ["test_config", "test_attacks_cli", "test_model", "test_train"],
-    "steady/checkpoints/checkpoint.py": [
-        "test_attacks", "test_parts", "test_train", "test_faults", "test_attacks_cli"],
-    "steady/checkpoints/writer.py": ["test_parts", "test_attacks", "test_train", "test_faults"],
-    "steady/checkpoints/state.py": ["test_attacks", "test_train", "test_faults", "test_parallel"],
-    "steady/guard/guard.py": ["test_guard", "test_spikes", "test_train", "test_faults"],
-    "steady/guard/faults.py": ["test_guard", "test_attacks", "test_faults", "test_attacks_cli"],
-}
+FILES = [path.relative_to(ROOT).as_posix()
+         for pattern in ("*.py", "steady/checkpoints/*.py", "steady/guard/*.py")
+         for path in sorted(ROOT.glob(pattern))]
 SWAPS = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+",
-    ast.And: "or", ast.Or: "and",
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Add,
+    ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }
+TESTS = 60  # for one mutant, at most
 SECONDS = 600  # a mutant that hangs longer is caught
 
 
 class Mutant(NamedTuple):
     file: str
     line: int
-    start: int  # offsets in the text of the file
-    end: int
-    new: str
+    start: int  # in bytes
+    old: bytes
+    new: bytes
+
+    def __str__(self):
+        old, new = (" ".join(side.decode().split())[:70] for side in (self.old, self.new))
+        return f"{self.file}:{self.line}: {old}  ->  {new}"
+
+
+def broken(node: ast.AST) -> str:
+    """What an expression or a statement becomes; "" if it stays."""
+    match node:
+        case ast.Compare(left, [op], right) if type(op) in SWAPS:
+            return f"({ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], right))})"
+        case ast.BinOp(left, op, right) if type(op) in SWAPS:
+            return f"({ast.unparse(ast.BinOp(left, SWAPS[type(op)](), right))})"
+        case ast.BoolOp(op, values):
+            return f"({ast.unparse(ast.BoolOp(SWAPS[type(op)](), values))})"
+        case ast.UnaryOp(ast.Not(), operand):
+            return f"({ast.unparse(operand)})"
+        case ast.Constant(bool(value)):
+            return str(not value)
+        case ast.Constant(int(value) | float(value)):
+            return str(value + 1)
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            return "pass"
+    return ""
 
 
 def candidates(file: str) -> list[Mutant]:
     """Everything that can be broken in a file by replacing one expression or statement."""
-    text = (ROOT / file).read_text()
+    text = (ROOT / file).read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    raw = [line.encode() for line in text.splitlines()]
-
-    def offset(line: int, column: int) -> int:  # ast counts columns in UTF-8 bytes
-        return starts[line - 1] + len(raw[line - 1][:column].decode())
-
     found = []
 
-    def add(node, new: str):
-        start = offset(node.lineno, node.col_offset)
-        end = offset(node.end_lineno, node.end_col_offset)
-        found.append(Mutant(file, node.lineno, start, end, new))
-
-    def source(node) -> str:
-        return ast.get_source_segment(text, node)
-
     def visit(node):
-        if isinstance(node, ast.Call) and source(node.func) in ("print", "ConfigError", "option"):
-            return  # words for the user
-        if isinstance(node, (ast.JoinedStr, ast.AnnAssign)):
-            return
-        if isinstance(node, (ast.FunctionDef, ast.arguments)):
-            for inner in getattr(node, "body", []):
-                visit(inner)
-            return
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
-            new = SWAPS[type(node.ops[0])]
-            add(node, f"({source(node.left)} {new} {source(node.comparators[0])})")
-        elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            add(node, f"({source(node.left)} {SWAPS[type(node.op)]} {source(node.right)})")
-        elif isinstance(node, ast.BoolOp):
-            add(node, "(" + f" {SWAPS[type(node.op)]} ".join(map(source, node.values)) + ")")
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            add(node, f"({source(node.operand)})")
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
-            add(node, str(not node.value if type(node.value) is bool else node.value + 1))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            add(node, "pass")
-        elif isinstance(node, ast.AugAssign):
-            add(node, "pass")
+        match node:
+            case ast.Call(ast.Name("print" | "ConfigError" | "option")):  # words for the user
+                return
+            case ast.JoinedStr() | ast.AnnAssign() | ast.arguments():
+                return
+            case ast.If(ast.Compare(ast.Name("__name__"))):
+                return
+        if new := broken(node):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            found.append(Mutant(file, node.lineno, start, text[start:end], new.encode()))
         for inner in ast.iter_child_nodes(node):
             visit(inner)
 
-    for node in ast.parse(text).body:
-        if not (isinstance(node, ast.If) and "__main__" in source(node.test)):
-            visit(node)
+    visit(ast.parse(text))
     return found
 
 
-def failure(file: str, copy: Path) -> str:
-    """Run the tests of a module in a copy of the repository; "" if all pass, else what they say."""
-    tests = [f"tests/{name}.py" for name in TESTS[file]]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(command, cwd=copy, capture_output=True, timeout=SECONDS)
-        return done.stdout.decode()[-5000:] + done.stderr.decode() if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        return f"longer than {SECONDS} s"
+class Reached:
+    """A plugin of pytest: appends to a file the lines that each test reaches, also in forks."""
+
+    def __init__(self, copy: Path, file: Path):
+        self.names = {str(copy / name): name for name in FILES}
+        self.output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, name: str, number: float):
+        with contextlib.suppress(OSError):  # where a test plays a full disk
+            os.write(self.output, f"{self.test}\t{name}\t{number}\n".encode())
+
+    def trace(self, frame, event, _):
+        name = self.names.get(frame.f_code.co_filename)
+        if name and (name, frame.f_lineno) not in self.seen:
+            self.seen.add((name, frame.f_lineno))
+            self.write(name, frame.f_lineno)
+        return self.trace if name else None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.test, self.seen, began = item.nodeid, set(), time.monotonic()
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+        result = yield
+        sys.settrace(None)
+        threading.settrace(None)
+        self.write("seconds", time.monotonic() - began)
+        return result
 
 
-def survives(mutant: Mutant, copy: Path) -> bool:
+def reached_by(record: Path) -> dict[tuple[str, int], list[str]]:
+    """(file, line) → the tests that reach it, the quickest first."""
+    seconds, tests = {}, defaultdict(set)
+    for row in record.read_text().splitlines():
+        test, name, number = row.split("\t")
+        if name == "seconds":
+            seconds[test] = float(number)
+        else:
+            tests[name, int(number)].add(test)
+            tests[name, 0].add(test)  # for lines that run only when the module is imported
+    for place, found in tests.items():
+        tests[place] = sorted(found, key=seconds.get)[:TESTS]
+    return tests
+
+
+def passes(copy: Path, tests: list[str], limit: float, plugins=()) -> bool:
+    """Run tests in a fork; tests that take longer than `limit` seconds fail."""
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(copy)
+        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", *tests], plugins)
+        sys.stdout.flush()
+        os._exit(code)
+    end = time.monotonic() + limit
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if time.monotonic() > end:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def survives(mutant: Mutant, copy: Path, tests) -> bool:
+    reaching = tests[mutant.file, mutant.line] or tests[mutant.file, 0]
     path = copy / mutant.file
-    text = path.read_text()
-    try:
-        path.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
-        return not failure(mutant.file, copy)
-    finally:
-        path.write_text(text)
+    text = path.read_bytes()
+    path.write_bytes(text[: mutant.start] + mutant.new + text[mutant.start + len(mutant.old) :])
+    alive = not reaching or passes(copy, reaching, SECONDS)
+    path.write_bytes(text)
+    return alive
 
 
 def main():
     parser = argparse.ArgumentParser(description="How many broken lines do the tests not notice?")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="test files (default: all)")
     parser.add_argument("--count", type=int, default=100, help="lines to break")
-    parser.add_argument("--file", choices=TESTS, help="of this file only")
+    parser.add_argument("--file", choices=FILES, help="of this file only")
     parser.add_argument("--seed", type=int, default=0, help="which lines")
-    parser.add_argument("--workers", type=int, default=2, help="copies tested at the same time")
     parser.add_argument("--list", action="store_true", help="show them and stop")
     args = parser.parse_args()
-    found = [m for file in ([args.file] if args.file else TESTS) for m in candidates(file)]
-    chosen = sorted(random.Random(args.seed).sample(found, min(args.count, len(found))))
-
-    def show(mutant: Mutant) -> str:
-        text = (ROOT / mutant.file).read_text()
-        old = " ".join(text[mutant.start : mutant.end].split())
-        return f"{mutant.file}:{mutant.line}: {old[:70]}  ->  {mutant.new[:70]}"
+    found = [m for file in ([args.file] if args.file else FILES) for m in candidates(file)]
+    chosen = random.Random(args.seed).sample(found, min(args.count, len(found)))
 
     if args.list:
-        print(*map(show, chosen), sep="\n")
+        print(*sorted(chosen), sep="\n")
         return
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool:
-        copies = Queue()
-        for i in range(args.workers):
-            ignore = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
-            copies.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=ignore)))
-
-        def test(function, argument):
-            copy = copies.get()
-            try:
-                return function(argument, copy)
-            finally:
-                copies.put(copy)
-
-        files = sorted({mutant.file for mutant in chosen})
-        for file, failed in zip(files, pool.map(test, [failure] * len(files), files), strict=True):
-            if failed:  # every mutant would be "caught"
-                sys.exit(f"the tests of {file} fail without a mutant:\n{failed}")
-
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # or a mutant's might stay
+    sys.dont_write_bytecode = True
+    sys.path.remove(str(ROOT / "tests"))
+    with tempfile.TemporaryDirectory() as folder:
+        copy, record = Path(folder) / "copy", Path(folder) / "record"
+        ignore = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignore)
+        if not passes(copy, args.tests, 3600, [Reached(copy, record)]):  # all would be "caught"
+            sys.exit("the tests fail without a mutant:\n" + (copy / "output.txt").read_text())
+        tests = reached_by(record)
         survivors = 0
-        results = pool.map(test, [survives] * len(chosen), chosen)
-        for mutant, alive in zip(chosen, results, strict=True):
+        for mutant in chosen:
+            alive = survives(mutant, copy, tests)
             survivors += alive
-            print("SURVIVES" if alive else "caught  ", show(mutant), flush=True)
+            print("SURVIVES" if alive else "caught  ", mutant, flush=True)
     print(f"{survivors} of {len(chosen)} survive ({len(found)} candidates)")
 
 

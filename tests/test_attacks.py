@@ -233,10 +233,11 @@ def test_training_goes_on_when_the_screen_is_gone(tmp_path, corpus, closed):
     assert len(column(tmp_path / "r", "train/loss")) == 30
 
 
-def test_sigusr1_during_start_up_is_remembered(tmp_path, corpus):
+def test_sigusr1_during_start_up_is_remembered_and_sigusr2_ignored(tmp_path, corpus):
     def hook():
         process.begin()
         os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
 
     flags = [*TINY, "--data", corpus, "--out_dir", "r", "--save_interval", 0, "--eval_interval", 0]
     assert Process(tmp_path, flags, hook).code() == 0

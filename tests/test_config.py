@@ -151,6 +151,16 @@ def test_the_micro_batch_that_fits_is_of_the_largest_share():
         assert fits == expected, ranks
 
 
+@pytest.mark.parametrize("mode", ["stream", "packed"])
+def test_micro_batches_are_tried_with_boundaries_where_documents_are_packed(mode):
+    cfg = parsed("--batch_size", "2", "--seq_len", "16", "--vocab_size", "64", "--data_mode", mode)
+    seen, model = [], Transformer(cfg)
+    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[2]))
+    memory.largest_micro_batch(lambda: model, cfg, 1, contextlib.nullcontext(),
+                               torch.device("cpu"), varlen=False)
+    assert [documents is not None for documents in seen] == [mode == "packed"] * 2
+
+
 def test_what_follows_from_other_options():
     assert parsed("--max_steps", "5000").warmup_steps == 100  # 2 %
     assert parsed("--max_steps", "5000", "--warmup_steps", "0").warmup_steps == 0

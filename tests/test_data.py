@@ -250,6 +250,16 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
         assert TokenFile(path, 10).tokens[at] == first[3]
 
 
+def test_nanogpt_folders(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
+    assert mixture.batch(0, 1).tokens[0].tolist() == tokens.tolist()
+    assert mixture.vocab_size == 50257 and mixture.tokenizer is None
+    assert mixture.prompt().tolist() == [[tokens[0]]]  # a sample continues the first token
+    assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
+
+
 def test_our_files_carry_their_description(corpus):
     mixture = load_mixture([str(corpus)], "train", 32, seed=1)
     meta = json.loads((corpus / "train.bin.json").read_text())
@@ -260,6 +270,7 @@ def test_our_files_carry_their_description(corpus):
     assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
     assert decode("bytes", [*"né".encode(), 256, 0xC3]) == "né\ufffd"
     assert decode(None, [7, 300]) == "7 300"
+    assert mixture.prompt().tolist() == [[256]]  # a sample is a document of its own
 
 
 @pytest.mark.parametrize("name, content, words", [

@@ -42,7 +42,7 @@ from steady.checkpoints import backup, checkpoint, retry, run_dir, sealed, write
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.sealed import find_corruption
 from steady.guard import faults
-from steady.guard.process import stop_with_torchrun
+from steady.guard.process import begin
 from steady.options import ConfigError
 from steady.tokens.files import write_tokens
 from steady.watch import sinks as telemetry
@@ -506,7 +506,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
         Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
-                stop_with_torchrun)
+                begin)
         time.sleep(1000)
     wait_for_step(tmp_path / "r", 100)
     os.kill(launcher, signal.SIGKILL)

@@ -335,7 +335,7 @@ def test_figures_are_those_on_record():
     on_record = [row[2:4] for row in measured()]
     for text, title in ((README, "Figures"), (CHINESE, "性能数据")):
         shown = cells(text, title)
-        assert len(shown) == 6
+        assert len(shown) == 4
         for *_, ratio, spread, command in shown:
             assert [ratio, spread.replace("～", " to ")] in on_record
             name = re.search(r"tests\.bench (\w+)", command)[1]
