@@ -38,7 +38,7 @@ from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.run_dir import open_run_dir
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import faults, memory, process
-from steady.guard.deadline import Deadline, begin_decay
+from steady.guard.deadline import begin_decay
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.guard.replay import replay
@@ -303,7 +303,6 @@ class Run:
     ddp: nn.Module  # the model, wrapped where there are several ranks
     optimizers: list
     guard: Guard
-    deadline: Deadline
     ema: Ema | None = None  # with --ema
     monitor: Monitor | None = None
 
@@ -330,7 +329,7 @@ class Run:
         if self.ema:
             self.ema.update(self.progress.step)
         self.guard.update_made()
-        self.deadline.set_max_steps(self)  # with --max_minutes, once
+        self.guard.deadline.set_max_steps(self)  # with --max_minutes, once
 
 
 @faults.setting_up()
@@ -373,7 +372,7 @@ def set_up(argv: list[str]) -> Run:
         cfg, Progress(), ranks, run_dir, train_data, val_data, model,
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
-        guard=Guard(cfg, ranks), deadline=Deadline(cfg.max_minutes),
+        guard=Guard(cfg, ranks),
     )
     run.ema = Ema(model, shards, cfg.ema) if cfg.ema else None
     if run.compiled:  # in place, so that names in checkpoints stay those of the module

@@ -161,7 +161,7 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
     ("a.jsonl", b'{"messages": [{"role": "user"}]}', "chats (messages): add --tokenizer", None),
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
-    ("a.txt.gz", gzip.compress("text".encode("utf-16")), "UTF-16", []),
+    ("a.txt.gz", gzip.compress("text".encode("utf-16"), mtime=0), "UTF-16", []),
     ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl: UTF-16", []),
 ])
 def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, name, content, words,

@@ -8,6 +8,7 @@ import time
 import torch
 from torch import Tensor
 
+from steady.guard.deadline import Deadline
 from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
@@ -25,7 +26,7 @@ class Guard:
 
     nonfinite: steps in a row whose update was skipped, on the device. clean: the weights are those
     of the newest step, not half updated; on CUDA once the device has come to the event `updated`.
-    spikes: with --skip_spikes.
+    spikes: with --skip_spikes. deadline: of --max_minutes.
     """
 
     def __init__(self, cfg, ranks):
@@ -35,6 +36,7 @@ class Guard:
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
         self.trail = torch.zeros(TRAIL_STEPS, 2, device=ranks.device)  # in place: copied late
         self.new_trail(0)
+        self.deadline = Deadline(cfg.max_minutes)
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
                                  cfg.check_replicas_interval)
 
