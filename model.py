@@ -26,7 +26,7 @@ from steady.tokens import packing
 
 
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding (arXiv:2104.09864), each [seq_len, 1, D / 2].
+    """Cosines and signed sines of the rotary embedding, each [seq_len, 1, D]: see `layers.rotate`.
 
     rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] divides
     those whose wavelength exceeds original / low, tapering off to none at original / high
@@ -42,13 +42,14 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(cfg.seq_len, dtype=torch.float32)[:, None, None] * frequency
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class Where(NamedTuple):
     """Where each token stands in its document, and which tokens it may attend to."""
 
-    cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D / 2]
+    cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D]
     sin: Tensor
     mask: Tensor | None = None  # bool [B, 1, T, S], in itself causal; None: all before in the row
     boundaries: Tensor | None = None  # in place of a mask: see steady.tokens.packing.boundaries

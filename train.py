@@ -185,9 +185,8 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     optimizers = []
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
-        ns_dtype = torch.bfloat16 if fast else torch.float32
-        optimizers.append(muon.Muon(matrices, cfg.learning_rate, ns_dtype=ns_dtype,
-                                    shards=shards))
+        optimizers.append(muon.Muon(matrices, cfg.learning_rate, shards=shards,
+                                    dtype=torch.bfloat16 if fast else torch.float32))
     else:
         others += matrices
     betas = cfg.beta1, cfg.beta2

@@ -1,8 +1,12 @@
 """Which device a run takes, and what is said about one that is not there. None of them is used."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import ROOT, tiny_config
 
 from steady.models import device as devices
 from steady.options import ConfigError
@@ -41,3 +45,13 @@ def test_attention_where_torch_has_nothing_to_choose_from(monkeypatch):
 def test_several_processes_need_cpus_or_nvidia():
     with pytest.raises(ConfigError, match="--device mps: expected one process, not 2"):
         join_ranks(None, 0, 2, torch.device("mps"), 60)
+
+
+def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):
+    """Set before the first parallel operation, or only one of the threads has it."""
+    program = ("import torch, train; torch.set_num_threads(2); train.set_up(['--out_dir', 'run']); "
+               "print(int((torch.full((10**6,), 1e-38) * 0.5).count_nonzero()))")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "0"

@@ -98,12 +98,11 @@ def recomputed(block, how: str, x: Tensor, where) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of x [B, T, H, D] by its position's angle.
 
-    cos, sin [B or 1, T, 1, D / 2] (arXiv:2104.09864).
+    cos, sin [B or 1, T, 1, D] (arXiv:2104.09864); the first half of the sines has a minus sign.
     """
     if not torch.compiler.is_compiling():
         return Rotation.apply(x, cos, sin)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Rotation(Function):
@@ -113,20 +112,13 @@ class Rotation(Function):
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.dtype = x.dtype
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, 1)
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return turn(grad, *ctx.saved_tensors, -1).to(ctx.dtype), None, None
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate forward (sign 1) or back (-1), straight into the halves of what is returned."""
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
-    (a, b), (c, d) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
-    return out
+        cos, sin = ctx.saved_tensors
+        out = (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1)
+        return out.to(ctx.dtype), None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **how) -> Tensor:
