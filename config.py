@@ -175,8 +175,8 @@ class Config:
         None, "passes over the data, in place of max_steps",
         at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
-        None, "end in this time, or with the Slurm job, with the schedule complete: step 100 sets "
-        "max_steps", above=0, at_most=1e7)
+        None, "end in this time, or with the Slurm job, with the schedule complete: step 100, or "
+        "an earlier one where steps are slow, sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
