@@ -1018,6 +1018,17 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     assert "no backup to file://" in output and "step 12/12" in output
 
 
+def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(backup.Backup, "close", lambda self: copied.append(self.newest.step))
+    flags = ["--out_dir", "r", "--backup_to", f"file://{tmp_path}/b"]
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
+    run(*flags, expect=143)
+    assert copied == [] and steps(tmp_path / "r") == [6]
+    run(*flags, "--auto_resume")
+    assert copied == [12]
+
+
 # --- verify_resume ---
 
 
