@@ -332,6 +332,15 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
     assert "--max_minutes: not with --verify_resume" in told
 
 
+def test_steps_that_are_made_again_know_no_clock(run, corpus, tmp_path, clock):
+    """In an audit, also from before the step that set their number."""
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0, "--save_interval", 1]
+    run(*flags, "--max_minutes", 1, "--keep_checkpoints", 99, "--out_dir", "r", bare=True)
+    last = 4 + int((42 * 0.98 - 2) / 2)
+    told = run("--audit", "r", "--segments", 99, bare=True)
+    assert f"verified {last - 1} of {last - 1} segments" in told
+
+
 def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
     run("--out_dir", "r", "--parallel", "zero3", ranks=2)
     told = run("--auto_resume", "--out_dir", "r", "--json", bare=True)

@@ -38,7 +38,7 @@ class Deadline:
         An evaluation is taken to last a third of training on as many sequences.
         """
         cfg, progress, now = run.cfg, run.progress, time.monotonic()
-        if cfg.max_steps != UNKNOWN:
+        if cfg.max_steps != UNKNOWN or not cfg.max_minutes:  # as where steps are made again
             return
         self.steps += 1
         early = progress.step < SETTING_STEP or self.steps <= LEAST_STEPS
