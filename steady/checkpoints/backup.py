@@ -92,7 +92,7 @@ class Backup:
                      for file in held.files()}
             for file, its_name in names.items():
                 self.put(file, its_name)
-            for old in set(remote_checkpoints(self.fs)[name]) - set(names.values()):
+            for old in set(remote_checkpoints(self.fs).get(name, ())) - set(names.values()):
                 self.fs.rm(old)  # parts of an earlier save of this step
         finally:
             held.delete()
