@@ -175,8 +175,8 @@ class Config:
         None, "passes over the data, in place of max_steps",
         at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
-        None, "end in this time, or with the Slurm job, with the schedule complete: step 100 sets "
-        "max_steps", above=0, at_most=1e7)
+        None, "end in this time, or with the Slurm job, with the schedule complete: step 100, or "
+        "an earlier one where steps are slow, sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
@@ -291,8 +291,8 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     named = any(flag.split("=")[0] == "--model" for flag in argv)
     drop = {"head_dim"}.union(*MODELS.values()) if named else set()  # a model's shape in a file
     preset = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
-    saved, file = (cli.yaml_flags(parser, Config, path, drop) if path else []
-                   for path in (saved, given.config))
+    saved = cli.yaml_flags(parser, Config, saved, drop, ours=True) if saved else []
+    file = cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
     cfg = Config(**vars(cli.read_flags(parser, [*saved, *preset, *file, *argv])))
     given = cli.read_flags(parser, [*preset, *file, *argv])
     ends = {name: getattr(given, name) for name in ("max_steps", "epochs", "max_minutes")}

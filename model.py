@@ -76,6 +76,8 @@ class Attention(nn.Module):
         q = layers.rotate(self.q_norm(q), where.cos, where.sin).to(v.dtype)  # in fp32 inside
         k = layers.rotate(self.k_norm(k), where.cos, where.sin).to(v.dtype)
         if where.boundaries is not None:
+            if where.mask is not None:
+                raise TypeError("a mask beside boundaries: expected takes_boundaries = False")
             from steady.models.varlen import attend_packed
 
             return self.out(attend_packed(q, k, v, where.boundaries).flatten(2))

@@ -106,14 +106,17 @@ def train(run: "Run", batches):
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
-    if step < cfg.warmup_steps:
-        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
+    warmup = cfg.warmup_steps
+    if warmup > cfg.max_steps:  # which the clock or a plateau has set
+        warmup = cfg.max_steps // 2
+    if step < warmup:
+        return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
-        done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+        done = (step - warmup) / max(1, cfg.max_steps - warmup)
         share = 0.5 * (1 + math.cos(math.pi * done))
     elif cfg.lr_schedule in ("wsd", "plateau"):  # which sets another max_steps: see `keep_best`
-        decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - cfg.warmup_steps)
+        decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - warmup)
         share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))
     return cfg.min_learning_rate + share * (cfg.learning_rate - cfg.min_learning_rate)
 

@@ -208,8 +208,11 @@ def nearest(name: str, names) -> str:
 # --- YAML ------------------------------------------------------------------------------------
 
 
-def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
+def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
+               ours: bool = False) -> list[str]:
     """The options in a YAML file as flags; where it names a model, except those in `drop`.
+
+    ours: `write_yaml` wrote it, maybe an older one: options that are gone since are left out.
 
     Values are passed on as written, so YAML's own types (`1e-4` is text, `no` is False, 010 is 8)
     do not matter.
@@ -224,6 +227,10 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of the form `name: value`")
     marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
+    gone = [name for name in values if ours and name not in marks]
+    if gone:
+        listed = ", ".join(f"{name} {values.pop(name)}" for name in gone)
+        print(f"warning: {path}: left out, as this version has no such options: {listed}")
     for name, value in values.items():
         if name not in marks:
             raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import TINY, TRAIN, environment
 
 import config
@@ -305,17 +306,29 @@ def test_an_error_of_own_code_in_set_up_keeps_its_traceback(run, monkeypatch, er
     assert told.startswith(f"train.py: failed: {error}: ") and "Traceback" in told
 
 
-def test_an_error_of_another_library_keeps_its_traceback(monkeypatch, capsys):
-    """It may speak of a lost connection: of its own, not of that to another rank."""
-    class ReadError(Exception):
-        pass
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
+
+@pytest.mark.parametrize("error, ranks, lost", [
+    (RuntimeError(f"{GLOO} [10.0.0.1]:2\nmore"), 2, True),
+    (dist.DistBackendError("Broken pipe"), 2, True),
+    (dist.DistBackendError("Broken pipe"), 1, False),
+    (RuntimeError("Connection reset by peer"), 2, False),  # its own, of another library
+    (ValueError(GLOO), 2, False),
+])
+def test_an_error_says_whether_another_rank_is_gone(monkeypatch, capsys, error, ranks, lost):
+    """Which has the traceback that matters; any other error keeps its own."""
     def main(argv):
-        raise ReadError("Connection reset by peer")
+        raise error
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     assert exit_code(main, []) == 1
-    assert "Traceback" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    if lost:
+        first = str(error).splitlines()[0]
+        assert told == f"train.py: failed: another rank is gone: {first}\n"
+    else:
+        assert told.startswith(f"train.py: failed: {type(error).__name__}: {error}\nTraceback")
 
 
 def test_nothing_is_frozen_at_the_end_of_a_process():

@@ -241,7 +241,14 @@ def without_room_for_logs(run, monkeypatch):
     monkeypatch.setattr(Sinks, "use", use)
 
 
+def made_with_an_option_that_is_gone(run, monkeypatch):
+    run(*HISTORY)
+    for checkpoint in list_checkpoints(Path("r/checkpoints")):
+        reseal(checkpoint, lambda state: state["config"].update(float8=True))
+
+
 @pytest.mark.parametrize("happened, told", [
+    (made_with_an_option_that_is_gone, "made by a version of this program that has other options"),
     (resumed_in_between, "it cannot be told, as another process went on at step 9"),
     (deleted_meanwhile, "is gone: the run goes on"),
     (on_a_full_disk, "made again are not there: .* no space left"),

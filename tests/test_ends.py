@@ -187,8 +187,28 @@ def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, 
     told = run(*flags, "--max_minutes", 1, "--eval_interval", 0, bare=True)
     assert f"step 4: {4 + int((22 * 0.98 - 2) / 2)} steps fit into" in told
     clock[0] = 0.0
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1001")  # it is late: one step more, and the end
-    assert "step 4: 5 steps fit into" in run(*flags, "--max_minutes", 1, bare=True)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1001")  # it is late: the end, with a checkpoint
+    told = run(*flags, "--max_minutes", 1, "--save_interval", 10, "--out_dir", "late", bare=True)
+    assert "step 1: 1 steps fit into" in told
+    assert [each.step for each in list_checkpoints(Path("late/checkpoints"))] == [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_that_are_slow_are_set_earlier(run, corpus, tmp_path, clock, monkeypatch, ranks):
+    """After a third of the time, with a warm-up that ends before the run does."""
+    monkeypatch.setattr(deadline, "SETTING_STEP", 100)
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
+             "--warmup_steps", 100, "--learning_rate", 1e-3, "--log_interval", 1]
+    told = run(*flags, "--out_dir", "r", "--save_interval", 11, bare=True, ranks=ranks)
+    # 50 s are left at the start, 34 at step 8
+    last = 8 + int((34 * 0.98 - 2) / 2)
+    assert f"step 8: {last} steps fit into" in told
+    rates = column(tmp_path / "r", "train/learning_rate")
+    assert max(rates) == last and rates[last] < 1.1e-4 and rates[11] == max(rates.values()) == 1e-3
+    (tmp_path / f"r/checkpoints/step_{last:08d}.pt").unlink()
+    (tmp_path / "r/checkpoints/step_00000022.pt").unlink()
+    run("--auto_resume", "--out_dir", "r", bare=True)
+    assert column(tmp_path / "r", "train/learning_rate") == rates
 
 
 @pytest.mark.parametrize("ends", ["0", "999", "9" * 400, "9" * 5000, "soon"])
@@ -310,6 +330,15 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
     assert "steps fit into --max_minutes 2" in told
     told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
     assert "--max_minutes: not with --verify_resume" in told
+
+
+def test_steps_that_are_made_again_know_no_clock(run, corpus, tmp_path, clock):
+    """In an audit, also from before the step that set their number."""
+    flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0, "--save_interval", 1]
+    run(*flags, "--max_minutes", 1, "--keep_checkpoints", 99, "--out_dir", "r", bare=True)
+    last = 4 + int((42 * 0.98 - 2) / 2)
+    told = run("--audit", "r", "--segments", 99, bare=True)
+    assert f"verified {last - 1} of {last - 1} segments" in told
 
 
 def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):

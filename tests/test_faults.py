@@ -953,6 +953,41 @@ def test_of_two_runs_that_begin_with_one_backup_one_has_it(run, tmp_path, capsys
     assert there == of_a
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_an_upload_that_is_killed_leaves_what_was_there(run, tmp_path, backed_up, keep, capsys):
+    """Where the same step is written again, as after a rollback, and where another follows it."""
+    def put_file(self, local, remote, **how):
+        text = Path(local).read_bytes()
+        Path(remote).write_bytes(text[: len(text) // 2])
+        if str(remote) != str(tmp_path / "disk2/checkpoints" / name):  # which is there, cut
+            assert whole() == before
+        if "step_" in str(local):
+            raise OSError("killed")
+        Path(remote).write_bytes(text)
+
+    def whole():
+        return {path: text for path, text in contents(tmp_path / "disk2").items()
+                if path.suffix != ".draft"}
+
+    from fsspec.implementations.local import LocalFileSystem
+
+    there, mine = tmp_path / "disk2/checkpoints", tmp_path / "a/checkpoints"
+    uploads = backup.Backup(backed_up, keep, tmp_path / "a", run_dir.run_id(tmp_path / "a"))
+    for name, source in (("step_00000008.pt", mine / "step_00000004.pt"),
+                         ("step_00000012.pt", mine / "step_00000008.pt")):
+        shutil.copy(source, mine / name)
+        before = whole()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalFileSystem, "put_file", put_file)
+            uploads.upload(Checkpoint(mine / name))
+        assert "training continues: killed" in capsys.readouterr().out
+        assert whole().items() >= before.items()
+        uploads.upload(Checkpoint(mine / name))
+        assert (there / name).read_bytes() == (mine / name).read_bytes()
+        assert not list((tmp_path / "disk2").glob("*.draft"))
+    assert steps(tmp_path / "disk2") == [4, 8, 12][-keep:]
+
+
 @pytest.mark.parametrize("place", ["r", ".", "link", "runs/7"])
 def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
     (tmp_path / "link").symlink_to(copy)
@@ -981,6 +1016,17 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
+
+
+def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(backup.Backup, "close", lambda self: copied.append(self.newest.step))
+    flags = ["--out_dir", "r", "--backup_to", f"file://{tmp_path}/b"]
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
+    run(*flags, expect=143)
+    assert copied == [] and steps(tmp_path / "r") == [6]
+    run(*flags, "--auto_resume")
+    assert copied == [12]
 
 
 # --- verify_resume ---

@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, in_clone
+from conftest import ROOT, TINY, in_clone, tiny_config
 from test_readme import SNIPPETS, copy_files
 
 from steady.checkpoints.checkpoint import compare
+from steady.tokens import packing
 
 FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval", "15",
          "--no_tensorboard"]
@@ -36,12 +38,6 @@ class Lion(torch.optim.Optimizer):
                 m = state.setdefault("m", torch.zeros_like(p))
                 p.sub_(group["lr"] * m.lerp(p.grad, 0.1).sign())
                 m.lerp_(p.grad, 0.01)
-'''
-
-WINDOW = '''            at = torch.arange(start, start + shape[1], device=self.cos.device)[:, None]
-            key = torch.arange(start + shape[1], device=self.cos.device)
-            window = (key <= at) & (key > at - 8)
-            return Where(self.cos[here], self.sin[here], window[None, None])
 '''
 
 MASKED = '''    return Masked(datasets, seed, vocab_size)
@@ -95,8 +91,7 @@ def snippet(what: str) -> tuple[str, str, str]:
 
 FORKS = {  # name → [(file, text, its replacement)]
     "z-loss": [snippet("loss")],
-    "a sliding window": [("model.py", "            return Where(self.cos[here], self.sin[here])\n",
-                          WINDOW)],
+    "a sliding window": [snippet("attention")],
     "Lion": [("train.py", "    return optimizers\n", LION)],
     "masked modelling": [
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
@@ -139,6 +134,25 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
     code = process.code()
     assert code in (0, -9), process.text()
     return code
+
+
+def test_a_window_holds_in_packed_rows_too(monkeypatch):
+    """And one that boundaries would hide, as on CUDA, is refused."""
+    (file, old, new), = FORKS["a sliding window"]
+    changed = types.ModuleType("changed")
+    monkeypatch.setitem(sys.modules, "changed", changed)
+    exec((ROOT / file).read_text().replace(old, new), vars(changed))
+    model = changed.Transformer(tiny_config(n_layer=1)).eval()
+    torch.nn.init.normal_(model.blocks[0].attention.out.weight)
+    tokens, packed = torch.arange(24)[None], torch.tensor([[0] * 4 + [1] * 20])
+    for documents, reached in ((None, {0: 15, 3: 18, 4: 19, 15: 23}),
+                               (packed, {0: 3, 3: 3, 4: 19, 15: 23})):
+        before = model.predict(tokens, documents)
+        for first, last in reached.items():
+            after = model.predict(tokens + (tokens == first), documents)
+            assert (after != before).any(-1)[0].nonzero()[-1] == last, (documents, first)
+    with pytest.raises(TypeError, match="takes_boundaries = False"):
+        model.predict(tokens, packing.boundaries(packed))
 
 
 @pytest.mark.slow

@@ -73,8 +73,8 @@ def make(out_dir, **changes) -> Monitor:
     options = {name: changes.pop(name) for name in names}
     cfg = Config(**dict(log_interval=4, max_steps=8, batch_size=10, seq_len=100,
                         tensorboard=False) | options)
-    ranks = SimpleNamespace(rank=0, world_size=1, device=CPU, dtype=torch.float32, group=None,
-                            shards=Shards())
+    ranks = SimpleNamespace(rank=0, world_size=changes.pop("world_size", 1), device=CPU,
+                            dtype=torch.float32, group=None, shards=Shards())
     progress = Progress(step=changes.pop("start_step", 0), tokens=changes.pop("start_tokens", 0))
     assert not changes
     m = Monitor(cfg, ranks, progress, out_dir, flops_per_token=10**6)
@@ -167,6 +167,13 @@ def test_goodput_goes_on_over_restarts_and_counts_what_was_lost(tmp_path, monkey
     assert process(2, 2) == dict(startup=2.1, training=0.1, logging=0.04, lost=0.18)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 4]
     assert report(tmp_path)["wall_s"] == pytest.approx(clock.now)
+
+
+def test_mfu_is_of_all_devices(tmp_path, clock):
+    m = make(tmp_path, peak_tflops=0.02, world_size=4, log_interval=1)
+    spend(m, clock, forward=100)
+    step(m, 1)
+    assert rows(tmp_path)[-1]["perf/mfu"] == pytest.approx(1000 * 1e6 / 0.1 / (4 * 0.02e12))
 
 
 def test_after_a_rollback_no_time_is_counted_twice(tmp_path, clock):

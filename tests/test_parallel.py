@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ import config
 import train
 from model import Transformer
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
-from steady.guard import memory
+from steady.guard import faults, memory
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
 from steady.tokens.files import write_tokens
@@ -263,6 +265,26 @@ def test_after_a_non_finite_step_all_ranks_do_the_same(corpus, tmp_path, flags, 
     expected, found = newest(tmp_path / "ddp"), newest(tmp_path / "zero3")
     assert found["rollbacks"] == expected["rollbacks"] == rollbacks
     assert compare(expected["model"], found["model"])[1] == []
+
+
+def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(corpus, tmp_path):
+    def hook(rank):
+        def roll_back(run, error):
+            if rank == 0:
+                run.dir.writer.wait()
+                os.truncate(run.dir.path / "checkpoints/step_00000002.pt", 1000)
+            plain(run, error)
+
+        poison(16, 24)
+        plain, faults.roll_back = faults.roll_back, roll_back
+
+    flags = [*TINY, "--data", corpus, "--log_interval", 1, "--save_interval", 2, "--eval_interval",
+             0, "--max_nonfinite", 1, "--on_nonfinite", "rollback", "--out_dir", "r"]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [1, 1]
+    assert group[0].text().count("failed: 1 steps in a row, up to step 3, had a loss") == 1
+    assert "no checkpoint is valid (step_00000002.pt: its checksum" in group[0].text()
+    assert not re.search("failed|Traceback", group[1].text()), group[1].text()
 
 
 def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):

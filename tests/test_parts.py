@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 from conftest import TINY, column, processes
 
 from steady.checkpoints import checkpoint, writer
+from steady.checkpoints.backup import Backup
 from steady.checkpoints.checkpoint import Checkpoint, compare, latest_valid, list_checkpoints
+from steady.checkpoints.run_dir import run_id
 from steady.checkpoints.writer import WeightsNotFinite, Writer
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
@@ -179,7 +182,13 @@ def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
     flags = [*FLAGS, "--data", corpus, "--backup_to", url]
     for process in processes(tmp_path, 2, [*flags, "--out_dir", "r", "--keep_checkpoints", 1]):
         assert process.code() == 0, process.text()
-    whole = Checkpoint(tmp_path / "r/checkpoints/step_00000006").state()
+    mine = Checkpoint(tmp_path / "r/checkpoints/step_00000006")
+    whole = mine.state()
+    for part in mine.files():  # as where this step is saved again
+        part.rename(part.with_name(re.sub(r"\.[0-9a-f-]+\.", ".0123-9.", part.name)))
+    Backup(url, 1, tmp_path / "r", run_id(tmp_path / "r")).upload(mine)
+    there = {path.name for path in (tmp_path / "disk2/checkpoints/step_00000006").iterdir()}
+    assert there == {f"rank_{rank}_of_2.0123-9.pt" for rank in range(2)}
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     assert [path.name for path in (tmp_path / "disk2/checkpoints").iterdir()] == ["step_00000006"]
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 8, "--keep_checkpoints", 3,

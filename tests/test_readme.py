@@ -212,7 +212,7 @@ def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int
 def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
     """The losses of the program as it is."""
     assert [what for what, *_ in SNIPPETS] == [
-        "optimizer", "block", "loss", "evaluation", "Generated data", "metric"]
+        "optimizer", "block", "attention", "loss", "evaluation", "Generated data", "metric"]
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
 

@@ -129,6 +129,8 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     # by a process that resumed there, maybe with other options, or that was rolled back
     saved_again = state["trail_from"] == later.step
     maker = before if saved_again else state
+    if maker["config"].keys() - {f.name for f in dataclasses.fields(Config)}:
+        return "made by a version of this program that has other options", False
     if maker["machine"]["ranks"] != world_size:
         return f"made by {maker['machine']['ranks']} processes, not {world_size}", False
     run = train_again(earlier, later, maker["config"], folder, run_dir, train)

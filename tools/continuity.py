@@ -23,7 +23,7 @@ SCHEDULE = ("max_steps", "warmup_steps", "learning_rate", "min_learning_rate", "
 DECIDING = ("optimizer", "beta1", "beta2", "weight_decay", "grad_clip", "skip_spikes", "dropout",
             "precision", "half_residual", "attention", "batch_size", "seed")
 QUIET = dict(eval_interval=0, save_interval=0, sample_interval=0, log_interval=0, monitor="off",
-             tensorboard=False, wandb=False, patience=0, replay_interval=0)
+             tensorboard=False, wandb=False, patience=0, replay_interval=0, max_minutes=None)
 
 
 def changed(then: dict, now: dict) -> str:

@@ -65,14 +65,15 @@ class Backup:
             mine = id_in((checkpoint.run_dir / "config.yaml").read_bytes())
             if self.run_there() not in (None, mine):
                 raise ValueError("it holds another run, which began at the same time")
-            self.put(checkpoint.run_dir, "config.yaml")  # first: whose backup it is
+            self.draft = f"{mine}.draft"
+            self.put(checkpoint.run_dir / "config.yaml", "config.yaml")  # first: whose backup it is
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
                 self.upload_checkpoint(checkpoint)
             for pattern in ("*", "*/*"):
                 for path in checkpoint.run_dir.glob(pattern):
                     name = path.relative_to(checkpoint.run_dir).as_posix()
                     if LOGS.fullmatch(name):
-                        self.put(checkpoint.run_dir, name)
+                        self.put(path, name)
             found = list(remote_checkpoints(self.fs))
             past = [name for name in found if Checkpoint(Path(name)).step <= checkpoint.step]
             for later in found[len(past) :]:  # before this run went back; as in its directory
@@ -87,16 +88,23 @@ class Backup:
         held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
         try:
             checkpoint.link_to(held.path)  # or rotation deletes it
-            for file in held.files():
-                self.fs.makedirs(name if held.path.is_dir() else "checkpoints", exist_ok=True)
-                self.fs.put_file(file, name if file == held.path else f"{name}/{file.name}")
+            names = {file: name if file == held.path else f"{name}/{file.name}"
+                     for file in held.files()}
+            for file, its_name in names.items():
+                self.put(file, its_name)
+            for old in set(remote_checkpoints(self.fs).get(name, ())) - set(names.values()):
+                self.fs.rm(old)  # parts of an earlier save of this step
         finally:
             held.delete()
         self.uploaded = checkpoint, changed
 
-    def put(self, run_dir: Path, name: str):
+    def put(self, file: Path, name: str):
+        """Upload a file; one of this name is there until the new one is whole."""
         self.fs.makedirs(os.path.dirname(name), exist_ok=True)
-        self.fs.put_file(str(run_dir / name), name)
+        new = self.draft if self.fs.exists(name) else name
+        self.fs.put_file(str(file), new)
+        if new != name:
+            self.fs.mv(new, name)
 
 
 def open_url(url: str, option: str):

@@ -10,7 +10,8 @@ import time
 from steady.watch.proc import process_age_seconds
 
 UNKNOWN = 10**12  # max_steps until it is set
-SETTING_STEP = 100  # at which it is set
+SETTING_STEP = 100  # at which it is set, or earlier
+SETTING_SHARE = 0.3  # of the time, after which it is: the decay may take the rest
 LEAST_STEPS = 20  # of this process, that the time of a step is the mean of
 RESERVE = 0.02, 2.0  # of the time, and seconds, for the end: a checkpoint, the sample, the report
 
@@ -28,28 +29,31 @@ class Deadline:
                 left = int(job_ends) - time.time()
                 seconds = min(seconds, left) if left > 0 else seconds  # else of an earlier job
             self.ends += seconds
+        self.late = self.began + SETTING_SHARE * (self.ends - self.began)
 
     def set_max_steps(self, run):
         """At SETTING_STEP, on all ranks, set cfg.max_steps for the rest of the run.
 
+        Earlier where steps are slow: until then ranks ask rank 0 in every step whether it is time.
         An evaluation is taken to last a third of training on as many sequences.
         """
         cfg, progress, now = run.cfg, run.progress, time.monotonic()
-        if cfg.max_steps != UNKNOWN:
+        if cfg.max_steps != UNKNOWN or not cfg.max_minutes:  # as where steps are made again
             return
         self.steps += 1
-        if self.steps == 1:  # which compiles
-            self.began = now
-        if progress.step < SETTING_STEP or self.steps <= LEAST_STEPS:
+        early = progress.step < SETTING_STEP or self.steps <= LEAST_STEPS
+        if early and not run.ranks.broadcast(now > self.late):
+            if self.steps == 1:  # which compiles
+                self.began = now
             return
-        seconds = (now - self.began) / (self.steps - 1)  # a step, with logs and saves
+        seconds = (now - self.began) / max(1, self.steps - 1)  # a step, with logs and saves
         evaluation = 0.0
         if run.val_data and cfg.eval_interval:
             batches = cfg.eval_steps or run.val_data.n_samples / cfg.batch_size
             evaluation = seconds * batches / 3 * (2 if cfg.ema else 1)
         left = (self.ends - now) * (1 - RESERVE[0]) - RESERVE[1] - evaluation
         steps = left / (seconds + (evaluation / cfg.eval_interval if cfg.eval_interval else 0.0))
-        progress.max_steps = run.ranks.broadcast(progress.step + max(1, int(steps)))
+        progress.max_steps = run.ranks.broadcast(progress.step + max(0, int(steps)))
         cfg.max_steps = progress.max_steps
         if run.ranks.rank == 0:
             print(f"step {progress.step}: {cfg.max_steps} steps fit into --max_minutes "

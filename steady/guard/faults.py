@@ -96,15 +96,18 @@ def roll_back(run, error: NotFinite):
     """
     if run.cfg.on_nonfinite == "abort":
         raise error
-    progress, newest = run.progress, None
-    position = progress.position
+    progress = run.progress
+    position, newest = progress.position, "there is no checkpoint to roll back to"
     if run.dir.writer:
         run.dir.writer.wait()
     if run.ranks.rank == 0:
-        newest = latest_valid(run.dir.path / "checkpoints")
+        try:
+            newest = latest_valid(run.dir.path / "checkpoints") or newest
+        except (ConfigError, OSError) as e:  # all are damaged, or the disk is gone
+            newest = str(e)
     newest = run.ranks.broadcast(newest)
-    if newest is None:
-        raise NotFinite(f"{error}; there is no checkpoint to roll back to") from None
+    if isinstance(newest, str):
+        raise NotFinite(f"{error}; {newest}") from None
     before = progress.rollbacks.count(newest.step)
     if before == MAX_ROLLBACKS:
         raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None

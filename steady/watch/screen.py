@@ -34,7 +34,7 @@ def describe(run) -> str:
     of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
     steps = f"{cfg.max_steps} steps"
-    if cfg.max_steps == UNKNOWN:
+    if cfg.max_steps == UNKNOWN and cfg.max_minutes:  # which an audit leaves out
         samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
     weights = sum(d.weight for d in data.datasets)
     sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.details}"
