@@ -98,6 +98,6 @@ def main(options) -> list[Figure]:
     if options.quick:
         return figures
     ms = in_turns({way: lambda way=way: measure(way, 2, SMALL, 20)["ms"]
-                   for way in estimate.WAYS}, 3)
+                   for way in estimate.WAYS}, 2)
     return figures + [compare(f"a step, {way}, 2 ranks", "ddp", ms[way], ms["ddp"], "{:.1f} ms")
                       for way in ("zero2", "zero3")]

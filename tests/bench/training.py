@@ -133,7 +133,7 @@ def per_second(work: float, seconds: list[float]) -> list[float]:
 
 
 def main(options) -> list[Figure]:
-    batch, seq_len, rounds, n = (1, 64, 1, 128) if options.quick else (4, 512, 5, 4096)
+    batch, seq_len, rounds, n = (1, 64, 1, 128) if options.quick else (4, 512, 4, 4096)
     flags = ["--model", "gpt2-124m", "--vocab_size", "50257", "--seq_len", str(seq_len),
              "--batch_size", str(batch), "--optimizer", "adamw"]
     if options.quick:
