@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, environment
 
+from tests.bench import __main__ as bench_main
 from tests.bench import gpu, startup
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
 from tests.bench.common import Figure, compare, in_turns, table, take_turns
@@ -37,10 +38,26 @@ def test_figures_become_a_table_and_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(startup, "main", lambda options: [FASTER, LARGER])
     assert main(["startup", "--json", str(tmp_path / "found.json")]) == 0
     told = capsys.readouterr().out
-    assert ">= 1.5: met" in told and "<= 1.5: missed" in told
-    found = json.loads((tmp_path / "found.json").read_text())
+    assert "≥ 1.5: met" in told and "≤ 1.5: missed" in told
+    found = json.loads((tmp_path / "found.json").read_text())["startup"]
     assert found["torch"] and found["device"] and found["commit"]
     assert [Figure(**figure) for figure in found["figures"]] == [FASTER, LARGER]
+
+
+def test_a_record_replaces_only_that_of_its_benchmark(tmp_path, monkeypatch):
+    """In the file of results and in the table of the page, which stay in the order of NAMES."""
+    page, results = tmp_path / "page.md", tmp_path / "cpu.json"
+    page.write_text(f"before\n\n{table([])}\n| old |\n\nafter\n")
+    monkeypatch.setattr(bench_main, "PAGE", page)
+    monkeypatch.setattr(bench_main, "RESULTS", results)
+    for name, found in (("startup", FASTER), ("small", LARGER), ("startup", LARGER)):
+        monkeypatch.setattr(importlib.import_module(f"tests.bench.{name}"), "main",
+                            lambda options, found=found: [found])
+        assert main([name, "--record"]) == 0
+    assert list(json.loads(results.read_text())) == ["small", "startup"]
+    assert page.read_text() == f"before\n\n{table([LARGER.row(), LARGER.row()])}\n\nafter\n"
+    with pytest.raises(SystemExit):
+        main(["small", "--record", "--quick"])
 
 
 def test_an_unknown_benchmark_is_refused(capsys):
@@ -86,13 +103,12 @@ def test_steps_take_turns_in_processes_of_their_own(tmp_path):
 def test_several_at_once_make_one_table_and_one_file(tmp_path):
     told = bench("slowdowns", "checkpoints", "--quick", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    what = [figure["what"] for figure in found["figures"]]
-    assert "slow-downs" in what[0] and "during a write" in what[-1]
-    assert all(w in told for w in what)
+    assert list(found) == ["checkpoints", "slowdowns"]
+    assert all(f["what"] in told for record in found.values() for f in record["figures"])
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("name", [*NAMES, "faults", *(f"gpu --part {n}" for n in gpu.PROGRAMME)])
+@pytest.mark.parametrize("name", [*NAMES, *(f"gpu --part {n}" for n in gpu.PROGRAMME)])
 def test_every_benchmark_runs(name, tmp_path):
     bench(*name.split(), "--quick", "--json", tmp_path / "found.json")
 
@@ -161,7 +177,8 @@ def test_of_a_gpu_one_file_and_three_lines(tmp_path, monkeypatch, capsys):
     names = ["train.py", "checks", "gpt2-124m, muon"]
     monkeypatch.setitem(gpu.PROGRAMME, 1, {name: gpu.PROGRAMME[1][name] for name in names})
     assert main(["gpu", "--quick", "--json", str(tmp_path / "found.json")]) == 0
-    told, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    told = capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())["gpu"]
     assert list(found["parts"]) == names and not found["failures"]
     assert "step 60" in found["printed"]["train.py"][0]
     assert "gpt2-124m, muon, compiled: MFU" in told and "checks: pytest -m gpu" in told

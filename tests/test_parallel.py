@@ -17,6 +17,7 @@ import train
 from model import Transformer
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
 from steady.guard import faults, memory
+from steady.guard.process import exit_code
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
 from steady.tokens.files import write_tokens
@@ -315,6 +316,18 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
     assert told[0] == told[1]
     scales = json.loads(told[0])
     assert scales[2] == scales[1] / 2 == scales[0] / 2
+
+
+def test_a_process_can_train_twice(corpus, tmp_path):
+    """The second group does not look for the connections of the first."""
+    flags = [*TINY, *FLAGS, "--data", corpus, "--parallel", "zero2"]
+
+    def first_run(rank):
+        assert exit_code(train.main, [*map(str, flags), "--out_dir", "first"]) == 0
+
+    for process in processes(tmp_path, 2, [*flags, "--out_dir", "second"], first_run):
+        assert process.code() == 0, process.text()
+    assert_equal_runs(tmp_path / "first", tmp_path / "second")
 
 
 def test_metrics_that_only_some_ranks_log_are_named(corpus, tmp_path):

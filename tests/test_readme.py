@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,8 @@ from steady.watch.causes import Cause
 from steady.watch.profile import Line
 from steady.watch.slowdowns import SlowDown
 from steady.watch.words import describe_event
+from tests.bench.__main__ import layout
+from tests.bench.common import Figure
 from tools import generate, prepare
 
 README = (ROOT / "README.md").read_text()
@@ -314,29 +315,29 @@ def cells(text: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-def short(ratio: float) -> str:
-    return f"{ratio:.4g}" if 0.95 < ratio < 1.05 else f"{ratio:.3g}"
+def records() -> dict:
+    return json.loads((ROOT / "tests/bench/results/cpu.json").read_text())
 
 
-def measured() -> list[list[str]]:
-    """What and against what, ratio, spread, ours, theirs of each figure on record."""
-    rows = []
-    for f in json.loads((ROOT / "tests/bench/results/cpu.json").read_text())["figures"]:
-        low, high = min(f["ratios"]), max(f["ratios"])
-        spread = f"{short(low)} to {short(high)}" if len(f["ratios"]) > 1 else ""
-        ratio = short(statistics.median(f["ratios"]))
-        rows.append([f["what"], f["reference"], ratio, spread, f["ours"], f["theirs"]])
-    return rows
+def measured(record: dict) -> list[list[str]]:
+    """The rows of a benchmark's figures."""
+    return [Figure(**figure).row() for figure in record["figures"]]
 
 
 def test_figures_are_those_on_record():
     listed = cells(PAGES[ROOT / "docs/benchmarks.md"], "All figures")
-    assert [row[:6] for row in listed] == measured()
-    on_record = [row[2:4] for row in measured()]
+    assert listed == [row for record in records().values() for row in measured(record)]
     for text, title in ((README, "Figures"), (CHINESE, "性能数据")):
         shown = cells(text, title)
         assert len(shown) == 4
         for *_, ratio, spread, command in shown:
-            assert [ratio, spread.replace("～", " to ")] in on_record
             name = re.search(r"tests\.bench (\w+)", command)[1]
-            assert (ROOT / "tests/bench" / f"{name}.py").exists()
+            on_record = [row[2:4] for row in measured(records()[name])]
+            assert [ratio, spread.replace("～", " to ")] in on_record
+
+
+def test_readme_says_whether_its_figures_are_of_these_modules():
+    named = re.findall(r"`python -m tests\.bench (\w+)", README)
+    old = [name for name in named if records()[name].get("layout") != layout()]
+    assert bool(old) == ("before the current file layout" in README) == (
+        "现在的文件布局之前" in CHINESE), old

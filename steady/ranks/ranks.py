@@ -243,11 +243,16 @@ def join_ranks(store, rank: int, world_size: int, device: torch.device, patience
         raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
     if not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
+        join_ranks.calls += 1  # a later run in this process must not read old addresses
+        store = dist.PrefixStore(f"run {join_ranks.calls}", store)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
             device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
         )
     return dist.new_group(backend="gloo", timeout=FOR_EVER)
+
+
+join_ranks.calls = 0  # in this process
 
 
 def check_shard_size(shard_size: int, world_size: int):

@@ -21,7 +21,8 @@ from tests.bench.common import Figure, compare, make_run, seconds, train_steps
 def main(options) -> list[Figure]:
     rounds = 1 if options.quick else 5
     name = "default" if options.quick else options.model
-    run = make_run(["--model", name, "--vocab_size", "50257", "--optimizer", "adamw",
+    vocab_size = "512" if options.quick else "50257"
+    run = make_run(["--model", name, "--vocab_size", vocab_size, "--optimizer", "adamw",
                     "--seq_len", "64", "--batch_size", "1"])
     found = {name: [] for name in ("plain", "stall", "write", "beside", "alone")}
     with tempfile.TemporaryDirectory() as place:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import multiprocessing
@@ -10,7 +11,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class Figure:
     def row(self) -> list[str]:
         low, high = min(self.ratios), max(self.ratios)
         spread = f"{short(low)} to {short(high)}" if len(self.ratios) > 1 else ""
-        verdict = {None: "", True: f"{self.aim}: met", False: f"{self.aim}: missed"}[self.met]
+        aim = self.aim.replace(">=", "≥").replace("<=", "≤")
+        verdict = {None: "", True: f"{aim}: met", False: f"{aim}: missed"}[self.met]
         return [self.what, self.reference, short(self.ratio), spread, self.ours, self.theirs,
                 verdict]
 
@@ -74,8 +76,8 @@ COLUMNS = ["what", "against", "ratio", "spread", "ours", "theirs", "aim"]
 
 def table(rows: list[list[str]]) -> str:
     """As Markdown, under COLUMNS."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in [COLUMNS, *rows]]
+    return "\n".join([lines[0], "|---" * len(COLUMNS) + "|", *lines[1:]])
 
 
 # --- measuring in turns ----------------------------------------------------------------------
@@ -99,8 +101,15 @@ def in_turns(measures: dict, rounds: int) -> dict:
     return found
 
 
+def fresh():
+    """The context of new processes: forked from one that has done nothing but import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.bench.training", "torch._dynamo"])
+    return context
+
+
 def new_process(**more) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), **more)
+    return ProcessPoolExecutor(1, mp_context=fresh(), **more)
 
 
 def take_turns(makers: dict, rounds: int, steps: int = 1, warm_up: int = 1) -> dict:
@@ -135,6 +144,14 @@ def apart(call, *args) -> tuple:
 
 def with_peak_mb(call, *args) -> tuple:
     return call(*args), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def measure(name: str, options) -> dict:
+    """What a benchmark finds, for its record."""
+    began = time.perf_counter()
+    figures = importlib.import_module(f"tests.bench.{name}").main(options)
+    took = round(time.perf_counter() - began)
+    return {"seconds": took, **options.notes, "figures": [asdict(f) for f in figures]}
 
 
 def wait(device: torch.device):

@@ -8,7 +8,8 @@ A plant begins at a random step of a run, before a random statement of train.py,
 or of a forked dataset, and adds 10 to 100 % to a step. A run has one thread,
 two, or all; every other one a neighbour whose load comes and goes. What the machine does must have
 cost 5 % to count as something to find. results/diagnosis.jsonl.gz has such rows, for the tests; of
-an earlier program, which also planted in transformers' Qwen2, sorted, and set a CPU quota.
+an earlier program, which also planted in transformers' Qwen2, sorted, waited for a lock, and set a
+CPU quota.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ PLACES = ("train:train", "train:train", "train:update", "model:Attention.forward
           "steady.models.layers:LinearCrossEntropy.forward",
           "steady.models.layers:LinearCrossEntropy.backward",
           "data:Mixture.batch", "data:Samples.rows", "my_dataset:Mine.augment")
-UNITS = ("sleep", "python", "product", "block", "lock", "grows", "gc")
+UNITS = ("sleep", "python", "product", "block", "grows", "gc")
 MACHINE = {"2 busy processes": ["spin"] * 2, "4 busy processes": ["spin"] * 4,
            "memory bandwidth": ["copy"], "stops": ["stop"]}
 MY_DATASET = '''from data import Batch, Mixture

@@ -1,11 +1,19 @@
-"""Padding and real tokens per second of documents: all padded to seq_len, dynamic, grouped, packed.
+"""Documents: text to tokens with data.py; padding and real tokens per second in training.
 
     python -m tests.bench documents
 
-Documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at seq_len).
-Runs of a few steps alternate; the ratio is of real tokens, without padding, per second.
+Text to tokens: the reference has all texts in memory and lets `encode_batch_fast` of `tokenizers`
+use all cores; data.py reads JSON lines, tokenizes in processes, and writes ids, offsets, checksums.
+
+Training: documents have log-normal lengths (a long tail: median 100 tokens, mean about 140, cut at
+seq_len). Runs of a few steps alternate; the ratio is of real tokens, without padding, per second.
 """
 
+import contextlib
+import io
+import json
+import os
+import sysconfig
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -14,7 +22,9 @@ import numpy as np
 
 import data
 from steady.tokens.files import TokenWriter
-from tests.bench.common import Figure, compare, in_turns, train_log
+from steady.tokens.tokenizers import load_tokenizer
+from tests.bench.common import Figure, compare, in_turns, seconds, train_log
+from tools.prepare import Options, prepare
 
 SEQ_LEN, BATCH, MICRO = 512, 64, 16
 KINDS = {  # flags, and the multiple that the length of rows is rounded up to
@@ -23,6 +33,36 @@ KINDS = {  # flags, and the multiple that the length of rows is rounded up to
     "grouped": ([], 8),
     "packed": (["--data_mode", "packed", "--batch_size", "20", "--micro_batch_size", "10"], 8),
 }
+
+
+def text_to_tokens(folder: Path, size: int, rounds: int) -> Figure:
+    """Of about `size` bytes of the standard library's source files."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    texts, source = [], folder / "a.jsonl"
+    for file in files:
+        if size > 0 and "site-packages" not in file.parts:
+            texts.append(file.read_text(errors="ignore"))
+            size -= len(texts[-1])
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with quiet:
+        prepare([str(source)], Options(str(folder / "made"), train_tokenizer=4096))
+    tokenizer = str(folder / "made/tokenizer")
+    fast = load_tokenizer(tokenizer).backend_tokenizer
+
+    def ours():
+        with quiet:
+            prepare([str(source)], Options(str(folder / "out"), tokenizer))
+
+    def alone():
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        for i in range(0, len(texts), 100):
+            fast.encode_batch_fast(texts[i : i + 100], add_special_tokens=False)
+
+    mb = sum(len(text.encode()) for text in texts) / 1e6
+    rates = in_turns({way: lambda way=way: mb / seconds(way) for way in (ours, alone)}, rounds)
+    return compare(f"text to tokens, {mb:.0f} MB", "tokenizers alone, all cores", rates[ours],
+                   rates[alone], "{:.1f} MB/s", ">= 0.9")
 
 
 def write_corpus(folder: Path, n: int):
@@ -38,10 +78,11 @@ def write_corpus(folder: Path, n: int):
 def real_tokens_per_second(folder: Path, kind: str, quick: bool) -> float:
     """Of a run of the program itself, without its first steps."""
     flags, data.Mixture.ROUND = KINDS[kind]
-    steps = 4 if quick else 10 if kind == "fixed" else 34
+    steps = 4 if quick else 10 if kind in ("fixed", "dynamic") else 34
+    small = ["--n_layer", 1, "--d_model", 16, "--d_ff", 16] if quick else []
     rows = train_log(["--data", folder, "--data_mode", "documents", "--seq_len", SEQ_LEN,
                       "--batch_size", BATCH, "--micro_batch_size", MICRO, "--max_steps", steps,
-                      "--log_interval", 1, "--no_tensorboard", *flags])
+                      "--log_interval", 1, "--no_tensorboard", *small, *flags])
     rows = [row for row in rows if "train/loss" in row][2:]
     ms = sum(row["perf/step_ms"] for row in rows)
     return (rows[-1]["train/tokens"] - rows[0]["train/tokens"]) / ms * 1e3
@@ -61,12 +102,14 @@ def padding(folder: Path, kind: str) -> float:
 
 def main(options) -> list[Figure]:
     with tempfile.TemporaryDirectory() as place:
+        size, rounds = (10**5, 1) if options.quick else (12 * 10**6, 3)
+        text = text_to_tokens(Path(place), size, rounds)
         folder = Path(place) / "documents"
         write_corpus(folder, 20_000)
         rates = in_turns({kind: partial(real_tokens_per_second, folder, kind, options.quick)
-                          for kind in KINDS}, 1 if options.quick else 3)
+                          for kind in KINDS}, rounds)
         padded = {kind: padding(folder, kind) for kind in KINDS}
-    reference, figures = rates.pop("fixed"), []
+    reference, figures = rates.pop("fixed"), [text]
     for kind, rate in rates.items():
         figure = compare(f"documents, {kind}: real tokens", "all padded to seq_len", rate,
                          reference, "{:.0f}/s")

@@ -315,9 +315,6 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
         found = synchronizations(run)
         yield Figure("synchronizations of ordinary steps", "none allowed",
                      [float(found == "none")], "" if tiny else ">= 1", found)
-        run.cfg.cache_clear_interval = 2 if tiny else 100
-        cleared = step_seconds(run, run.cfg.cache_clear_interval)
-        yield compare("a step with empty_cache every 100", "without", [cleared], [took], "{:.4f} s")
     yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")
 
 
@@ -707,7 +704,7 @@ def main(options) -> list[Figure]:
         options.json = f"gpu-{short}-{options.part}.json"
 
     def keep(figures, notes):  # for a machine that is taken away
-        found = dict(notes, figures=[dataclasses.asdict(f) for f in figures])
+        found = {"gpu": dict(notes, figures=[dataclasses.asdict(f) for f in figures])}
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
     figures, notes = measure(device, tiny, list(PROGRAMME[options.part]), LIMIT, keep)

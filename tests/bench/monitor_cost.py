@@ -2,19 +2,17 @@
 
     python -m tests.bench monitor_cost
 
-"a step" compares blocks of steps with the monitor and without, in turns: it sees everything, and
-the noise of the machine. "cost" is the time spent within the monitor's calls in those same steps:
-it sees little noise, but not what the monitor's files cost other threads. Random tokens; real
-metrics.jsonl and TensorBoard files in a temporary directory.
+The time spent within the monitor's calls, in blocks of steps, against steps without it, in turns:
+not what the monitor's files cost other threads. Random tokens; real metrics.jsonl and TensorBoard
+files in a temporary directory.
 
 Then a million steps with nothing to train (light, a log every 50 steps): what a step of this
-monitor takes against one of a new monitor, in turns, and memory, files and threads.
+monitor takes against one of a new monitor, in turns, and memory.
 """
 
 import contextlib
 import gc
 import io
-import os
 import statistics
 import tempfile
 import time
@@ -26,7 +24,7 @@ import torch
 
 import train
 from data import Size
-from steady.watch.proc import names, rss_bytes
+from steady.watch.proc import rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, train_steps
 
 CHUNK = 1000  # empty steps between two readings
@@ -116,26 +114,18 @@ def cost_a_step(inside: list, interval: int) -> float:
 
 
 def costs(off: train.Run, folder: Path, quick: bool) -> list[Figure]:
-    steps, blocks = (5, 2) if quick else (50, 12)
-    paired, inside = {}, {}
+    steps, blocks = (5, 2) if quick else (50, 6)
+    figures = []
     train_steps(off, 3)
-    for name, (mode, interval, _) in SETTINGS.items():
+    for name, (mode, interval, aim) in SETTINGS.items():
         run = with_monitor(off, folder / name, monitor=mode, log_interval=interval)
         time_calls(run.monitor)
-        paired[name] = in_turns({"off": partial(block_ms, off, steps),
-                                 "on": partial(block_ms, run, steps)}, blocks)
-        inside[name] = run.monitor.inside
+        found = in_turns({"off": partial(block_ms, off, steps),
+                          "on": partial(block_ms, run, steps)}, blocks)
         run.monitor.close()
-    step_ms = statistics.median(ms for found in paired.values() for ms in found["off"])
-    figures = []
-    for name, (_, interval, aim) in SETTINGS.items():
-        spent = cost_a_step(inside[name], interval)
-        figures += [
-            compare(f"monitor, {name}: a step", "one without it", paired[name]["on"],
-                    paired[name]["off"], "{:.1f} ms"),
-            Figure(f"monitor, {name}: cost", "a default step without it", [spent * 1e3 / step_ms],
-                   aim, f"{spent * 1e6:.0f} us", f"{step_ms:.1f} ms"),
-        ]
+        spent, ms = cost_a_step(run.monitor.inside, interval), statistics.median(found["off"])
+        figures.append(Figure(f"monitor, {name}: cost", "a default step without it",
+                              [spent * 1e3 / ms], aim, f"{spent * 1e6:.0f} us", f"{ms:.1f} ms"))
     return figures
 
 
@@ -146,12 +136,6 @@ def step_us(run: train.Run) -> float:
     return found
 
 
-def kept() -> tuple[float, int, int]:
-    """RSS in MB, open files (TensorBoard's thread opens one for a moment), threads."""
-    files = min(len(names("proc/self/fd")) for _ in range(5) if not time.sleep(0.01))
-    return rss_bytes() / 1e6, files, len(os.listdir("/proc/self/task"))
-
-
 def long_run(off: train.Run, folder: Path, steps: int) -> list[Figure]:
     run = with_monitor(off, folder / "old", log_interval=50)
     gc.collect()
@@ -160,20 +144,18 @@ def long_run(off: train.Run, folder: Path, steps: int) -> list[Figure]:
     for i in range(steps // CHUNK):
         step_us(run)
         if i == steps // CHUNK // 5:
-            early = kept()
-    late = kept()
+            early = rss_bytes() / 1e6
+    late = rss_bytes() / 1e6
     new = with_monitor(off, folder / "new", log_interval=50)
     found = in_turns({"old": partial(step_us, run), "new": partial(step_us, new)},
                      steps // 10 // CHUNK)
     for each in (run, new):
         each.monitor.close()
-    what, then = f"the monitor after {steps:,} steps: ", "after a fifth of them"
+    what = f"the monitor after {steps:,} steps: "
     return [
         compare(what + "time", "a new monitor", found["old"], found["new"], "{:.1f} us/step",
                 "<= 1.05"),
-        *(compare(what + name, then, [late[i]], [early[i]], unit, aim) for i, name, unit, aim in (
-            (0, "memory", "{:.1f} MB", "<= 1.005"), (1, "open files", "{:.0f}", "<= 1"),
-            (2, "threads", "{:.0f}", "<= 1"))),
+        compare(what + "memory", "after a fifth of them", [late], [early], "{:.1f} MB", "<= 1.005"),
     ]
 
 

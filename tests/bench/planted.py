@@ -25,7 +25,6 @@ import torch
 spec = json.loads(sys.argv[1])
 clock = np.memmap("clock", np.float64, "r+", shape=(spec["steps"] + 2,))
 AT, MATRIX = spec["at"], torch.randn(192, 192)
-LOCK, ASKED = threading.Lock(), threading.Event()
 READ, WRITE = os.pipe()
 rank = int(os.environ.get("RANK", 0))
 mine = not spec.get("slow_rank") or rank == 1
@@ -42,7 +41,7 @@ def begin_step(seed, step, rank_):
         if clock[AT] and now - clock[AT] > 25 and spec["ranks"] == 1:  # many times as slow
             os.kill(os.getpid(), signal.SIGTERM)
     if step == AT - 1:
-        state["per_step"] = max(1.0, state["calls"] / max(1, AT - 1 - spec.get("first", 0)))
+        state["per_step"] = max(1.0, state["calls"] / max(1, AT - 1))
     plain_seed(seed, step, rank_)
 
 
@@ -96,26 +95,6 @@ def block(seconds):
     os.read(READ, 1)
 
 
-def hold():
-    while True:
-        ASKED.wait()
-        with LOCK:
-            ASKED.clear()
-            HELD.release()
-            time.sleep(WAIT[0])
-
-
-HELD, WAIT = threading.Semaphore(0), [0.0]
-
-
-def lock(seconds):
-    WAIT[0] = seconds
-    ASKED.set()
-    HELD.acquire()
-    LOCK.acquire()
-    LOCK.release()
-
-
 def grow():
     kept = state.setdefault("kept", [])
     if "cost" not in state:
@@ -129,7 +108,7 @@ def grow():
 
 
 UNITS = {"slow rank": time.sleep, "sleep": time.sleep, "python": python, "product": product,
-         "block": block, "lock": lock}
+         "block": block}
 
 
 def compute(do):
@@ -218,8 +197,6 @@ if spec["kind"] == "backward":
             python(more())
 
     train.Transformer.forward = hooked
-if spec["kind"] == "lock":
-    threading.Thread(target=hold, daemon=True).start()
 if spec["kind"] == "thread":
     threading.Thread(target=compute, args=(lambda: sum(range(200)),), daemon=True).start()
 if spec["kind"] == "numpy thread":

@@ -27,7 +27,8 @@ def main(options) -> list[Figure]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data = folder / "data/shakespeare_char"
-        vocab_size = write_characters(some_text(options), data)
+        text = some_text(options)
+        vocab_size = write_characters(text[:20_000] if options.quick else text, data)
         rows = (data / "val.bin").stat().st_size // 2 // 64
         quick = ["--max_steps", "5"] if options.quick else []
         commands = {"ours": [sys.executable, TRAIN, *OURS, "--data", data, "--vocab_size",

@@ -142,7 +142,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, "gpu", "--quick", "--json", str(file)],
                           cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text())["gpu"]
     assert done.stdout.splitlines()[-3:] == found["in_short"]
     assert "NVIDIA H100 80GB HBM3, 9.0; torch" in found["in_short"][0]
     assert list(found["parts"]) == names and found["failures"]
