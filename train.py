@@ -412,10 +412,12 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
         shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
     memory.refuse_too_large(cfg, shards.size)
-    with torch.device("meta"):
+    whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
+    with torch.device(device if whole else "meta"), parallel.Uninitialized():
         model = huggingface.adapt(Transformer(cfg), cfg, dtype)
     shards.shard(model, dtype)
-    model.to_empty(device=device)
+    if not whole:
+        model.to_empty(device=device)
     torch.manual_seed(cfg.seed)
     with parallel.WholeDraws(shards):
         model.init_weights()

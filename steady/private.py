@@ -6,11 +6,13 @@ Where torch lacks it, the function does what its docstring says, and training go
 
 import contextlib
 import importlib
+import inspect
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 # --- ranks -----------------------------------------------------------------------------------
 
@@ -77,6 +79,34 @@ def keep_graphs_whole():
     """Under DDP, compile what is given as one graph. Without it, DDP's compiler splits it."""
     with contextlib.suppress(AttributeError):
         torch._dynamo.config.optimize_ddp = False
+
+
+def leave_compiler_out():
+    """Let optimizers and DDP not import torch._dynamo, which takes as long as torch itself.
+
+    For runs that compile nothing. Without it, they do.
+    """
+    with contextlib.suppress(AttributeError):
+        base, ddp = optim.Optimizer, nn.parallel.DistributedDataParallel
+        for function in (base.add_param_group, base.load_state_dict, base.state_dict,
+                         base.zero_grad, ddp._inside_ddp_forward):
+            function = inspect.unwrap(function)
+            function.__dynamo_disable = function  # else made by torch._dynamo at the first call
+        optim.AdamW.step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
+
+
+def without_compiler(make):
+    """make(), of DDP, which asks torch._dynamo for a mode: its default, where that is unimported."""
+    if "torch._dynamo" not in sys.modules:
+        utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        torch._dynamo = SimpleNamespace(utils=utils)
+        try:
+            return make()
+        except AttributeError:  # of a torch that asks for more
+            pass
+        finally:
+            vars(torch).pop("_dynamo", None)
+    return make()
 
 
 def mark_dynamic(tensor: Tensor, dim: int):

@@ -1,11 +1,12 @@
 """What steady uses of torch's private parts, taken away one by one, as a new torch may."""
 
 import ast
+import subprocess
 import sys
 
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, column, processes, tiny_config
+from conftest import ROOT, TINY, column, environment, free_port, processes, tiny_config
 from torch import nn
 
 from steady import private
@@ -36,7 +37,7 @@ def test_ranks_train_without_what_is_private(corpus, tmp_path):
     def hook(rank):
         ddp, reducer = nn.parallel.DistributedDataParallel, dist.Reducer
         del ddp._set_ddp_runtime_logging_sample_rate, torch._fused_sdp_choice
-        del reducer._push_all_rebuilt_params
+        del reducer._push_all_rebuilt_params, torch.optim.Optimizer.zero_grad.__wrapped__
         torch.autograd.__dict__.pop("_profiler_enabled", None)
 
     flags = [*TINY, "--data", corpus, "--max_steps", 3]
@@ -45,6 +46,21 @@ def test_ranks_train_without_what_is_private(corpus, tmp_path):
         assert [process.code() for process in group] == [0, 0], group[0].text()
         assert "auto attention" in group[0].text()
         assert max(column(tmp_path / way, "train/loss")) == 3
+
+
+def test_a_run_that_does_not_compile_does_not_import_the_compiler(corpus, tmp_path):
+    """One process, then two that continue: a third of the time to start."""
+    code = ("import sys; from steady.guard import process; process.begin(); import train\n"
+            "code = process.exit_code(train.main, sys.argv[1:])\n"
+            "process.leave(code or 10 * ('torch._dynamo' in sys.modules))")
+    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--auto_resume", "--max_steps"]
+    place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    for ranks in (1, 2):
+        command = [sys.executable, "-c", code, *map(str, flags), str(2 * ranks)]
+        started = [subprocess.Popen(command, cwd=tmp_path, env=environment() | place | dict(
+            RANK=str(rank), WORLD_SIZE=str(ranks))) for rank in range(ranks)]
+        assert [process.wait(60) for process in started] == [0] * ranks
+    assert max(column(tmp_path / "r", "train/loss")) == 4
 
 
 def test_one_process_goes_on_without_them(monkeypatch):

@@ -112,6 +112,8 @@ def configure(cfg, device: torch.device):
         # Numbers below 1.2e-38 become 0; x86 cores take ten times as long for them, as in AdamW's
         # moments of tokens that no longer occur. Threads that are made later inherit this.
         torch.set_flush_denormal(True)
+    if device.type == "cpu" and not cfg.compile:
+        private.leave_compiler_out()
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":
         # cuDNN makes a plan for each new shape, 23 to 37 ms in a published trace, and documents

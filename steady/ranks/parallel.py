@@ -8,6 +8,7 @@ forward and each backward pass, with zero2 once a step.
 
 import contextlib
 import inspect
+from functools import partial
 from collections.abc import Iterator
 
 import torch
@@ -233,6 +234,15 @@ def release(model: nn.Module):
 FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
 
 
+class Uninitialized(TorchFunctionMode):
+    """While active, torch.nn.init does nothing: to build a model whose weights are set later."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if kwargs else args[0]
+        return function(*args, **(kwargs or {}))
+
+
 class WholeDraws(TorchFunctionMode):
     """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
@@ -267,7 +277,8 @@ def distribute(model: nn.Module, device: torch.device, world_size: int,
     parameters = inspect.signature(ddp).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
-    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    wrapped = private.without_compiler(partial(
+        ddp, model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False}))
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
         private.fix_buckets(wrapped)
