@@ -21,7 +21,8 @@ early_save_requests = [0]  # SIGUSR1 during start-up, which would end the proces
 
 
 def begin():
-    """Call before the slow imports."""
+    """Call before the slow imports, during which garbage is not collected: that saves a tenth."""
+    gc.disable()
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, end_at_once)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -37,7 +38,9 @@ def start(main: str):
     begin()
     import pkgutil
 
-    sys.exit(pkgutil.resolve_name(main)(sys.argv[1:]))
+    function = pkgutil.resolve_name(main)
+    gc.enable()
+    sys.exit(function(sys.argv[1:]))
 
 
 def end_at_once(*_):
@@ -105,6 +108,8 @@ class Screen:
 def run(main):
     """End this process, which trains, with the exit code of `main`, given the command line."""
     sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    gc.freeze()  # what was imported stays
+    gc.enable()
     leave(exit_code(main, sys.argv[1:]))
 
 
