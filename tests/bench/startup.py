@@ -6,6 +6,7 @@ A run that continues is started from a checkpoint, whose place in the order of t
 computed and not replayed: it takes as long after a million steps.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.bench.common import Figure, compare, in_turns
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 FLAGS = [str(TRAIN), "--max_steps", "2000000", "--eval_interval", "0", "--log_interval", "1"]
 ALONE = [sys.executable, *FLAGS]
+ENV = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # few users set it
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *FLAGS]
 
 
@@ -33,7 +35,7 @@ def seconds_until(command: list[str], words: str, folder: str, end=signal.SIGKIL
     """
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL, text=True) as process:
+                          stderr=subprocess.DEVNULL, text=True, env=ENV) as process:
         for line in process.stdout:
             if words and words in line:
                 break
