@@ -96,13 +96,13 @@ def leave_compiler_out():
 
 
 def without_compiler(make):
-    """make(), of DDP, which asks torch._dynamo for a mode: its default, where that is unimported."""
+    """make(), of DDP, which asks torch._dynamo for its mode, and with this does not import it."""
     if "torch._dynamo" not in sys.modules:
         utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
         torch._dynamo = SimpleNamespace(utils=utils)
         try:
             return make()
-        except AttributeError:  # of a torch that asks for more
+        except AttributeError:  # a torch that asks for more
             pass
         finally:
             vars(torch).pop("_dynamo", None)

@@ -8,8 +8,8 @@ forward and each backward pass, with zero2 once a step.
 
 import contextlib
 import inspect
-from functools import partial
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
