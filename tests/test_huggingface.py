@@ -368,6 +368,7 @@ def test_generate_from_the_command_line(trained, capsys):
     assert many.count("of 3\n12 + 3 = ") == 3 and len(set(many.split("--- ")[1:])) == 3
     for arguments in (["generate", "none"], ["generate", "r", "--chat"], ["generate", "r", "--n=0"],
                       ["generate", "r", "--top_p", "0"], ["generate", "r", "--top_k=-1"],
+                      ["generate", "r", "--temperature", "1e39"],
                       ["generate", "r", "--device", "mps"], ["export", "r", "r/metrics.jsonl"],
                       ["write", "r"], ["generate", "r", "--promt", "x"]):
         assert generation.main(arguments) == 2

@@ -217,6 +217,23 @@ def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
         assert repr(here) == repr(there)
 
 
+def test_it_works_without_torch(tmp_path, made, tokenizer):
+    """As it does from the command line: torch takes most of the start and of the memory."""
+    chats = AutoTokenizer.from_pretrained(tokenizer)
+    chats.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    chats.save_pretrained(tmp_path / "chats")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": [
+        {"role": "user", "content": "sat?"}, {"role": "assistant", "content": "on a mat"}]}])
+    made(source, "--tokenizer", tmp_path / "chats")
+    script = ("import sys; from tools.prepare import main; code = main(sys.argv[1:]); "
+              "sys.exit(code or sys.modules['torch'] is not None)")
+    done = subprocess.run(
+        [sys.executable, "-c", script, source, "--out", tmp_path / "p", "--val_fraction", "0",
+         "--tokenizer", tmp_path / "chats"], env=environment(), cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and not done.stderr, done
+    assert files_of(tmp_path / "p") == files_of(tmp_path / "o")
+
+
 def test_an_id_never_wraps(tmp_path):
     writer = TokenWriter(tmp_path / "train.bin", 50257)
     with pytest.raises(ConfigError, match="to 70000; expected ids below 50257"):

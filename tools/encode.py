@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ class Encoder:
     """
 
     def __init__(self, folder: Path | None, options):
-        self.options, self.tokenizer, self.prefix = options, None, []
+        self.options, self.tokenizer, self.prefix = options, None, array("I")
         self.adds_space = False  # before every text, as SentencePiece's do
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         if folder:
@@ -45,7 +46,7 @@ class Encoder:
             start = self.tokenizer.bos_token_id
             self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith("▁")
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
-                self.prefix = [start]  # a tokenizer that begins every text with it, as Llama's
+                self.prefix.append(start)  # a tokenizer that begins every text with it, as Llama's
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
         """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
@@ -77,7 +78,9 @@ class Encoder:
                                       "lines out") from None
                 counts["left out", reason(e)] += 1
                 continue
-            counts.update(("ignored keys", name) for name in record if name not in used)
+            for name in record:
+                if name not in used:
+                    counts["ignored keys", name] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
             for parts in filter(None, documents):
                 found.append(Document(split, parts, is_chat))
@@ -91,7 +94,7 @@ class Encoder:
         """
         if not isinstance(record, dict):
             raise ValueError("expected an object with keys")
-        keys, used = find_keys(record, self.options.text_field)
+        keys, used = find_keys(tuple(record), self.options.text_field)
         texts = [record[key] for key in keys]
         if None in texts:
             raise ValueError(f"`{keys[texts.index(None)]}` is null")
@@ -112,42 +115,48 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        pieces, last, n_bytes = [], [], 0  # (ids, counted); where in it each document ends
+        ids, sizes, counts, last, n_bytes = array("I"), [], [], [], 0
+        end = array("I", [self.end])
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
-                mine = [*zip(self.tokenize(texts, document.is_chat, begins), counted, strict=True)]
-                if begins and self.prefix and list(mine[0][0][:1]) != self.prefix:
-                    mine.insert(0, (self.prefix, mine[0][1]))
-                if ends and list(mine[-1][0][-1:]) != [self.end]:
-                    mine.append(([self.end], mine[-1][1]))
-                pieces += mine
+                found = self.tokenize(texts, document.is_chat, begins)
+                if begins and self.prefix and found[0][:1] != self.prefix:
+                    found[0] = self.prefix + found[0]
+                if ends and found[-1][-1:] != end:
+                    found[-1] += end
+                for part in found:
+                    ids += part
+                sizes += map(len, found)
+                counts += counted
                 n_bytes += sum(len(text.encode()) for text in texts)
                 if ends:
-                    last.append(len(pieces) - 1)
-        sizes, counts = [len(ids) for ids, _ in pieces], [counted for _, counted in pieces]
-        ids = np.concatenate([ids for ids, _ in pieces], dtype=np.uint32, casting="unsafe")
+                    last.append(len(ids))
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        return ids, np.cumsum(sizes)[last], mask, n_bytes
+        return np.array(ids), np.array(last, np.int64), mask, n_bytes
 
-    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list:
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[array]:
         """The ids of each text: of a prompt and its response apart, of a chat in one piece.
 
         Also in one piece where a text by itself would get a space. A token belongs to the text
         that it begins in. begins: False for a document that is continued, after a line end.
         """
         if self.tokenizer is None:
-            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+            return [to_array(np.frombuffer(text.encode(), np.uint8)) for text in texts]
         backend = self.tokenizer.backend_tokenizer
         if not (is_chat or self.adds_space):
             found = backend.encode_batch_fast([*texts], add_special_tokens=False)
-            return [np.array(encoding.ids, np.uint32) for encoding in found]  # lists are large
+            return [array("I", encoding.ids) for encoding in found]
         texts = ["" if begins else "\n", *texts]
         encoding = backend.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
         part = ends.searchsorted(starts, "right")
-        return [ids[part == k] for k in range(1, len(texts))]
+        return [to_array(ids[part == k]) for k in range(1, len(texts))]
+
+
+def to_array(ids: np.ndarray) -> array:
+    return array("I", ids.astype(np.uint32).tobytes())
 
 
 def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:

@@ -35,7 +35,8 @@ class SamplingOptions:
     max_new_tokens: int = option(200, "tokens to write, at most", at_least=1)
     temperature: float | None = option(
         None, "0 takes the likeliest token, 1 samples from the model's distribution (default of "
-        "this and the next two: the model's generation_config.json, or 0.8, 50 and 1)", at_least=0)
+        "this and the next two: the model's generation_config.json, or 0.8, 50 and 1)", at_least=0,
+        at_most=10**6)
     top_k: int | None = option(
         None, "sample from this many likeliest tokens; 0 is all", at_least=0)
     top_p: float | None = option(

@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ class Chunk(NamedTuple):
     ends: bool = True  # whether it ends with it
 
 
-def find_keys(names, text_field: str) -> tuple[tuple, tuple]:
+@lru_cache  # of all records, few differ in this
+def find_keys(names: tuple, text_field: str) -> tuple[tuple, tuple]:
     """Which of these keys or columns hold a document; all that are read. Raises ValueError."""
     for keys, more in ({(text_field,): ()} | RECORDS).items():
         if set(keys) <= set(names):
@@ -237,7 +239,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[list]:
 
     file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     names = file.schema_arrow.names
-    _, columns = find_keys(names, text_field)
+    _, columns = find_keys(tuple(names), text_field)
     others = {name: None for name in names if name not in columns}
     about = file.metadata
     n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))

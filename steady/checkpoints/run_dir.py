@@ -8,7 +8,6 @@ import dataclasses
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from steady.checkpoints.checkpoint import (
     require_shared,
     unused_name,
 )
+from steady.checkpoints.lock import acquire_lock
 from steady.checkpoints.sealed import atomic_write
 from steady.checkpoints.state import make_writer, reconcile_best
 from steady.guard.faults import setting_up
@@ -231,38 +231,6 @@ def claim_unused(cfg, out_dir: Path | None):
             move_to_old(out_dir)
         out_dir, lock = claim(out_dir)
     return out_dir, lock
-
-
-def acquire_lock(run_dir: Path, given: str = ""):
-    """Become the one process that writes to run_dir, until the returned file is closed.
-
-    A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
-    that ends. It would also end if this process opened and closed the file once more.
-
-    Raises ConfigError where another process holds it. given: the option that names run_dir.
-    """
-    import fcntl
-
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        file = os.fdopen(os.open(run_dir / "lock", flags, 0o666), "a+")
-    except OSError as e:
-        raise ConfigError(f"{run_dir / 'lock'}: cannot be opened: {e.strerror}") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samefile(file.fileno(), run_dir / "lock"):
-            raise BlockingIOError("its owner has just moved it away, with --overwrite")
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        file.seek(0)
-        owner = file.readline().strip() or "another process"
-        raise ConfigError(f"{given or f'--out_dir {run_dir}'}: {owner} is writing there; stop it, "
-                          "or choose another directory") from None
-    except OSError as e:  # some network file systems have no locks
-        print(f"warning: {run_dir} cannot be locked against a second run: {e}", flush=True)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
 
 
 # --- its contents ----------------------------------------------------------------------------

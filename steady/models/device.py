@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from steady import private
 from steady.options import ConfigError
-from steady.watch.proc import read
+from steady.watch.proc import read, usable_cores
 
 # --- device and number format ----------------------------------------------------------------
 
@@ -85,12 +85,6 @@ def device_name(device: torch.device) -> str:
     threads = torch.get_num_threads()
     name = model[1] if model else platform.machine()
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:

@@ -15,7 +15,8 @@ from torch import nn
 from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
-from steady.models.weights import reason, shorten, tensors_of, weight_files, with_mean_rows
+from steady.models.hub import fetch_files, reason
+from steady.models.weights import shorten, tensors_of, weight_files, with_mean_rows
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
@@ -39,23 +40,6 @@ KEPT = "hf"  # folder of a run directory: the configuration of its model, if it 
 
 
 # --- folders ---------------------------------------------------------------------------------
-
-
-def fetch_files(name: str, code: bool = False, weights: bool = True) -> Path:
-    """A folder, or its download from the hub, with Python if `code`. Raises ConfigError."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    kinds = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else []),
-             *(["*.safetensors"] if weights else [])]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=kinds))
-        if weights and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
-        return folder
-    except Exception as e:  # offline, no such model, no permission: each raises its own class
-        raise ConfigError(f"no folder or hub model called {name} ({reason(e)})") from None
 
 
 def folders(name: str, code: bool = False) -> list[Path]:

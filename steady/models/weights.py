@@ -7,14 +7,8 @@ import safetensors
 import torch
 from torch import Tensor
 
+from steady.models.hub import reason
 from steady.options import ConfigError
-
-
-def reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return ("it comes with code, which would run on this machine: read it, then pass "
-                "--trust_remote_code")
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def shorten(names) -> str:

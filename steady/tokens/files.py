@@ -79,6 +79,8 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, seq_len: int):
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; expected a file of token ids")
         self.path, self.seq_len = path, seq_len
         self.found = {path: os.stat(path)}
         size = self.found[path].st_size

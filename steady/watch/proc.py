@@ -26,6 +26,12 @@ def names(folder: str) -> list[str]:
         return []
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on (a container or a job may have fewer than the machine)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def stat_fields(pid: int | str) -> list[str]:
     """What proc(5) says of a process, from its state on; [] if it is gone."""
     return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
