@@ -168,6 +168,9 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
     return grad_norm
 
 
+EMBEDDING_SCALE = 3.0  # of its learning rate beside Muon; measured: EXPERIMENTS.md
+
+
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                     parameters: dict[str, nn.Parameter] | None = None, shards=None) -> list:
     """The optimizers of a run; together they hold every parameter exactly once.
@@ -184,6 +187,12 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                    weight_decay=0.0)]
     optimizers = []
     if cfg.optimizer == "muon":
+        tables = {name for name, p in model.named_parameters()
+                  if p is model.embedding.weight and p is not model.head.weight}
+        others = [dict(params=[p for name, p in trained.items()
+                               if name not in names and (name in tables) == is_table],
+                       weight_decay=0.0, lr_scale=scale)
+                  for is_table, scale in ((True, EMBEDDING_SCALE), (False, 1.0))]
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         ns_dtype = torch.bfloat16 if fast else torch.float32
         optimizers.append(muon.Muon(matrices, cfg.learning_rate, ns_dtype=ns_dtype,
