@@ -171,6 +171,9 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
     return grad_norm
 
 
+EMBEDDING_SCALE = 3.0  # of its learning rate beside Muon; measured: EXPERIMENTS.md
+
+
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                     parameters: dict[str, nn.Parameter] | None = None, shards=None) -> list:
     """The optimizers of a run; together they hold every parameter exactly once.
@@ -187,6 +190,13 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                    weight_decay=0.0)]
     optimizers = []
     if cfg.optimizer == "muon":
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        tables = {name for name, p in model.named_parameters()
+                  if id(p) in tables and p is not model.head.weight}
+        others = [dict(params=[p for name, p in trained.items()
+                               if name not in names and (name in tables) == is_table],
+                       weight_decay=0.0, lr_scale=scale)
+                  for is_table, scale in ((False, 1.0), (True, EMBEDDING_SCALE))]
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         optimizers.append(muon.Muon(matrices, cfg.learning_rate, shards=shards,
                                     dtype=torch.bfloat16 if fast else torch.float32))

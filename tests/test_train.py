@@ -617,8 +617,9 @@ def test_muon_is_its_formula():
     for step in range(3):
         for i, w in enumerate(weights):
             w.grad = torch.randn_like(w) * torch.linspace(0.1, 3, len(w))[:, None]
-            momenta[i] = 0.95 * momenta[i] + 0.05 * w.grad
-            u, _, vt = torch.linalg.svd(0.05 * w.grad + 0.95 * momenta[i], full_matrices=False)
+            momenta[i] = 0.9 * momenta[i] + 0.1 * w.grad
+            ahead = 0.1 * w.grad + 0.9 * momenta[i]
+            u, _, vt = torch.linalg.svd(ahead, full_matrices=False)
             mean = (u @ vt).square().mean(1, keepdim=True)
             squares[i] = 0.95 * squares[i] + 0.05 * mean if step else mean
             expected[i] = expected[i] * (1 - 0.1 * 0.1) - 0.1 * 0.2 * u @ vt / squares[i].sqrt()
@@ -669,6 +670,18 @@ def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():
         decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
         assert decayed == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
         assert all(g["fused"] for g in groups if "fused" in g)
+
+
+def test_beside_muon_the_embedding_has_a_higher_rate():
+    for flags, scale in ((dict(optimizer="muon"), 3.0), (dict(optimizer="adamw"), 1.0),
+                         (dict(optimizer="muon", tie_embeddings=True), 1.0)):
+        cfg = tiny_config(**flags)
+        model = train.Transformer(cfg)
+        groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
+                  for g in o.param_groups]
+        scales = {id(p): g.get("lr_scale", 1.0) for g in groups for p in g["params"]}
+        assert scales.pop(id(model.embedding.weight)) == scale
+        assert set(scales.values()) == {1.0}
 
 
 def test_a_group_may_have_a_rate_of_its_own():

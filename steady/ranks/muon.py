@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
     by_rows = True  # given `shards`, it works where a rank holds some rows: see parallel.Shards
 
-    def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.95,
+    def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.9,
                  beta2: float = 0.95, dtype: torch.dtype = torch.float32, polynomials=POLAR,
                  shards=None):
         self.dtype, self.polynomials = dtype, polynomials  # of the orthogonalization
