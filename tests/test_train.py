@@ -627,7 +627,7 @@ def test_muon_is_its_formula():
     for w, right in zip(weights, expected, strict=True):
         torch.testing.assert_close(w.detach(), right, rtol=1e-4, atol=1e-5)
     values = Muon(weights, lr=0.1).orthogonalize(torch.diag(torch.logspace(-1.8, 0, 8))[None])
-    assert 0.5 < values.diagonal(dim1=1, dim2=2).min() < values.max() < 1.5
+    assert 0.73 < values.diagonal(dim1=1, dim2=2).min() < values.max() < 1.27
 
 
 @pytest.mark.slow
