@@ -175,6 +175,8 @@ def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_of_a_gpu_one_file_and_three_lines(tmp_path, monkeypatch, capsys):
     names = ["train.py", "checks", "gpt2-124m, muon"]
+    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):  # which --quick sets
+        monkeypatch.setenv(name, "1")
     monkeypatch.setitem(gpu.PROGRAMME, 1, {name: gpu.PROGRAMME[1][name] for name in names})
     assert main(["gpu", "--quick", "--json", str(tmp_path / "found.json")]) == 0
     told = capsys.readouterr().out
