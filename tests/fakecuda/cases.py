@@ -336,7 +336,7 @@ def test_the_clock_ends_a_run(go, corpus):
 
         deadline.SETTING_STEP, deadline.LEAST_STEPS = 8, 4
 
-    flags = [*SMALL, "--data", corpus, "--max_minutes", "0.1"]
+    flags = [*SMALL, "--data", corpus, "--max_minutes", "0.1", "--cache_clear_interval", "0"]
     at = flags.index("--max_steps")
     printed, steps = go(*flags[:at], *flags[at + 2 :], "--log_interval", "10000", bare=True,
                         hook=hook)
