@@ -19,7 +19,7 @@ from tests.bench.small import nanogpt, some_text, write_characters
 from tests.bench.startup import TRAIN
 
 AIM = 1.8857  # nats a character
-OURS = ["--n_layer", "1", "--batch_size", "16", "--max_steps", "280"]
+OURS = ["--n_layer", "1", "--batch_size", "16", "--max_steps", "320"]
 
 
 def main(options) -> list[Figure]:
