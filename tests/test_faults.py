@@ -940,6 +940,14 @@ def test_a_download_that_is_killed_leaves_no_run_that_begins_at_0(tmp_path, back
     assert (tmp_path / "b/config.yaml").exists()
 
 
+def test_a_run_that_is_killed_as_it_goes_back_leaves_no_backup_of_later_steps(
+        run, tmp_path, backed_up, monkeypatch):
+    uploads = backup.Backup(backed_up, 3, tmp_path / "a", run_dir.run_id(tmp_path / "a"))
+    monkeypatch.setattr(uploads, "upload_checkpoint", lambda checkpoint: 1 / 0)
+    uploads.upload(Checkpoint(tmp_path / "a/checkpoints/step_00000004.pt"))
+    assert backup.download(backed_up, tmp_path / "b").step == 4
+
+
 def test_of_two_runs_that_begin_with_one_backup_one_has_it(run, tmp_path, capsys):
     for name in ("a", "b"):
         run("--out_dir", name, "--max_steps", 4)

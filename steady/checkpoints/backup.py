@@ -67,6 +67,9 @@ class Backup:
                 raise ValueError("it holds another run, which began at the same time")
             self.draft = f"{mine}.draft"
             self.put(checkpoint.run_dir / "config.yaml", "config.yaml")  # first: whose backup it is
+            for name in remote_checkpoints(self.fs):
+                if Checkpoint(Path(name)).step > checkpoint.step:  # this run has gone back since
+                    self.fs.mv(name, f"{name}.set-aside", recursive=True)
             if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
                 self.upload_checkpoint(checkpoint)
             for pattern in ("*", "*/*"):
@@ -74,11 +77,7 @@ class Backup:
                     name = path.relative_to(checkpoint.run_dir).as_posix()
                     if LOGS.fullmatch(name):
                         self.put(path, name)
-            found = list(remote_checkpoints(self.fs))
-            past = [name for name in found if Checkpoint(Path(name)).step <= checkpoint.step]
-            for later in found[len(past) :]:  # before this run went back; as in its directory
-                self.fs.mv(later, f"{later}.set-aside", recursive=True)
-            for old in past[: -self.keep]:
+            for old in list(remote_checkpoints(self.fs))[: -self.keep]:
                 self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
