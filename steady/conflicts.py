@@ -41,6 +41,8 @@ def refuse_conflicts(cfg):
          "--log_interval above 0, since steps are checked at a log")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
     need(cfg.patience or cfg.lr_schedule != "plateau", "lr_schedule", "--patience above 0")
+    need(cfg.decay_fraction < 1 or cfg.lr_schedule != "plateau", "decay_fraction",
+         "less than 1, or nothing is left before the decay that a plateau begins")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):

@@ -270,6 +270,8 @@ def test_a_plateau_begins_the_decay_and_a_resume_continues_it(run, tmp_path, mon
     rates = column(tmp_path / "t", "train/learning_rate")
     assert max(rates) == 30 and rates[18] == 1e-3 and rates[30] == pytest.approx(1e-3 / 12)
     assert "--patience" in run("--lr_schedule", "plateau", expect=2)
+    assert "--decay_fraction 1.0: " in run("--lr_schedule", "plateau", "--patience", 1,
+                                           "--decay_fraction", 1, expect=2)
 
 
 # --- a line for programs ---------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Deadline:
 def begin_decay(run):
     """With the schedule plateau: end where a decay that begins now takes its share of all steps."""
     cfg, progress = run.cfg, run.progress
-    end = math.ceil(progress.step / max(1e-9, 1 - cfg.decay_fraction))
+    end = math.ceil(progress.step / (1 - cfg.decay_fraction))
     if end < cfg.max_steps:
         cfg.max_steps = progress.max_steps = end
         if run.ranks.rank == 0:
