@@ -41,7 +41,8 @@ def check_continuity(run, train):
     saved = start.states(mmap=True)[0]
     if "machine" not in saved:  # of an older version
         return
-    differences, then, earlier = changed(saved["machine"], machine_of(ranks)), saved["config"], None
+    differences, earlier = changed(saved["machine"], machine_of(ranks)), None
+    then = dataclasses.asdict(type(run.cfg)()) | saved["config"]  # newer options were off
     comparable = all(then[name] == getattr(run.cfg, name) for name in DECIDING)
     if then["dropout"] and saved["machine"]["ranks"] != ranks.world_size:
         comparable = False  # each rank drops other units
