@@ -1,5 +1,6 @@
 """Nothing hangs in silence: who is stuck, where, since when. And do the ranks hold the same?"""
 
+import math
 import os
 import re
 import signal
@@ -62,13 +63,22 @@ def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:
     (50, "other", ["steady.checkpoints.sealed", "steady.checkpoints.checkpoint"], PATIENT),
     (50, "other", ["threading", "steady.checkpoints.writer"], PATIENT),
     (50, "forward", ["torch._dynamo.convert_frame"], PATIENT),
+    (50, "forward", ["cmd", "pdb", "bdb", "__main__"], None),  # at a breakpoint
 ])
 def test_a_phase_may_take_so_long(step, phase, modules, times):
     watchdog = watch(10, step)
     begin(watchdog, phase)
     watchdog.measure(0.0)
     watchdog.stack = lambda: [(module, f"/x/{module}.py", 1, "f") for module in modules]
-    assert seconds_until_judged(watchdog) == 10 * times + 1
+    assert seconds_until_judged(watchdog) == (times and 10 * times + 1)
+
+
+def test_a_rank_in_a_debugger_is_waited_for():
+    watchdog = watch(10)
+    watchdog.notes, watchdog.heard = {1: note("forward", limit=math.inf)}, {1: 1e9}
+    assert seconds_until_judged(watchdog) is None
+    watchdog.notes = {1: note("forward")}
+    assert seconds_until_judged(watchdog) is not None
 
 
 def test_start_up_may_take_longer():

@@ -16,6 +16,7 @@ from steady.watch.sinks import OUTSIDE_PHASES, duration
 
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
+DEBUGGERS = ("bdb", "pydevd")  # of pdb and breakpoint(); of IDEs
 NEAR = 12  # innermost frames of a stack that say what it is doing
 STATES = {"T": "stopped", "t": "stopped", "Z": "dead"}
 
@@ -30,6 +31,10 @@ def in_collective(stack: list) -> bool:
 def takes_long(stack: list) -> bool:
     """Whether it writes or reads a checkpoint, or compiles."""
     return any(module in SLOW for module, _, _, _ in stack)
+
+
+def is_debugged(stack: list) -> bool:
+    return any(module in DEBUGGERS for module, _, _, _ in stack)
 
 
 def own_line(stack: list) -> str:

@@ -12,6 +12,7 @@ blame. A thread that keeps Python's lock for ever stops these two as well: then 
 import contextlib
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -115,10 +116,12 @@ class Watchdog:
         self.where = where
 
     def limit(self) -> float:
-        """Seconds that it may be there: more where compilation or files take their time."""
-        step, phase, _ = self.where
+        """Seconds that it may be there: more where compilation, files or a person take theirs."""
+        (step, phase, _), stack = self.where, self.stack()
+        if hangs.is_debugged(stack):
+            return math.inf
         patient = not self.clock or step <= self.first_step or phase in OUTSIDE_PHASES
-        patient = patient or hangs.takes_long(self.stack())
+        patient = patient or hangs.takes_long(stack)
         return self.seconds * (PATIENT if patient else 1)
 
     def stands_still(self) -> bool:
