@@ -75,7 +75,7 @@ class Config:
         None, "verify the checkpoints of RUN and exit",
         saved=False, metavar="RUN")
     verify_resume: int = option(
-        0, "train 2 K steps, then K, resume for K more, compare every tensor and exit",
+        0, "train 2 K steps, the last K of them again, compare every bit and exit",
         saved=False, metavar="K", at_least=0)
     audit: str | None = option(
         None, "train random segments of RUN again, compare every bit, and exit", saved=False,

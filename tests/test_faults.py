@@ -1045,13 +1045,13 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     flags = ["--patience", 1, "--eval_interval", 1, "--learning_rate", 1]  # ends no part of it
     flags += ["--auto_resume", "--dropout", "0.1"]  # it starts afresh all the same
-    assert "verify_resume: identical, " in run("--verify_resume", 4, *flags)
+    assert "verified 1 of 1 segments, 4 steps" in run("--verify_resume", 4, *flags)
     flags += ["--learning_rate", 1e-3, "--lr_schedule", "plateau"]  # each evaluation saves
-    assert "verify_resume: identical, " in run("--verify_resume", 4, *flags)
+    assert "verified 1 of 1 segments, 4 steps" in run("--verify_resume", 4, *flags)
     assert "--max_minutes" in run("--verify_resume", 4, "--max_minutes", 1, bare=True, expect=2)
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))
     output = run("--verify_resume", 4, "--dropout", "0.1", expect=1)
-    assert "verify_resume: differs after 4 + 4 steps: model." in output
+    assert "steps 4 to 8: train/" in output and "weight at step 8 differs" in output
     assert not list((tmp_path / "temporary").glob("steady-verify-*"))
