@@ -49,6 +49,10 @@ class Stopped(Exception):
     """By a signal, in the middle of a segment."""
 
 
+class Untold(Exception):
+    """What differs in a segment, or keeps it from being compared, is not the run's fault."""
+
+
 def audit(run_dir: Path, segments: int, train) -> int:
     """Returns the exit code. train: the module train.py."""
     rank, _, world_size, _ = rank_and_world()
@@ -57,28 +61,22 @@ def audit(run_dir: Path, segments: int, train) -> int:
     if not pairs:
         raise ConfigError(f"--audit {run_dir}: expected two checkpoints or more, as "
                           "--keep_checkpoints and --keep_every keep them")
-    machine = found[-1].states("meta")[0].get("machine")
-    if not machine:
-        raise ConfigError(f"--audit {run_dir}: made by an older version of this program")
-    if machine["ranks"] != world_size:
-        raise ConfigError(f"--audit {run_dir}: made by {machine['ranks']} processes, not "
-                          f"{world_size}; expected torchrun --nproc_per_node={machine['ranks']}")
-    threads = re.search(r", (\d+) threads?$", machine["device"])
-    if threads:
-        torch.set_num_threads(int(threads[1]))
     draw = random.Random(launch_id() if world_size > 1 else None)
     chosen = sorted(draw.sample(pairs, min(segments, len(pairs))), key=lambda pair: pair[0].step)
-    verified, steps, wrong, apart = 0, 0, False, False
+    verified, steps, code = 0, 0, 0
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and nothing is left
     try:
         with scratch_folder("audit") as folder:
             for earlier, later in chosen:
-                text, here = audit_segment(run_dir, earlier, later, folder / later.name, train)
-                if rank == 0:
-                    print(f"steps {earlier.step} to {later.step}: {text or 'verified'}", flush=True)
+                try:
+                    text = audit_segment(run_dir, earlier, later, folder / later.name, train)
+                    code = 1 if text else code
+                except Untold as e:
+                    text, code = str(e), code or 2
                 if not text:
                     verified, steps = verified + 1, steps + later.step - earlier.step
-                wrong, apart = wrong or bool(text and here), apart or bool(text and not here)
+                if rank == 0:
+                    print(f"steps {earlier.step} to {later.step}: {text or 'verified'}", flush=True)
     except Stopped as e:
         return 128 + e.args[0]
     finally:
@@ -86,7 +84,7 @@ def audit(run_dir: Path, segments: int, train) -> int:
     if rank == 0:
         unlogged = "" if (run_dir / LOG).exists() else f", without losses: there is no {LOG}"
         print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps{unlogged}")
-    return 1 if wrong else 2 if apart else 0
+    return code
 
 
 def differences(one: dict, two: dict, names=COMPARED) -> tuple[int, list[str]]:
@@ -114,31 +112,35 @@ def scratch_folder(purpose: str):
 
 
 def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder: Path,
-                  train) -> tuple[str, bool]:
-    """(what differs, or ""; whether that is the run's fault); on ranks other than 0 ("", True)."""
+                  train) -> str:
+    """What differs, or ""; on ranks other than 0 "". Raises Untold."""
     rank, _, world_size, _ = rank_and_world()
     for checkpoint in (earlier, later):
         wrong = checkpoint.find_damage()
         if not checkpoint.exists():
-            return f"{checkpoint} is gone: the run goes on", False
+            raise Untold(f"{checkpoint} is gone: the run goes on")
         if wrong:
-            return f"{checkpoint}: {wrong}", True
+            return f"{checkpoint}: {wrong}"
     before, state = earlier.states("meta")[0], later.state()
     if not {"machine", "trail_from"} <= before.keys() & state.keys():
-        return "made by an older version of this program", False
+        raise Untold("made by an older version of this program")
     # by a process that resumed there, maybe with other options, or that was rolled back
     saved_again = state["trail_from"] == later.step
     maker = before if saved_again else state
+    then = maker["machine"]
     if maker["config"].keys() - {f.name for f in dataclasses.fields(Config)}:
-        return "made by a version of this program that has other options", False
-    if maker["machine"]["ranks"] != world_size:
-        return f"made by {maker['machine']['ranks']} processes, not {world_size}", False
+        raise Untold("made by a version of this program that has other options")
+    if then["ranks"] != world_size:
+        raise Untold(f"made by {then['ranks']} processes, not {world_size}: use torchrun "
+                     f"--nproc_per_node={then['ranks']}")
+    if threads := re.search(r", (\d+) threads?$", then["device"]):
+        torch.set_num_threads(int(threads[1]))
     run = train_again(earlier, later, maker["config"], folder, run_dir, train)
     if rank:
-        return "", True
+        return ""
     again = checkpoint_at(folder / "run/checkpoints", later.step)
     if not again:
-        return f"made again, it ends at step {run.progress.step}", True
+        return f"made again, it ends at step {run.progress.step}"
     again = again.state()
     log = [row for _, row in read_rows(run_dir / LOG)] if (run_dir / LOG).exists() else []
     began = [row["step"] for row in log
@@ -155,17 +157,15 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     if log and not began:
         rows = [row for row in different_rows(run_dir, folder / "run", earlier.step, later.step)
                 if not row[1].startswith("val/") or row[0] <= evaluated]
-    files, then = ([list(file) for file in each] for each in (run.train_data.fingerprint,
-                                                              state["data"]))
-    if files != then:
+    if [list(file) for file in run.train_data.fingerprint] != list(map(list, state["data"])):
         names.insert(0, "the data, with other files or contents than the run was trained on,")
     if not rows and not names:
-        return "", True
+        return ""
     text = "; ".join([f"{name} at step {step}: {was:.9g} in the log, {now:.9g} made again"
                       for step, name, was, now in rows[:1]]
                      + [f"{name} at step {later.step}" for name in names[:1]])
     text += f" differs ({len(names)} of the checkpoint, {len(rows)} logged values)"
-    machine = changed(maker["machine"], machine_of(run.ranks))
+    machine = changed(then, machine_of(run.ranks))
     if run.ranks.device.type == "cuda" and not run.cfg.deterministic:
         machine = ", ".join(filter(None, (machine, "not trained with --deterministic")))
     distance = max([abs(now - was) / max(abs(was), 1e-12) for _, _, was, now in rows]
@@ -175,10 +175,10 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     unknown += [f"step {later.step} was saved again"] * saved_again
     unknown += ["max_steps was set in between"] * (before["max_steps"] != state["max_steps"])
     if unknown:
-        return f"{text}: it cannot be told, as {', and '.join(unknown)}", False
+        raise Untold(f"{text}: it cannot be told, as {', and '.join(unknown)}")
     if machine and distance < ROUNDING:
-        return f"{text}: rounding, as this machine differs: {machine}", False
-    return text + (f"; {machine}" if machine else ""), True
+        raise Untold(f"{text}: rounding, as this machine differs: {machine}")
+    return text + (f"; {machine}" if machine else "")
 
 
 def train_again(earlier: Checkpoint, later: Checkpoint, options: dict, folder: Path, run_dir: Path,
