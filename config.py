@@ -49,14 +49,12 @@ NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "m
 class Config:
     # An option whose default is None gets its value in `resolve`, or once the machine is known.
 
-    config: str | None = option(
-        None, "YAML file of options, such as a run's config.yaml", group="run",
-        saved=False, command_line=True, metavar="FILE")
+    config: str | None = option(None, "YAML file of options, such as a run's config.yaml",
+                                group="run", saved=False, command_line=True, metavar="FILE")
     preset: Literal[tuple(PRESETS)] | None = option(
         None, "a group of options, by name", saved=False, command_line=True)
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)", saved=False)
-    overwrite: bool = option(
-        False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
+    overwrite: bool = option(False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
         False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
         saved=False)
@@ -64,16 +62,13 @@ class Config:
         None, "continue from this checkpoint, or fetch the backup at this URL and continue",
         saved=False)
     allow_change: list[str] = option(
-        [], "options that may differ from the checkpoint: seed, batch_size, data, ...",
-        saved=False)
+        [], "options that may differ from the checkpoint: seed, batch_size, data, ...", saved=False)
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
                        below=2**63, fixed="trajectory")
     eval_only: bool = option(
-        False, "evaluate the weights of --resume or --init_from and exit",
-        saved=False)
+        False, "evaluate the weights of --resume or --init_from and exit", saved=False)
     check_checkpoints: str | None = option(
-        None, "verify the checkpoints of RUN and exit",
-        saved=False, metavar="RUN")
+        None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
     verify_resume: int = option(
         0, "train 2 K steps, the last K of them again, compare every bit and exit",
         saved=False, metavar="K", at_least=0)
@@ -94,14 +89,12 @@ class Config:
         "own source code, byte by byte", group="data", metavar="PATH[:WEIGHT]")
     val_data: list[str] = option(
         [], "token files to validate on (default: those beside --data)", metavar="PATH")
-    seq_len: int | None = option(
-        None, "tokens in a sequence (default: from --model)", at_least=1, at_most=2**24,
-        fixed="trajectory")
+    seq_len: int | None = option(None, "tokens in a sequence (default: from --model)", at_least=1,
+                                 at_most=2**24, fixed="trajectory")
     data_mode: Literal["auto", "stream", "documents", "packed"] = option(
         "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
         "and the loss counts responses, not prompts; packed: rows of several documents, attention "
-        "stays inside each; auto is documents where there are prompts",
-        fixed="trajectory")
+        "stays inside each; auto is documents where there are prompts", fixed="trajectory")
     group_window: int = option(
         32, "steps whose documents are sorted by length, so that a step has similar lengths and "
         "little padding; 0 leaves them in random order", at_least=0, fixed="trajectory")
@@ -117,9 +110,8 @@ class Config:
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model from the hub", saved=False, command_line=True)
-    lora_rank: int = option(
-        0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0, at_most=2**16,
-        fixed="weights")
+    lora_rank: int = option(0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0,
+                            at_most=2**16, fixed="weights")
     lora_alpha: float | None = option(
         None, "LoRA scale is lora_alpha / lora_rank (default: 2 lora_rank)", above=0,
         fixed="function")
@@ -134,12 +126,10 @@ class Config:
         None, "transformer blocks (default: from --model, like those below)", at_least=1,
         at_most=10_000, fixed="weights")
     n_head: int | None = option(None, "query heads", at_least=1, at_most=2**20, fixed="weights")
-    n_kv_head: int | None = option(
-        None, "key and value heads; fewer than n_head is GQA", at_least=1, at_most=2**20,
-        fixed="weights")
-    head_dim: int | None = option(
-        None, "width of a head (default: d_model / n_head)", at_least=2, at_most=2**20,
-        fixed="weights")
+    n_kv_head: int | None = option(None, "key and value heads; fewer than n_head is GQA",
+                                   at_least=1, at_most=2**20, fixed="weights")
+    head_dim: int | None = option(None, "width of a head (default: d_model / n_head)", at_least=2,
+                                  at_most=2**20, fixed="weights")
     d_model: int | None = option(
         None, "width of the residual stream", at_least=1, at_most=2**20, fixed="weights")
     d_ff: int | None = option(
@@ -151,9 +141,8 @@ class Config:
     qk_norm: bool | None = option(None, "RMSNorm on queries and keys (Qwen3)", fixed="weights")
     tie_embeddings: bool | None = option(
         None, "use one matrix for the embedding and the output", fixed="weights")
-    rope_theta: float | None = option(
-        None, "base of the rotary embedding's wavelengths", at_least=1, at_most=1e30,
-        fixed="function")
+    rope_theta: float | None = option(None, "base of the rotary embedding's wavelengths",
+                                      at_least=1, at_most=1e30, fixed="function")
     rope_scaling: list[float] = option(
         [], "factor that stretches the rotary embedding; or factor, low and high frequency factor, "
         "and original context, as in Llama 3.1", fixed="function")
@@ -168,12 +157,10 @@ class Config:
         "none", "full recomputes each block in the backward pass: less memory, about 1/3 more "
         "work; selective all but its matrix products and attention")
 
-    max_steps: int | None = option(
-        None, "optimizer steps in the whole run (default: 1000)", group="optimization", at_least=1,
-        at_most=10**12)
+    max_steps: int | None = option(None, "optimizer steps in the whole run (default: 1000)",
+                                   group="optimization", at_least=1, at_most=10**12)
     epochs: int | None = option(
-        None, "passes over the data, in place of max_steps",
-        at_least=1, at_most=10**6, saved=False)
+        None, "passes over the data, in place of max_steps", at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
         None, "end in this time, or with the Slurm job, with the schedule complete: step 100, or "
         "an earlier one where steps are slow, sets max_steps", above=0, at_most=1e7)
@@ -200,8 +187,7 @@ class Config:
         0.1, "decoupled weight decay, on 2-D block weights only", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
-    grad_clip: float = option(
-        1.0, "global gradient norm to clip to; 0: off", at_least=0)
+    grad_clip: float = option(1.0, "global gradient norm to clip to; 0: off", at_least=0)
     ema: float = option(
         0.0, "decay of averaged weights, which are evaluated, sampled from and exported; 0: none",
         at_least=0, below=1)
@@ -240,11 +226,9 @@ class Config:
                                          at_least=1, at_most=10**6)
     wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")
 
-    save_interval: int = option(
-        100, "steps between checkpoints, and one at the end",
-        group="checkpoints (intervals in steps; 0 is never)", at_least=0)
-    keep_checkpoints: int = option(
-        3, "newest checkpoints to keep, besides the best", at_least=1)
+    save_interval: int = option(100, "steps between checkpoints, and one at the end",
+                                group="checkpoints (intervals in steps; 0 is never)", at_least=0)
+    keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best", at_least=1)
     keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
     backup_to: str | None = option(
         None, "keep a copy of the newest checkpoint and the logs at this URL: file://, s3:// or "
@@ -270,9 +254,8 @@ class Config:
         "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
         1000, "steps between checks that replicas hold the same weights; 0: never", at_least=0)
-    replay_interval: int = option(
-        0, "steps between micro-batches that are computed twice, to find a device that "
-        "miscalculates; 0: never", at_least=0)
+    replay_interval: int = option(0, "steps between micro-batches that are computed twice, to find "
+                                  "a device that miscalculates; 0: never", at_least=0)
 
 
 def train_parser():
