@@ -285,10 +285,7 @@ def provenance() -> dict[str, str]:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-    return {
-        "command": " ".join(sys.argv),
-        "launch": launch() or "without torchrun",
-        "commit": commit or "unknown",
-        "torch": torch.__version__,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
+    return dict(
+        command=" ".join(sys.argv), launch=launch() or "without torchrun",
+        commit=commit or "unknown", torch=torch.__version__,
+        started=time.strftime("%Y-%m-%d %H:%M:%S %z"))

@@ -111,8 +111,8 @@ def parameter_names(run, optimizer) -> list[str]:
 
 
 @torch.no_grad()
-def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
-    """Restore `run` from a checkpoint that has been verified; returns the options of its save.
+def load_checkpoint(run, checkpoint: Checkpoint):
+    """Restore `run` from a checkpoint that has been verified.
 
     Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
     not belong to this run.
@@ -152,16 +152,15 @@ def load_checkpoint(run, checkpoint: Checkpoint) -> dict:
     guard.replicas.agreed = progress.step
     guard.new_trail(progress.step)
     run.dir.saved = progress.state()
-    cfg, saved = run.cfg, state["config"]
+    cfg = run.cfg
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
     progress.max_steps = min(max_steps, progress.max_steps)
     set_on_the_way = cfg.max_minutes or cfg.lr_schedule == "plateau"
-    if not set_on_the_way or cfg.max_minutes != saved.get("max_minutes"):  # or anew
+    if not set_on_the_way or cfg.max_minutes != state["config"].get("max_minutes"):  # or anew
         progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
-    return saved
 
 
 def copy_weights(checkpoint: Checkpoint, saved: dict, tensors: dict):
