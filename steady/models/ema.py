@@ -25,13 +25,11 @@ class Ema:
         self.model, self.decay = model, decay
         self.weights = list(shards.parameters.values())
         self.averages = [w.detach().clone() for w in self.weights]
-        by_name = dict(zip(shards.parameters, self.averages, strict=True))
-        names = {}  # parameter → its first name, the one in shards.parameters
-        for name, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(p), name)
-        self.tensors = {name: by_name[names[id(p)]]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        average_of = dict(zip(map(id, trained), self.averages, strict=True))
+        self.tensors = {name: average_of[id(p)]
                         for name, p in model.named_parameters(remove_duplicate=False)
-                        if names[id(p)] in by_name}
+                        if id(p) in average_of}
 
     @torch.no_grad()
     def update(self, step: int):
