@@ -42,11 +42,6 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
     return -(-share // -(-share // limit))
 
 
-def gpu_bytes(device: torch.device) -> int:
-    """The memory of a GPU, free or not, so that a resume finds the same; 0 of another device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def usual_micro_batch(cfg, device_bytes: int) -> int:
     """The most sequences to choose unless asked: of 16,384 tokens, or of up to 65,536 while they
     and the weights take less than half of a GPU's memory (0: not a GPU), by a rough upper bound.
@@ -84,7 +79,10 @@ def refuse_too_large(cfg, ranks: int = 1):
 
 def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
     """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
-    most = usual_micro_batch(cfg, gpu_bytes(ranks.device))
+    on_gpu = ranks.device.type == "cuda"
+    # of all of a GPU's memory, free or not, so that a resume finds the same
+    most = usual_micro_batch(
+        cfg, torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else 0)
     if cfg.micro_batch_size == "auto":
         most = largest_micro_batch(new_model, cfg, ranks.world_size, ranks.autocast, ranks.device,
                                    varlen)
