@@ -87,11 +87,6 @@ def audit(run_dir: Path, segments: int, train) -> int:
     return code
 
 
-def differences(one: dict, two: dict, names=COMPARED) -> tuple[int, list[str]]:
-    """(number of values and tensors in two states, names of those that differ)."""
-    return compare({n: one.get(n) for n in names}, {n: two.get(n) for n in names})
-
-
 def launch_id() -> int:
     """The same on all ranks of a machine: under torchrun they share a parent."""
     return os.getppid() if rank_and_world()[2] > 1 else os.getpid()
@@ -146,7 +141,7 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
     began = [row["step"] for row in log
              if "order" in row and earlier.step < row["step"] < later.step]
     compared = [name for name in COMPARED if not saved_again or name not in OF_ITS_PROCESS]
-    names = differences(state, again, compared)[1]
+    names = compare(*({n: each.get(n) for n in compared} for each in (state, again)))[1]
     # that of the next step, where that one failed before its update; none yet if saved again
     lr = train.learning_rate(later.step, run.cfg)
     train.set_learning_rate([SimpleNamespace(**each) for each in again["optimizers"]], lr)
