@@ -36,18 +36,15 @@ WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
 
 class Live(TorchDispatchMode):
-    """Adds up the bytes of all tensors that are alive, and the most there were at one time.
-
-    Counts what this rank tells the others: name of the operation → (calls, bytes sent by rings).
-    """
+    """Adds up the bytes of tensors alive, the most at one time, and those sent to other ranks."""
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.bytes, self.peak, self.collectives = {}, 0, 0, {}
+        self.sizes, self.bytes, self.peak, self.sent = {}, 0, 0, 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.count(func.__name__.partition(".")[0], args)
+            self.sent += bytes_sent(func.__name__.partition(".")[0], args)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -66,14 +63,14 @@ class Live(TorchDispatchMode):
     def forget(self, key: int):
         self.bytes -= self.sizes.pop(key)
 
-    def count(self, name: str, args):
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
-        n = dist.ProcessGroup.unbox(group).size()
-        most = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-        calls, sent = self.collectives.get(name, (0, 0.0))
-        rounds = 2 if name == "allreduce_" else 1  # a reduction that is scattered, then gathered
-        self.collectives[name] = calls + 1, sent + rounds * most * (n - 1) / n
+
+def bytes_sent(collective: str, args) -> float:
+    """By a rank, in rings."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
+    n = dist.ProcessGroup.unbox(group).size()
+    rounds = 2 if collective == "allreduce_" else 1  # a reduction that is scattered, then gathered
+    return rounds * max(tensor.nbytes for tensor in tensors) * (n - 1) / n
 
 
 @contextlib.contextmanager
@@ -99,8 +96,8 @@ def imagined(world_size: int, dtype: torch.dtype, live: Live):
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
-             make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, dict]:
-    """(bytes of weights, gradients, optimizer, activations on a rank; what it sends in a step).
+             make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, float]:
+    """(bytes of weights, gradients, optimizer, activations on a rank; those it sends in a step).
 
     What is temporary counts as activations, also what is gathered from other ranks.
     """
@@ -115,29 +112,28 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                 transformer.to_empty(device="cpu")
             shards.hold(transformer)
             with live:
-                need, collectives = steps(cfg, transformer, shards, live, dtype, micro_batch,
-                                          accumulation, make_optimizers)
+                need, sent = steps(cfg, transformer, shards, live, dtype, micro_batch,
+                                   accumulation, make_optimizers)
     if world_size > divided and accumulation > 1:  # summed up beside the buckets of ddp
         need["gradients"] *= 2
-    return need, collectives
+    return need, sent
 
 
 def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
-          make_optimizers) -> tuple[dict, dict]:
+          make_optimizers) -> tuple[dict, float]:
     """Two steps of `simulate`, the second with a second micro-batch if there is one."""
     held = list(shards.parameters.values())
     frozen = [local_part(p) for p in transformer.parameters() if not p.requires_grad]
     for tensor in [*held, *frozen, *transformer.buffers()]:
         live.see(tensor.untyped_storage())
-    weights, gradients = live.bytes, sum(p.numel() * p.element_size() for p in held)
-    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), shards.parameters,
-                                 shards)
+    weights, gradients = live.bytes, sum(p.nbytes for p in held)
+    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), shards.parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
     no_mask = takes_varlen(cfg, dtype)
     documents = trial_documents(tokens, no_mask) if cfg.data_mode == "packed" else None
-    collectives = []
+    sent = []
     for micro_batches in (1, min(2, accumulation)):
-        live.collectives, live.peak = {}, live.bytes
+        live.sent, live.peak = 0.0, live.bytes
         for i in range(micro_batches):
             with (
                 shards.micro_batch(transformer, last=i == micro_batches - 1),
@@ -150,17 +146,13 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
         shards.norms([p.grad for p in held])
         for optimizer in optimizers:
             optimizer.step()
-        collectives.append(live.collectives)
-        state = sum(t.numel() * t.element_size() for o in optimizers for s in o.state.values()
+        sent.append(live.sent)
+        state = sum(t.nbytes for o in optimizers for s in o.state.values()
                     for t in s.values() if isinstance(t, torch.Tensor))
         for p in held:
             p.grad = None
-    first, second = collectives
-    total = {}
-    for name, (calls, sent) in first.items():
-        more = accumulation - 1  # micro-batches, each of which adds what the second one did
-        total[name] = (calls + more * (second[name][0] - calls),
-                       sent + more * (second[name][1] - sent))
+    # each further micro-batch adds what the second one did
+    total = sent[0] + (accumulation - 1) * (sent[1] - sent[0])
     need = dict(weights=weights, gradients=gradients, optimizer=state)
     return need | dict(activations=live.peak - sum(need.values())), total
 
@@ -180,10 +172,9 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         flops_per_step=flops * cfg.batch_size * cfg.seq_len, memory={}, sent={},
     )
     for way in WAYS if together > 1 else WAYS[:1]:
-        found["memory"][way], collectives = simulate(
+        found["memory"][way], found["sent"][way] = simulate(
             cfg, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
-        found["sent"][way] = sum(sent for _, sent in collectives.values())
-    trained = sum(p.numel() * p.element_size() for p in shape.parameters() if p.requires_grad)
+    trained = sum(p.nbytes for p in shape.parameters() if p.requires_grad)
     found["sent"]["ddp"] = 2 * trained * (world_size - 1) / world_size  # of gradients, once
     way = cfg.parallel if together > 1 else "ddp"
     # of an H100 in the type of the run
