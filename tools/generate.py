@@ -123,8 +123,7 @@ class Writer:
         folder = files_of(source)
         ends = self.tokenizer.eos_token_id, *end_of_text_ids(folder), end_of_turn(self.tokenizer)
         self.stop = tuple(dict.fromkeys(i for i in ends if i is not None))
-        given = {name: getattr(options, name) for name in SAMPLING}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
         self.sampling = SAMPLING | usual_sampling(folder) | given
         self.model.to(self.device).eval()
         torch.manual_seed(options.seed)

@@ -53,8 +53,7 @@ def state_of(pid: int | str) -> str:
 
 def gone(notes: dict[int, dict]) -> dict[str, str]:
     """rank → "stopped" or "dead", of those that are; notes: of ranks on this host."""
-    states = {str(rank): state_of(note["pid"]) for rank, note in notes.items()}
-    return {rank: state for rank, state in states.items() if state}
+    return {str(rank): state for rank, note in notes.items() if (state := state_of(note["pid"]))}
 
 
 def collectives() -> dict[str, list]:
