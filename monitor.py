@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import contextlib
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -112,7 +111,7 @@ class Monitor:
 
     def add_losses(self, losses: Tensor, batch, mixture):
         """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
-        if self.cfg.monitor != "off" and len(mixture.datasets) > 1:
+        if len(mixture.datasets) > 1 and self.cfg.monitor != "off":
             if self.dataset_totals is None:
                 self.mixture = mixture
                 self.dataset_totals = torch.zeros(2, len(mixture.datasets), device=self.device)
@@ -149,7 +148,8 @@ class Monitor:
             return anomalies
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
-        self.excess += [] if excess is None else [excess]
+        if excess is not None:
+            self.excess.append(excess)
         if self.due(step):
             row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
             row |= self.rates(step, learning_rate)  # that wait is part of the step
@@ -159,8 +159,8 @@ class Monitor:
         if self.tracer and self.tracer.busy:
             self.tracer.step(step)
             self.disturbed = True
-        if step % max(1, self.cfg.log_interval // 8) == 0:
-            self.clock.sample_step()
+        if self.clock.events and step % max(1, self.cfg.log_interval // 8) == 0:
+            self.clock.events.begin(self.clock.current)  # the step that begins now
         return anomalies
 
     def gather_values(self, step: int) -> tuple[dict[str, float], list]:
@@ -175,25 +175,26 @@ class Monitor:
                  self.clock.own_ms(step - self.logged_step))
         values = on_device([value for part in parts for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
-        table = np.array(gather(values, names, self.ranks.group).tolist())  # [ranks, values]
+        # [values, ranks], as lists: for a few values they are faster than NumPy
+        columns = iter(gather(values, names, self.ranks.group).T.tolist())
         if previous:
             self.phase(previous)
-        ends = np.cumsum([len(part) for part in parts])[:-1]
-        totals, weights, losses, norms, excess, own = np.split(table, ends, axis=1)
+        totals, weights, losses, norms, excess, own = ([next(columns) for _ in part]
+                                                       for part in parts)
         self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
-        sums = zip(names, totals.sum(0).tolist(), weights.sum(0).tolist(), strict=True)
+        sums = zip(names, map(sum, totals), map(sum, weights), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
-        row["train/loss"], anomalies = float(losses.mean()), []
-        bad = ~np.isfinite(losses).all(0) | ~np.isfinite(norms).all(0)
+        means, anomalies = [sum(of_ranks) / len(of_ranks) for of_ranks in losses], []
+        row["train/loss"] = sum(means) / len(means)
         if self.cfg.monitor != "off":
-            row["train/grad_norm"] = float(norms[0].mean())
-            row["health/nonfinite_steps"] = int(bad.sum())
-            if excess.size:
-                row["health/skipped_spikes"] = int((excess[0] != 0).sum())
-            if excess.any():
-                steps = range(step - losses.shape[1] + 1, step + 1)
-                self.warn(step, spikes.describe(steps, excess[0], losses.mean(0), norms[0]))
-            anomalies = self.anomalies.add(step, losses, norms[0], bad)
+            norms, excess = ([of_ranks[0] for of_ranks in each] for each in (norms, excess))
+            row["train/grad_norm"] = sum(norms) / len(norms)
+            anomalies, row["health/nonfinite_steps"] = self.anomalies.add(step, losses, norms)
+            if excess:
+                row["health/skipped_spikes"] = sum(map(bool, excess))
+            if any(excess):
+                steps = range(step - len(losses) + 1, step + 1)
+                self.warn(step, spikes.describe(steps, excess, means, norms))
             if not self.out_dir and self.ranks.shards.size == 1:
                 anomalies = []  # rank 0 reports them; an autopsy takes all ranks that hold shards
         if self.mixture:

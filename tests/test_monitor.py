@@ -329,9 +329,9 @@ def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
     """With a log at each step a GPU is seldom there when the host asks; one rank's may be."""
     own = np.zeros((3, len(telemetry.OWN_PHASES)))
     own[2, 1] = 20.0
-    assert telemetry.slowest_rank(own) == {}
+    assert telemetry.slowest_rank(own.T) == {}
     own[:, 1] = 10.0, 10.0, 20.0
-    assert telemetry.slowest_rank(own)["perf/slowest_rank_ratio"] == 2
+    assert telemetry.slowest_rank(own.T)["perf/slowest_rank_ratio"] == 2
 
 
 @pytest.mark.parametrize("noise, spike, found", [
@@ -341,7 +341,7 @@ def test_a_spike_is_far_above_the_noise(noise, spike, found):
     losses = 1.0 + noise * np.sin(np.arange(80.0))
     losses[70] = spike
     for step in range(8, 81, 8):
-        spikes = detector.add(step, losses[None, step - 8 : step], np.ones(8), np.zeros(8, bool))
+        spikes, _ = detector.add(step, losses[step - 8 : step, None].tolist(), [1.0] * 8)
         assert [(a.kind, a.step) for a in spikes] == [("loss spike", 71)] * (found and step == 72)
 
 

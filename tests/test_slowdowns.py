@@ -6,7 +6,6 @@ import gc
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from test_causes import codes
@@ -240,7 +239,7 @@ def test_cpu_contention_and_its_end(drive, clock, monkeypatch, tmp_path, capsys)
         queued[0] += 20 * slow
         return dict(forward=3 + 20 * slow, backward=5)
 
-    monkeypatch.setattr(machine, "threads", lambda: {1: np.array([0.0, queued[0]])})
+    monkeypatch.setattr(machine, "threads", lambda: {1: (0.0, queued[0])})
     event = the_event(drive(ms, intervals=36), clock)
     assert codes(event)[0] == "contention"
     assert 0 < event.ended - (began + 9 * clock.interval) <= 10 * clock.interval

@@ -286,11 +286,11 @@ def scalar(value):
 
 
 def on_device(values: list, device: torch.device) -> Tensor:
-    """Numbers and tensors of a single element as [n] in fp32, in one copy from the host."""
+    """Numbers and tensors [] as [n] in fp32, in one copy from the host."""
     numbers = [value for value in values if not isinstance(value, Tensor)]
     numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.detach().to(device, torch.float32).reshape(())
-                        if isinstance(value, Tensor) else next(numbers) for value in values])
+    return torch.stack([value.to(device, torch.float32) if isinstance(value, Tensor)
+                        else next(numbers) for value in values])
 
 
 def gather(values: Tensor, names: list[str], group=None) -> Tensor:

@@ -52,6 +52,8 @@ def mean_row(rows: list[dict]) -> dict[str, float]:
 
     Of the probes the median: a row may have caught a bad moment.
     """
+    if len(rows) == 1:  # as where a log is of 20 steps or more
+        return {k: v for k, v in rows[0].items() if v is not None and k != "profile"}
     out = {}
     for name in {name: None for row in rows for name in row if name != "profile"}:
         values = [row[name] for row in rows if row.get(name) is not None]

@@ -14,6 +14,7 @@ from steady.watch.sinks import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
 
 WINDOW = 100  # newest steps, at most, that median and 95th percentile are of
 KINDS = ("startup", "data", "training", *OUTSIDE_PHASES, "lost")
+OUTSIDE = frozenset(OUTSIDE_PHASES)
 COLUMNS = {f"goodput/{kind}" for kind in (*KINDS, "wall_s")}
 
 
@@ -25,7 +26,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, by_phase: bool):
-        self.device = device
+        self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
@@ -34,13 +35,13 @@ class Clock:
 
     def phase(self, name: str) -> str:
         """Begin the phase `name`; returns the phase that this ends."""
-        if name in OUTSIDE_PHASES and name != self.current and self.device.type != "cpu":
+        if not self.is_cpu and name in OUTSIDE and name != self.current:
             torch.accelerator.synchronize(self.device)  # what is still queued belongs to the steps
-        now = time.perf_counter()
-        ended = self.current
-        self.seconds[ended] += now - self.since
-        if ended in OUTSIDE_PHASES:
-            self.outside_seconds += now - self.since
+        now, ended = time.perf_counter(), self.current
+        took = now - self.since
+        self.seconds[ended] += took
+        if ended in OUTSIDE:
+            self.outside_seconds += took
         self.current, self.since = name, now
         if self.events:
             self.events.mark(name)
@@ -52,11 +53,6 @@ class Clock:
         self.step_began, self.outside_seconds = now, 0.0
         if self.events:
             self.events.end()
-
-    def sample_step(self):
-        """Time the step that begins now on the GPU, too."""
-        if self.events:
-            self.events.begin(self.current)
 
     def own_ms(self, steps: int) -> list[float]:
         """ms per step of this rank's own work by phase, without waiting for other ranks."""
@@ -98,7 +94,7 @@ class DeviceTimes:
         self.mark(phase)
 
     def mark(self, phase: str):
-        if phase in OUTSIDE_PHASES:  # not a plain step: do not sample it
+        if phase in OUTSIDE:  # not a plain step: do not sample it
             self.open = None
         if self.open is not None:
             event = torch.cuda.Event(enable_timing=True)

@@ -2,11 +2,10 @@
 spikes of the loss or the gradient norm, and non-finite values.
 """
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
-
-import numpy as np
 
 from steady.watch.sinks import quantile
 from steady.watch.words import Finding
@@ -135,36 +134,42 @@ class AnomalyDetector:
         self.recent = {name: deque(maxlen=WINDOW) for name in SPIKE_FACTOR}
         self.was_bad = False
 
-    def add(self, step: int, losses: np.ndarray, norms: np.ndarray,
-            bad: np.ndarray) -> list[Anomaly]:
-        """Of the newest steps, up to `step`.
+    def add(self, step: int, losses: list[list[float]],
+            norms: list[float]) -> tuple[list[Anomaly], int]:
+        """(those of the newest steps, up to `step`; how many of these are not finite).
 
-        losses: [ranks, steps]; norms, bad: [steps], bad where a loss or norm is not finite.
+        losses: [steps, ranks]; norms: [steps].
         """
-        steps = np.arange(step - losses.shape[1] + 1, step + 1)
-        all_losses = np.where(np.isfinite(losses), losses, np.inf)
-        ranks, worst = all_losses.argmax(0), all_losses.max(0)
-        found = []
-        if bad.any():
-            first = int(bad.argmax())
-            value = losses[ranks[first], first] if np.isinf(worst[first]) else norms[first]
-            found.append(Anomaly("not finite", int(steps[first]), int(ranks[first]), float(value),
-                                 0.0, int(bad.sum()), again=self.was_bad))
-        self.was_bad = bool(bad.any())
-        for name, values in (("loss", worst), ("gradient", norms)):
-            median, limit = self.usual(name)
-            high = ~bad & (values > limit)
-            if high.any():
-                i = int(np.where(high, values, -np.inf).argmax())
-                found.append(Anomaly(f"{name} spike", int(steps[i]), int(ranks[i]),
-                                     float(values[i]), median, int(high.sum())))
-            self.recent[name].extend(values[~bad].tolist())
-        return found
+        sizes = [[loss if math.isfinite(loss) else math.inf for loss in of_ranks]
+                 for of_ranks in losses]
+        worst = [max(of_ranks) for of_ranks in sizes]
+        good = [math.isfinite(loss + norm) for loss, norm in zip(worst, norms, strict=True)]
+        found, bad = [], good.count(False)
 
-    def usual(self, name: str) -> tuple[float, float]:
-        """(median of the newest values, what is a spike: infinity while too few are known)."""
+        def add(kind: str, i: int, value: float, median: float, steps: int, again=False):
+            found.append(Anomaly(kind, step - len(norms) + 1 + i, sizes[i].index(worst[i]), value,
+                                 median, steps, again))
+
+        if bad:
+            i = good.index(False)
+            value = norms[i] if math.isfinite(worst[i]) else losses[i][sizes[i].index(math.inf)]
+            add("not finite", i, value, 0.0, bad, self.was_bad)
+        self.was_bad = bad > 0
+        for name, values in (("loss", worst), ("gradient", norms)):
+            finite = [*itertools.compress(values, good)]
+            median, limit = self.usual(name, max(finite, default=0.0))
+            high = [i for i, value in enumerate(values) if good[i] and value > limit]
+            if high:
+                i = max(high, key=values.__getitem__)
+                add(f"{name} spike", i, values[i], median, len(high))
+            self.recent[name].extend(finite)
+        return found, bad
+
+    def usual(self, name: str, highest: float) -> tuple[float, float]:
+        """(median of the newest values, what is a spike: infinity while too few are known, and
+        where `highest` is none anyway)."""
         recent = self.recent[name]
-        if len(recent) < MIN_VALUES:
+        if len(recent) < MIN_VALUES or highest <= SPIKE_FACTOR[name] * min(recent):
             return 0.0, math.inf
         median = quantile(recent, 0.5)
         # 1.4826 median absolute deviations are one standard deviation of a normal distribution

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 
-import numpy as np
 import torch
 
 from steady import private
@@ -115,13 +114,13 @@ class Machine:
             signal.signal(signal.SIGCONT, self.handler)
 
 
-def threads() -> dict[int, np.ndarray]:
+def threads() -> dict[int, tuple[float, float]]:
     """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
     out = {}
     for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
         text = proc.read(f"proc/self/task/{name}/schedstat").split()
         if len(text) > 1:
-            out[int(name)] = np.array([int(text[0]), int(text[1])]) / 1e6
+            out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
     return out
 
 
@@ -135,7 +134,7 @@ def counters() -> dict[str, float]:
     if cpus := proc.read("proc/stat").split():
         out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
     for folder in proc.cgroup_folders("cpu"):
-        words = proc.read(folder / "cpu.stat").split()
+        words = proc.read(f"{folder}/cpu.stat").split()
         for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
             if name in words and "throttled_ms" not in out:
                 out["throttled_ms"] = int(words[words.index(name) + 1]) * in_ms
@@ -157,7 +156,8 @@ def gpu_readings(device: torch.device) -> dict[str, float]:
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     """ms/step that the thread which waited longest was kept from a core, since the others of an
     operation wait for it; and that a thread of Python's beside the one that trains has computed."""
-    more = {tid: ((now[tid] - before[tid]) / steps).tolist() for tid in now.keys() & before.keys()}
+    more = {tid: [(new - old) / steps for new, old in zip(now[tid], before[tid], strict=True)]
+            for tid in now.keys() & before.keys()}
     if not more:
         return {}
     row = {"perf/cpu_queue_ms": max(queued for _, queued in more.values())}

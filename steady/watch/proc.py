@@ -9,11 +9,11 @@ from pathlib import Path
 ROOT = Path("/")  # of /proc and /sys
 
 
-def read(path: Path | str) -> str:
+def read(path: str) -> str:
     """The text of a file below ROOT; "" where there is none."""
     try:
-        with open(ROOT / path) as file:
-            return file.read()
+        with open(f"{ROOT}/{path}", "rb", 0) as file:  # three times as fast as a text file
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
@@ -59,12 +59,12 @@ def available_bytes() -> float:
     """Host memory that this process could still take: the system's, or less in a cgroup."""
     rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
     for folder in cgroup_folders("memory"):
-        limit = min(number(read(folder / "memory.max")),
-                    number(read(folder / "memory.limit_in_bytes")))
-        used = min(number(read(folder / "memory.current")),
-                   number(read(folder / "memory.usage_in_bytes")))
+        limit = min(number(read(f"{folder}/memory.max")),
+                    number(read(f"{folder}/memory.limit_in_bytes")))
+        used = min(number(read(f"{folder}/memory.current")),
+                   number(read(f"{folder}/memory.usage_in_bytes")))
         if math.isfinite(limit) and math.isfinite(used):
-            stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+            stat = dict(line.split() for line in read(f"{folder}/memory.stat").splitlines())
             old = "total_" if "total_inactive_file" in stat else ""  # version 1
             files = (int(stat.get(f"{old}{kind}_file", 0)) for kind in ("inactive", "active"))
             rooms.append(limit - used + sum(files))  # pages of files are taken back
@@ -75,20 +75,20 @@ def available_threads(now: int) -> float:
     """Threads that could still be started, by the user's limit and by the cgroup's."""
     rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
     for folder in cgroup_folders("pids"):
-        used = number(read(folder / "pids.current"))
-        rooms.append(number(read(folder / "pids.max")) - (used if math.isfinite(used) else 0))
+        used = number(read(f"{folder}/pids.current"))
+        rooms.append(number(read(f"{folder}/pids.max")) - (used if math.isfinite(used) else 0))
     return max(0.0, min(rooms))
 
 
-def cgroup_folders(controller: str) -> list[Path]:
+def cgroup_folders(controller: str) -> list[str]:
     """The cgroups that limit this process, of version 1 or 2: its own and those above it."""
-    top, out = ROOT / "sys/fs/cgroup", []
+    out = []
     for line in read("proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if not controllers or controller in controllers.split(","):
-            root = top / controller if controllers else top
-            folder = root / path.lstrip("/")
-            out += [f for f in (folder, *folder.parents) if f.is_relative_to(root)]
+            root = f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup"
+            names = [*filter(None, path.split("/"))]
+            out += ["/".join((root, *names[:n])) for n in range(len(names), -1, -1)]
     return out
 
 

@@ -49,7 +49,7 @@ class Sinks:
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                   for k, v in row.items()}
-        line = json.dumps({"step": step, **finite}, default=str) + "\n"
+        line = ENCODER.encode({"step": step, **finite}) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
 
@@ -112,6 +112,7 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
                     yield end, row
 
 
+ENCODER = json.JSONEncoder(default=str)
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
 NESTED = dict(end=dict, order=dict, profile=dict, ranks_ms=list, anomaly=str, runs_out=str,
               hang=str, sample=str, busiest_thread=str, trace=str, positions=list,
@@ -194,14 +195,15 @@ def put_event_files_in_order(folder: Path):
             old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
 
 
-def slowest_rank(own_ms: np.ndarray) -> dict[str, float]:
+def slowest_rank(own_ms) -> dict[str, float]:
     """Which rank has the most work of its own, how much more than the others, in which phase.
 
-    own_ms: [ranks, OWN_PHASES]. {} for a single rank, and where the GPU of one has not got to the
+    own_ms: [OWN_PHASES, ranks]. {} for a single rank, and where the GPU of one has not got to the
     end of a step that is timed, as with a log at each step.
     """
-    if len(own_ms) == 1 or not own_ms.any(1).all():
+    if len(own_ms[0]) == 1 or not np.any(own_ms, 0).all():
         return {}
+    own_ms = np.transpose(own_ms)
     busy = own_ms.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own_ms, slow, 0), axis=0)

@@ -45,8 +45,8 @@ RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, 
 def read_resources(device: torch.device, run_dir: Path | None) -> dict[str, float]:
     """GB and counts that are used or free now; what is unknown is left out."""
     row = {}
-    if proc.read("proc/self/statm"):
-        row["memory/host_rss_gb"] = proc.rss_bytes() / 1e9
+    if rss := proc.rss_bytes():
+        row["memory/host_rss_gb"] = rss / 1e9
         pids = "self", *(worker.pid for worker in multiprocessing.active_children())
         own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
         row["memory/host_anonymous_gb"] = own / 1e9
@@ -88,6 +88,11 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
 # --- when it runs out -------------------------------------------------------------------------
 
 
+def mean(rows) -> tuple[float, float]:
+    """Of pairs."""
+    return tuple(sum(values) / len(rows) for values in zip(*rows, strict=True))
+
+
 class Samples:
     """The course of one resource: at most MOST means, each of as many rows."""
 
@@ -99,11 +104,11 @@ class Samples:
         self.rows.append((step, used))
         if len(self.rows) < self.size:
             return False
-        self.means.append(np.mean(self.rows, 0))
+        self.means.append(mean(self.rows))
         self.rows = []
         if len(self.means) == MOST:
             # to drop every second one would make a trend of a period close to two rows
-            self.means = [*np.reshape(self.means, (-1, 2, 2)).mean(1)]
+            self.means = [*map(mean, zip(self.means[::2], self.means[1::2], strict=True))]
             self.size *= 2
         return True
 
@@ -162,6 +167,10 @@ class Resources:
             room = self.limits[limit] if limit else 0.0
             if name == "device memory":  # a step needs more than what stays between steps
                 room -= max(0.0, (row.get("memory/peak_gb") or 0.0) - used)
+            values = [value for _, value in samples.means]
+            grown = max(values) - min(values)
+            if len(values) < LEAST or room - values[0] > (HORIZON + 1) * grown:
+                continue  # the usual case
             steps, values = np.array(samples.means).T
             growth = trend(steps, values - values[0], room - values[0])
             last_step = self.cfg.max_steps
@@ -204,8 +213,6 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     it reaches the limit if it does so within HORIZON times as long as it has lasted, and if its
     slowing down, continued as that of 1 - exp(-t), does not end it earlier.
     """
-    if len(values) < LEAST or limit > (HORIZON + 1) * np.ptp(values):
-        return None  # the usual case, without any work
     for start in (3 * len(values) // 4, len(values) // 2, 0):
         x, y = steps[start:], values[start:]
         if len(y) < LEAST:
