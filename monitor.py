@@ -69,7 +69,7 @@ class Monitor:
         peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, ranks.dtype)
         self.peak = peak and peak * ranks.world_size  # FLOP/s of all devices; None: unknown
         self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
-        self.tokens = self.logged_tokens = progress.tokens
+        self.logged_tokens = progress.tokens
         self.padded_tokens = 0  # since the last log, of all ranks
         self.sinks = Sinks(cfg, out_dir, start_step)
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
@@ -143,7 +143,6 @@ class Monitor:
         self.clock.end_step()
         self.last_step, anomalies = step, []
         self.padded_tokens += size.tokens
-        self.tokens += size.real_tokens
         if not self.cfg.log_interval:
             return anomalies
         self.losses.append(loss)
@@ -206,13 +205,14 @@ class Monitor:
     def rates(self, step: int, learning_rate: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
         steps, seconds = step - self.logged_step, self.clock.take_seconds()
-        tokens, real_tokens = self.padded_tokens / steps, (self.tokens - self.logged_tokens) / steps
+        tokens = self.padded_tokens / steps
+        real_tokens = (self.progress.tokens - self.logged_tokens) / steps
         ms = {name: s / steps * 1e3 for name, s in seconds.items()}
         step_ms = sum(ms[name] for name in STEP_PHASES)
         flops = tokens * self.flops_per_token / step_ms * 1e3
         row = {
             "train/learning_rate": learning_rate,
-            "train/tokens": self.tokens,
+            "train/tokens": self.progress.tokens,
             "perf/step_ms": step_ms,
             "perf/tokens_per_second": tokens / step_ms * 1e3,
             "perf/tflops": flops / 1e12,
@@ -228,7 +228,8 @@ class Monitor:
             row["perf/startup_s"] = self.goodput.startup
             seconds |= dict.fromkeys(STEP_PHASES, 0.0)
         self.goodput.add(seconds)
-        self.logged_step, self.logged_tokens, self.padded_tokens = step, self.tokens, 0
+        self.logged_step, self.logged_tokens = step, self.progress.tokens
+        self.padded_tokens = 0
         return row if self.cfg.monitor == "off" else row | self.by_phase(ms)
 
     def readings(self, step: int) -> dict[str, float]:

@@ -84,6 +84,7 @@ def make(out_dir, **changes) -> Monitor:
 
 
 def step(m, step, loss=1.0, grad_norm=1.0, tokens=1000, real_tokens=1000):
+    m.progress.tokens += real_tokens
     m.step(step, 0.1, torch.tensor(loss), torch.tensor(grad_norm),
            Size(tokens, real_tokens, real_tokens))
 

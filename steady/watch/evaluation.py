@@ -96,19 +96,18 @@ def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
                    documents: Tensor | None = None) -> Tensor:
-    """Mean entropy of the output in nats, over about 256 positions: a collapse shows here first.
+    """Mean entropy of the output in nats, over about 128 positions: a collapse shows here first.
 
     counted [B, T]: whether the loss counts a position; tokens and documents as in
     `Transformer.forward`.
     """
-    rows = slice(max(1, 256 // tokens.shape[1]))
+    part = slice(max(1, 128 // tokens.shape[1])), slice(128)
+    tokens, weight = tokens[part], counted[part].float()
     if documents is not None:
-        count = tokens[rows].numel()
-        documents = documents[rows] if documents.ndim > 1 else documents.clamp(max=count)
+        documents = (documents[part] if documents.ndim > 1
+                     else documents.clamp(max=tokens.numel()))
     model.eval()
-    logits = model.predict(tokens[rows], documents)
+    logp = model.predict(tokens, documents).log_softmax(-1)
     model.train()
-    logp = logits.log_softmax(-1)
-    weight = counted[rows].float()
     entropy = -(logp.exp() * logp).sum(-1)
     return (entropy * weight).sum() / weight.sum().clamp(min=1)
