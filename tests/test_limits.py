@@ -73,20 +73,6 @@ def test_a_leak_is_said_early_with_its_rate_its_beginning_and_its_end():
     assert "B/step since about step 1" in str(finding)
 
 
-@pytest.mark.parametrize("value, found", [
-    (lambda s: 1 + 0.001 * s, "each step"),
-    (lambda s: 1 + 0.1 * ((s - 1) // 100), "saves"),
-    (lambda s: 1 + 0.5 * ((s - 1) // 500), "evaluations"),
-    (lambda s: 1 + 0.1 * ((s - 1) // 100) + 0.0002 * s, "each step"),
-])
-def test_growth_at_saves_or_evaluations_is_told_from_that_of_every_step(value, found):
-    """A log comes before what else is due at its step."""
-    resources = resources_of(save_interval=100, eval_interval=500)
-    [finding] = watch(lambda s: value(s) + noise(0.001), resources=resources)
-    assert finding.values["occasion"] == found
-    assert f"nearly all at {found}" in str(finding) or found == "each step"
-
-
 def test_nothing_runs_out_while_the_steps_are_unknown():
     assert not watch(leak, last_step=UNKNOWN)
 

@@ -178,31 +178,14 @@ class Resources:
                 since, per_step, at_step = growth
                 self.reported.add(name)
                 rate = f"{si(1e9 * per_step)}B/step" if unit else f"{per_step:.3g}/step"
-                occasion = occasion_of(steps[steps >= since], values[steps >= since], self.cfg)
                 found.append(Finding(name, since, dict(
                     per_step=per_step, at_step=max(at_step, row["step"]), last_step=last_step,
-                    occasion=occasion, rate=rate + f", nearly all at {occasion},"
-                    * (occasion != "each step"))))
+                    rate=rate)))
         return found
 
     def close(self):
         if self.allocations:  # or what follows, as after a rollback, would be as slow
             tracemalloc.stop()
-
-
-def occasion_of(steps: np.ndarray, used: np.ndarray, cfg) -> str:
-    """The rarest of "saves", "evaluations", "samples" at which nearly all growth comes, or "each
-    step". Samples are taken before what else is due at their step; means of several rows reach half
-    way to the next."""
-    rises, half, found = np.diff(used), np.diff(steps) / 2, {}
-    for name, every in dict(saves=cfg.save_interval, evaluations=cfg.eval_interval,
-                            samples=cfg.sample_interval).items():
-        if every:
-            came = (steps[1:] + half - 1) // every > (steps[:-1] - half - 1) // every
-            if 2 <= came.sum() <= len(came) / 2 and rises[came].sum() > 0.9 * rises.sum():
-                found[name] = every
-    rarest = max(found.values(), default=0)
-    return " or ".join(name for name, every in found.items() if every == rarest) or "each step"
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
