@@ -18,10 +18,9 @@ from array import array
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from steady.checkpoints.sealed import atomic_write
-from steady.watch.report import report
+from steady.watch.report import read_config, report
 from steady.watch.sinks import STEP_PHASES
 from steady.watch.slowdowns import worth_saying
 from steady.watch.words import describe_anomaly, describe_event
@@ -67,7 +66,7 @@ class Charts:
             events=events_of(found, self.starts),
             lines={name: thin(*column, points) for name, column in self.columns.items()},
             samples=self.samples[-MOST_SAMPLES:],
-            config=read_config(Path(found["run"]) / "config.yaml"),
+            config=read_config(Path(found["run"])),
         )
 
 
@@ -96,15 +95,6 @@ def events_of(found: dict, starts: list[int]) -> list[dict]:
     out += [dict(kind="restart", step=step - 1, text="continued from here, or rolled back to here")
             for step in starts[1:]]
     return sorted(out, key=lambda event: event["step"])
-
-
-def read_config(path: Path) -> dict[str, str]:
-    """The options of a config.yaml as text; none where it cannot be read."""
-    try:
-        values = yaml.safe_load(path.read_text("utf-8", errors="replace")) or {}
-    except (OSError, yaml.YAMLError):
-        return {}
-    return {name: str(value) for name, value in values.items()}
 
 
 # --- the page --------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
 
-import contextlib
-import re
 from array import array
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from steady.checkpoints.checkpoint import best_checkpoint, list_checkpoints
 from steady.watch.clock import KINDS, seconds_so_far
@@ -32,7 +31,9 @@ def report(run_dir: Path, also=None) -> dict:
 
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
-    learning, detector = Learning(vocab_size(run_dir)), SlowdownDetector()
+    size = read_config(run_dir).get("vocab_size", "")
+    learning = Learning(int(size) if size.isdecimal() and len(size) < 10 else None)
+    detector = SlowdownDetector()
     figures, so_far = {}, {}
     # of the rows no more is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
@@ -88,13 +89,13 @@ def report(run_dir: Path, also=None) -> dict:
     return out | {"verdict": verdict(out)}
 
 
-def vocab_size(run_dir: Path) -> int | None:
-    """Of config.yaml, if it is there."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^vocab_size: (\d{1,9})$",
-                          (run_dir / "config.yaml").read_text("utf-8", errors="replace"), re.M)
-        return int(found[1]) if found else None
-    return None
+def read_config(run_dir: Path) -> dict[str, str]:
+    """The options of config.yaml as text; none where it cannot be read."""
+    try:
+        text = (run_dir / "config.yaml").read_text("utf-8", errors="replace")
+        return {name: str(value) for name, value in (yaml.safe_load(text) or {}).items()}
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError):
+        return {}
 
 
 def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
