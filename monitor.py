@@ -153,7 +153,8 @@ class Monitor:
             row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
             row |= self.rates(step, learning_rate)  # that wait is part of the step
             previous = self.phase("logging")
-            self.write_row(step, row | self.readings(step))
+            if self.out_dir:
+                self.write_row(step, row | self.readings(step))
             self.phase(previous)
         if self.tracer and self.tracer.busy:
             self.tracer.step(step)
@@ -262,8 +263,6 @@ class Monitor:
     def write_row(self, step: int, row: dict[str, float]):
         """To the screen and the files, with a warning where steps have become slower."""
         self.write(step, row)
-        if not self.out_dir:
-            return
         print(self.line(step, row), flush=True)
         row = row | {"step": step}
         if finding := self.learning.add(row):

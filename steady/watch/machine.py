@@ -136,8 +136,8 @@ def counters() -> dict[str, float]:
     for folder in proc.cgroup_folders("cpu"):
         words = proc.read(f"{folder}/cpu.stat").split()
         for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
-            if name in words and "throttled_ms" not in out:
-                out["throttled_ms"] = int(words[words.index(name) + 1]) * in_ms
+            if name in words:
+                return out | {"throttled_ms": int(words[words.index(name) + 1]) * in_ms}
     return out
 
 

@@ -124,13 +124,12 @@ class Resources:
         self.cfg, self.run_dir, self.device = cfg, run_dir, device
         self.settled_step = (cfg.keep_checkpoints + 2) * cfg.save_interval
         self.limits, self.samples, self.reported = {}, {}, set()
-        self.limits_read, self.allocations = False, None
+        self.allocations = None
 
     def read(self) -> dict[str, float]:
         """Columns of a row: what is used and what is left."""
         found = read_resources(self.device, self.run_dir)
-        if not self.limits_read:  # now that the loader's processes run
-            self.limits_read = True
+        if not self.limits:  # now that the loader's processes run
             found |= limits(found, self.device)
         return found
 
