@@ -13,12 +13,13 @@ import sys
 import time
 import tracemalloc
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, environment
-from tokenizers import processors
-from transformers import AutoTokenizer, ByT5Tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import data
 from steady.options import ConfigError
@@ -141,6 +142,38 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
         (tmp_path / "b.txt").write_text(line)
         made(tmp_path / "b.txt", "--tokenizer", tokenizer)
         assert read(tmp_path / "o")[0][0][:-1] == alone(line)["input_ids"]
+
+
+def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path):
+    """For patterns as GPT-2's and o200k's, and where a text begins with a space of its own."""
+    pieces = ["if (a)\n", "    return x;\n", "x = y;\n", "//note\n", "\u3000\u3000猫が。\n",
+              "a  b ", "\n\n", "\t", "don't ", "_", "12 ", " \n", "word\n", "é ", "{ "]
+    text = "".join(np.random.default_rng(0).choice(pieces, 20_000))
+    o200k = (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
+             r"\s+(?!\S)|\s+")
+    for splits in (
+        [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        [pre_tokenizers.Split(Regex(o200k), "isolated"),
+         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)],
+        [pre_tokenizers.ByteLevel(add_prefix_space=True)],
+    ):
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        bpe.train_from_iterator([text], trainers.BpeTrainer(
+            vocab_size=600, special_tokens=["<|end|>"], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>").save_pretrained(tmp_path)
+        encoder, given = Encoder(tmp_path, prepare.Options()), []
+
+        def spy(texts, bpe=bpe, given=given, **options):
+            given += map(len, texts)
+            return bpe.encode_batch_fast(texts, **options)
+
+        encoder.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(
+            encode=bpe.encode, encode_batch_fast=spy))
+        [found] = encoder.tokenize((text,), False, True)
+        assert found.tolist() == bpe.encode(text).ids
+        assert encoder.adds_space or len(given) > 10 and max(given) < 9000
 
 
 def test_which_split_a_text_is_for(tmp_path, made):

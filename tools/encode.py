@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from steady.tokens.tokenizers import load_tokenizer
 from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
+
+# For the library, which takes 200 times the size of a text, and is slower where that leaves the
+# cache. Cut after a line or before a space, where no tokenizer in use has a token across.
+IN_PIECES = re.compile(r".{2048,8192}?\S\n(?=[^\s/])|.{2048,}?\S(?= \S)|.+", re.DOTALL)
 
 
 class Document(NamedTuple):
@@ -44,16 +49,15 @@ class Encoder:
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             start = self.tokenizer.bos_token_id
-            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith("▁")
+            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith(("▁", "Ġ"))
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix.append(start)  # a tokenizer that begins every text with it, as Llama's
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
         """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
         documents, counts = self.documents(chunk)
-        splits = {document.split for document in documents}
         return {split: self.encode([d for d in documents if d.split == split], chunk)
-                for split in splits}, counts
+                for split in {document.split for document in documents}}, counts
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
         """The documents of a chunk; counts for the summary.
@@ -98,20 +102,18 @@ class Encoder:
         texts = [record[key] for key in keys]
         if None in texts:
             raise ValueError(f"`{keys[texts.index(None)]}` is null")
-        is_text = keys == (self.options.text_field,)
-        is_pair = keys[0] == "prompt" and not isinstance(texts[0], list)
-        if is_text:
+        is_chat = False
+        if keys == (self.options.text_field,):
             documents = [[(*texts, True)]]
-        elif is_pair:
+        elif keys[0] == "prompt" and not isinstance(texts[0], list):
             used, documents = keys, [[*zip(texts, (False, True), strict=True)]]
         else:
-            documents = chat_documents(self.tokenizer, record, keys)
+            is_chat, documents = True, chat_documents(self.tokenizer, record, keys)
         for parts in documents:
             for text, _ in parts:
                 if not isinstance(text, str):
                     raise ValueError(f"expected text, found {type(text).__name__}")
-        documents = [[part for part in parts if part[0]] for parts in documents]
-        return documents, used, not (is_text or is_pair)
+        return [[part for part in parts if part[0]] for parts in documents], used, is_chat
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
@@ -143,16 +145,20 @@ class Encoder:
         """
         if self.tokenizer is None:
             return [to_array(np.frombuffer(text.encode(), np.uint8)) for text in texts]
-        backend = self.tokenizer.backend_tokenizer
         if not (is_chat or self.adds_space):
-            found = backend.encode_batch_fast([*texts], add_special_tokens=False)
-            return [array("I", encoding.ids) for encoding in found]
+            return [self.ids(text) for text in texts]
         texts = ["" if begins else "\n", *texts]
-        encoding = backend.encode("".join(texts), add_special_tokens=False)
+        encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
         part = ends.searchsorted(starts, "right")
         return [to_array(ids[part == k]) for k in range(1, len(texts))]
+
+    def ids(self, text: str) -> array:
+        found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
+        for piece in IN_PIECES.findall(text):
+            found += encode([piece], add_special_tokens=False)[0].ids
+        return array("I", found)
 
 
 def to_array(ids: np.ndarray) -> array:

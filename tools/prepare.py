@@ -39,7 +39,7 @@ from steady.tokens.tokenizers import (
     require_ours,
 )
 from steady.watch.proc import usable_cores
-from tools.encode import Encoder, pieces_of
+from tools.encode import IN_PIECES, Encoder
 from tools.read import Chunk, find_inputs, read_chunks, read_file
 
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
@@ -259,9 +259,8 @@ def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[P
         # not by its name: transformers would retry the hub for a minute, with warnings
         load_tokenizer(str(fetch_files(options.tokenizer, weights=False))).save_pretrained(folder)
         about = folder / "tokenizer_config.json"
-        settings = json.loads(about.read_text("utf-8"))
-        for name in ("is_local", "local_files_only"):  # where it was loaded from is no part of it
-            settings.pop(name, None)
+        settings = {name: value for name, value in json.loads(about.read_text("utf-8")).items()
+                    if name not in ("is_local", "local_files_only")}  # where it was loaded from
         about.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         name = Path(options.tokenizer).name
     (folder / MADE).touch()
@@ -284,12 +283,11 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
 
     def texts():
         with progress(desc="read to train the tokenizer") as bar:
-            chunks = read_chunks(files, options, Counter())
-            for chunk in itertools.islice(chunks, 0, None, every):
+            for chunk in itertools.islice(read_chunks(files, options, Counter()), 0, None, every):
                 for document in reader.documents(chunk)[0]:
-                    for parts, _, _ in pieces_of(document, chunk):
-                        bar.update(sum(len(text) for text, _ in parts))
-                        yield [text for text, _ in parts]
+                    for text, _ in document.parts:
+                        bar.update(len(text))
+                        yield IN_PIECES.findall(text)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)

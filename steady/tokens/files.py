@@ -260,10 +260,8 @@ class TokenWriter:
         could wrap in the file's type.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.meta["vocab_size"]:
-            raise ConfigError(
-                f"{self.path}: token ids from {ids.min()} to {ids.max()}; expected ids below "
-                f"{self.meta['vocab_size']}"
-            )
+            raise ConfigError(f"{self.path}: token ids from {ids.min()} to {ids.max()}; "
+                              f"expected ids below {self.meta['vocab_size']}")
         raw = ids.astype(self.dtype).tobytes()
         self.file.write(raw)
         self.sha.update(raw)
@@ -280,9 +278,8 @@ class TokenWriter:
 
     def close(self):
         """Write the sidecar; leave no file where there are no tokens."""
-        for file in (self.file, self.docs, self.mask):
-            if file:
-                file.close()
+        for file in filter(None, (self.file, self.docs, self.mask)):
+            file.close()
         if not self.tokens:
             os.remove(self.path)
             os.remove(f"{self.path}.docs")

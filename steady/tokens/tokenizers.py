@@ -43,9 +43,8 @@ def byte_level_bpe(model, split_words: bool = True):
     bpe = Tokenizer(model)
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>",
+                                   clean_up_tokenization_spaces=False)
 
 
 def byte_tokenizer():
