@@ -27,6 +27,7 @@ from steady.options import due
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import Ranks, gather, on_device, scalar
 from steady.tokens.files import IGNORE
+from steady.watch.advice import compile_saving
 from steady.watch.clock import Clock, Goodput
 from steady.watch.evaluation import Update, output_entropy
 from steady.watch.learning import AnomalyDetector, Learning
@@ -87,7 +88,7 @@ class Monitor:
         self.clock = Clock(device, cfg.monitor != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
         self.machine, self.disturbed = Machine(device, start_step), False
-        self.sampler = self.tracer = None
+        self.sampler, self.tracer, self.advised = None, None, False
         if out_dir and cfg.monitor != "off":
             self.sampler, self.tracer = Sampler(self.clock), Tracer(self, out_dir)
 
@@ -276,6 +277,17 @@ class Monitor:
         for text in self.resources.warnings(row):
             self.warn(step, text)
             self.write(step, {"runs_out": text})  # for the report
+        if not self.advised and "perf/startup_s" not in row:
+            self.advised, steps = True, self.cfg.max_steps - step
+            left = steps * row["perf/step_ms"] / 1e3
+            self.phase("logging")
+            logging = self.clock.seconds["logging"]  # which the wait is no part of
+            if saved := compile_saving(self.cfg, self.ranks, steps, left):
+                print(f"step {step}: --compile would save about {saved / 60:.0f} minutes of "
+                      f"{duration(left)}", flush=True)
+            self.phase("logging")
+            self.goodput.add_startup(self.clock.seconds["logging"] - logging)
+            self.clock.seconds["logging"] = logging
 
     def report(self, anomaly, found: dict):
         """A row and a warning of an anomaly; found: what faults.autopsy returned."""

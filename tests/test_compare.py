@@ -189,7 +189,7 @@ def test_what_cannot_be_compared_is_refused(call, pretended):
 
 def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
     """A real process; results of runs that have ended are kept."""
-    arm = " ".join([*TINY, "--data", str(corpus)])
+    arm = " ".join([*TINY, "--data", str(corpus), "--no_compile"])
     process = subprocess.Popen(
         [sys.executable, ROOT / "monitor.py", "compare", arm, f"{arm} --max_steps=9999999"],
         cwd=tmp_path, env=environment())

@@ -49,7 +49,7 @@ from steady.watch import sinks as telemetry
 from tools import generate as generation
 from tools import prepare
 
-FLAGS = [*TINY, "--eval_interval", "0", "--no_tensorboard"]
+FLAGS = [*TINY, "--eval_interval", "0", "--no_tensorboard", "--no_compile"]
 
 
 def final(run_dir: Path) -> dict:
