@@ -178,20 +178,14 @@ def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, 
     assert memory.usual_micro_batch(cfg, gigabytes * 10**9) == sequences
 
 
-@pytest.mark.parametrize("model", ["gpt2-124m", "350m"])
-def test_larger_micro_batches_take_less_than_half_of_the_memory(model):
-    cfg = parsed("--model", model, "--vocab_size", "50257")
+def test_larger_micro_batches_take_less_than_half_of_the_memory():
+    cfg = parsed("--model", "gpt2-124m", "--vocab_size", "50257")
     size = memory.usual_micro_batch(cfg, 141 * 10**9)
     need, _ = estimate.simulate(cfg, torch.bfloat16, size, 1, train.make_optimizers)
     assert sum(need.values()) < 141e9 / 2
     one, other = config.Config(), config.Config()
     one.data.append("more")
     assert other.data == ["stdlib"]
-
-
-def test_batch_that_does_not_divide_over_the_processes_names_the_nearest():
-    with pytest.raises(ConfigError, match="8 processes.*8 or 16"):
-        memory.micro_batch_size(parsed("--batch_size", "12"), 8)
 
 
 @pytest.mark.parametrize("flags, world_size, expected", [
