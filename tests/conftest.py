@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer's first step imports it: a second in every fork
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -45,9 +44,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # or what a run prints would depend on what else the machine does
 whole_crowded, screen.crowded = screen.crowded, lambda: ""
 
-# A sample of 400 tokens takes longer than a run of 12 steps.
+# One of 40 tokens takes a seventh of a run of 12 steps, and a third where weights are gathered.
 whole_sample = train.sample
-train.sample = partial(whole_sample, max_new_tokens=40)
+train.sample = partial(whole_sample, max_new_tokens=4)
 
 if "STEADY_TEST_BF16" in os.environ:  # 0 or 1: as on a CPU without, or with, bf16 instructions
     multiplies_bf16 = os.environ["STEADY_TEST_BF16"] == "1"
@@ -57,7 +56,7 @@ if "STEADY_TEST_BF16" in os.environ:  # 0 or 1: as on a CPU without, or with, bf
 # CPUs and fp32 on others; a test of another precision adds its own, and the last one wins.
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "1", "--d_model", "32", "--d_ff", "64",
         "--seq_len", "32", "--batch_size", "8", "--max_steps", "12", "--warmup_steps", "2",
-        "--eval_steps", "2", "--log_interval", "4", "--precision", "fp32"]
+        "--eval_steps", "2", "--log_interval", "4", "--precision", "fp32", "--no_tensorboard"]
 
 
 def tiny_config(**changes) -> config.Config:
@@ -73,6 +72,12 @@ def pytest_xdist_auto_num_workers(config) -> int:
 
 def pytest_unconfigure(config):
     gc.unfreeze()  # what is frozen is never freed, and Triton's modules print that at the end
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler():
+    """Which an optimizer's first step imports: here once, and not in every fork."""
+    import torch._dynamo  # noqa: F401
 
 
 @pytest.fixture
@@ -103,16 +108,16 @@ def corpus(tmp_path_factory) -> Path:
 def run(corpus, tmp_path, monkeypatch):
     """run(*flags) → what the program printed, run in tmp_path with TINY and the corpus.
 
-    bare: without either. expect: the exit code. ranks: processes. All of them do what
-    `python train.py` does, but in this process or a fork of it, which saves the seconds that
-    importing torch takes.
+    bare: without either. expect: the exit code. ranks: processes; hook(rank) is called in each of
+    them first. All of them do what `python train.py` does, but in this process or a fork of it,
+    which saves the seconds that importing torch takes.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags, bare=False, ranks=1, expect=0):
+    def run(*flags, bare=False, ranks=1, expect=0, hook=None):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
-        if ranks > 1:
-            group = processes(tmp_path, ranks, flags)
+        if ranks > 1 or hook:
+            group = processes(tmp_path, ranks, flags, hook)
             codes = [process.code(120) for process in group]
             printed = "".join(process.text() for process in group)
             for process in group:
@@ -153,7 +158,7 @@ def tidy():
     Not unfrozen each time, or every run would traverse all that its predecessors imported.
     """
     gc.enable()
-    if next(runs_made) % 20 == 0:
+    if next(runs_made) % 100 == 0:  # 1.4 MB each
         gc.unfreeze()
         gc.collect()
         gc.freeze()
@@ -216,6 +221,13 @@ def rows(run_dir: Path) -> list[dict]:
 
 def column(run_dir: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows(run_dir) if name in row}
+
+
+def events_of(folder: Path):
+    """What TensorBoard reads there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 def until(holds, seconds=60) -> bool:

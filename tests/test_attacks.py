@@ -138,11 +138,9 @@ def test_an_evaluation_that_failed_is_made_up_for(run, tmp_path, monkeypatch):
     (checkpoint, "link", 9),  # killed before step 8 becomes the best
     (writer, "write_checkpoint", 0),  # the save of step 8 fails
 ])
-def test_best_agrees_with_best_loss_after_a_restart(run, corpus, tmp_path, module, name, code):
+def test_best_agrees_with_best_loss_after_a_restart(run, tmp_path, module, name, code):
     """The loss falls at each evaluation: the newest is the best."""
-    flags = ["--eval_interval", 4, "--save_interval", 6, "--learning_rate", "0.02"]
-
-    def hook():
+    def hook(rank):
         plain = getattr(module, name)
 
         def call(path, other):
@@ -154,8 +152,8 @@ def test_best_agrees_with_best_loss_after_a_restart(run, corpus, tmp_path, modul
 
         setattr(module, name, call)
 
-    process = Process(tmp_path, [*TINY, "--data", corpus, *flags, "--out_dir", "r"], hook)
-    assert process.code() == code, process.text()
+    run("--eval_interval", 4, "--save_interval", 6, "--learning_rate", 0.02, "--out_dir", "r",
+        hook=hook, expect=code)
     if code:
         assert best(tmp_path / "r")[1] == 4  # the file is older than what step 8 says
         run("--auto-resume", "--out_dir", "r", "--max_steps", 8, "--warmup_steps", 2, bare=True)
@@ -180,11 +178,10 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
 # --- state that decides the trajectory ---
 
 
-def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(corpus, tmp_path):
+def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(run, tmp_path):
     """Samples 64 to 159 are poison: from step 9 on. Killed after step 14, between two logs."""
-    flags = [*TINY, "--max_steps", 24, "--save_interval", 2, "--log_interval", 8,
-             "--max_nonfinite", 6, "--on_nonfinite", "rollback", "--eval_interval", 0,
-             "--keep_checkpoints", 20, "--data", corpus, "--auto-resume"]
+    flags = ["--max_steps", 24, "--save_interval", 2, "--log_interval", 8, "--max_nonfinite", 6,
+             "--on_nonfinite", "rollback", "--eval_interval", 0, "--keep_checkpoints", 20]
 
     def hook(kill: bool):
         plain_save = train.save_checkpoint
@@ -201,8 +198,8 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(corpus, tmp_path
     ends = []
     for name, codes in (("whole", [0]), ("killed", [9, 0])):
         for code in codes:
-            process = Process(tmp_path, [*flags, "--out_dir", name], lambda c=code: hook(c == 9))
-            assert process.code() == code, process.text()
+            run(*flags, "--auto_resume", "--out_dir", name, hook=lambda rank, c=code: hook(c == 9),
+                expect=code)
         newest = list_checkpoints(tmp_path / name / "checkpoints")[-1]
         state = torch.load(newest, weights_only=True)
         ends.append({key: state[key] for key in ("step", "position", "rollbacks", "model")})
@@ -261,7 +258,7 @@ def test_a_run_directory_that_goes_away_is_said_to_be_gone(run, tmp_path, monkey
             run.dir.writer.wait()
             Path("r").rename("elsewhere")
 
-    flags = ["--out_dir", "r", "--save_interval", 2, "--eval_interval", 0, "--no_tensorboard"]
+    flags = ["--out_dir", "r", "--save_interval", 2, "--eval_interval", 0]
     with monkeypatch.context() as patch:
         after_updates(take_away, patch.setattr)
         printed = run(*flags, expect=1)

@@ -133,7 +133,7 @@ def test_same_arms_differ_by_nothing(call, in_process):
 
 def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     slow = tmp_path / "slow.yaml"
-    lines = [f"{name[2:]}: {value}" for name, value in zip(TINY[::2], TINY[1::2], strict=True)]
+    lines = [f"{name[2:]}: {value}" for name, value in zip(TINY[::2], TINY[1::2], strict=False)]
     slow.write_text("\n".join([*lines, "learning_rate: 1e-5", f"data: ['{corpus}']", "ema: 0.5"]))
     printed = call("", str(slow), "--steps", "8", expect=3).out
     assert printed.splitlines()[-1].startswith("verdict A is better by")

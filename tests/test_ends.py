@@ -77,7 +77,7 @@ def test_averages_follow_the_weights_and_are_evaluated_and_resumed(run, tmp_path
     assert_same_end(tmp_path / "r", tmp_path / "s", 12)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
 def test_averages_on_two_ranks_are_those_of_one(run, tmp_path, way):
     flags = ["--ema", 0.9, "--eval_interval", 6, "--optimizer", "adamw", "--save_interval", 6]
     run(*flags, "--out_dir", "one")
@@ -219,12 +219,6 @@ def test_the_end_of_another_job_is_no_deadline(run, corpus, clock, monkeypatch, 
     assert f"step 4: {4 + int((42 * 0.98 - 2) / 2)} steps fit into" in told
 
 
-def test_two_ranks_set_the_same_steps(run, corpus, tmp_path, clock):
-    flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 0.5, "--eval_interval", 0]
-    run(*flags, "--out_dir", "r", bare=True, ranks=2)
-    assert max(column(tmp_path / "r", "train/loss")) == 4 + int((12 * 0.98 - 2) / 2)
-
-
 @pytest.mark.parametrize("flags", [("--max_steps", 5), ("--epochs", 1)])
 def test_a_run_has_one_end(run, corpus, flags):
     told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, *flags, bare=True, expect=2)
@@ -294,12 +288,6 @@ def test_the_last_line_is_json(run, tmp_path):
     assert found["checkpoint"] == "r/checkpoints/step_00000006.pt"
 
 
-def test_json_names_checkpoints_in_parts(run, tmp_path):
-    told = run("--json", "--out_dir", "r", "--parallel", "zero2", ranks=2)
-    found = json.loads(re.findall(r"^{.*}$", told, re.M)[0])
-    assert found["checkpoint"] == "r/checkpoints/step_00000012"
-
-
 def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
     """Exported, generated from, and trained further; tied and bytes, so that all of it is there."""
     run("--ema", 0.9, "--tie_embeddings", "--out_dir", "r")
@@ -320,16 +308,16 @@ def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):
 
 def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus, tmp_path, clock):
     flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0]
-    run(*flags, "--max_minutes", 1, "--out_dir", "r", bare=True)
+    run(*flags, "--max_minutes", 0.5, "--out_dir", "r", bare=True)
     run("--auto_resume", "--out_dir", "r", bare=True)
-    for name, minutes in (("s", 1), ("t", 0.5)):
+    for name, minutes in (("s", 0.5), ("t", 0.4)):
         clock[0] = 0.0
         told = run("--config", "r/config.yaml", "--max_minutes", minutes, "--out_dir", name,
                    bare=True)
         assert f"steps fit into --max_minutes {minutes:g}" in told
     clock[0] = 0.0
-    told = run("--auto_resume", "--out_dir", "t", "--max_minutes", 2, bare=True)  # goes on
-    assert "steps fit into --max_minutes 2" in told
+    told = run("--auto_resume", "--out_dir", "t", "--max_minutes", 1, bare=True)  # goes on
+    assert "steps fit into --max_minutes 1" in told
     told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
     assert "--max_minutes: not with --verify_resume" in told
 
@@ -337,19 +325,20 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
 def test_steps_that_are_made_again_know_no_clock(run, corpus, tmp_path, clock):
     """In an audit, also from before the step that set their number."""
     flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0, "--save_interval", 1]
-    run(*flags, "--max_minutes", 1, "--keep_checkpoints", 99, "--out_dir", "r", bare=True)
-    last = 4 + int((42 * 0.98 - 2) / 2)
+    run(*flags, "--max_minutes", 0.7, "--keep_checkpoints", 99, "--out_dir", "r", bare=True)
+    last = 4 + int((24 * 0.98 - 2) / 2)
     told = run("--audit", "r", "--segments", 99, bare=True)
     assert f"verified {last - 1} of {last - 1} segments" in told
 
 
 def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
-    run("--out_dir", "r", "--parallel", "zero3", ranks=2)
+    told = run("--out_dir", "r", "--parallel", "zero3", "--json", ranks=2)
+    (line,) = re.findall("^{.*}$", told, re.M)
     told = run("--auto_resume", "--out_dir", "r", "--json", bare=True)
-    found = json.loads(told.splitlines()[-1])
-    assert "nothing to do" in told and found["step"] == 12
-    assert found["checkpoint"] == "r/checkpoints/step_00000012"
-    assert found["best"] == "r/checkpoints/best"
+    assert "nothing to do" in told
+    for found in (json.loads(line), json.loads(told.splitlines()[-1])):
+        assert found["step"] == 12 and found["best"] == "r/checkpoints/best"
+        assert found["checkpoint"] == "r/checkpoints/step_00000012"
     told = run("--out_dir", "s", "--json", "--monitor", "off", "--log_interval", 0)
     assert json.loads(told.splitlines()[-1])["train_loss"] is None
     after_updates(lambda run: Path("t/metrics.jsonl").unlink(missing_ok=True), monkeypatch.setattr)

@@ -19,7 +19,7 @@ from steady.checkpoints.checkpoint import compare
 from steady.tokens import packing
 
 FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval", "15",
-         "--no_tensorboard"]
+         "--sample_interval", "0"]
 
 LION = '''    return [Lion([dict(params=list(trained.values()), lr_scale=0.1)])]
 

@@ -12,7 +12,7 @@ from conftest import ROOT, TINY, in_clone
 from steady.checkpoints.checkpoint import Checkpoint, compare
 
 FLAGS = [*TINY, "--max_steps", 12, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
-         "--max_nonfinite", 2, "--skip_spikes", 6]
+         "--max_nonfinite", 2, "--skip_spikes", 6, "--sample_interval", 0]
 
 
 def poison():

@@ -13,7 +13,7 @@ from conftest import ROOT, TINY, TRAIN, column, wait_for
 from hosts import available, hosts, torchrun
 from test_parallel import assert_equal_runs, newest
 
-FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--save_interval", 4]
+FLAGS = [*TINY, "--log_interval", 1, "--save_interval", 4]
 
 # They make as many steps as the test wants: 10, until the file `lost` is there; then those who are
 # alone 10 more, until torchrun stops them to take another host in.

@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("STEADY_KILLS", 100))
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
 FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
          "--max_nonfinite", 2, "--keep_checkpoints", 2, "--dropout", 0.1, "--auto-resume",
-         "--num_workers", 0, "--no_tensorboard"]
+         "--num_workers", 0]
 KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "nonfinite",
         "spikes", "rollbacks", "model", "optimizers", "scaler")
 

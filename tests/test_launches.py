@@ -29,13 +29,13 @@ from steady.options import ConfigError
 from steady.ranks import hangs
 from steady.watch import screen
 
-FLAGS = [*TINY, "--no_tensorboard", "--log_interval", 1, "--eval_interval", 0]
+FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
 
 # --- restarts --------------------------------------------------------------------------------
 
 
-def dies_in(name: str):
+def dies_in(name: str, rank: int):
     """A hook: the first attempt is killed as it calls this function."""
     torchrun_sets(0)
     module = screen if name == "describe" else rundir
@@ -51,14 +51,13 @@ def dies_in(name: str):
     ["--out_dir", "new"],
     ["--out_dir", "new", "--resume", "old/checkpoints/step_00000004.pt"],
 ])
-def test_a_restart_after_a_kill_at_the_start(run, corpus, tmp_path, moment, flags):
+def test_a_restart_after_a_kill_at_the_start(run, tmp_path, moment, flags):
     """It does what was asked for, as if nothing had happened, and not what an old run asked for."""
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
     shutil.copytree(tmp_path / "old", tmp_path / "runs/001")
-    flags = [*FLAGS, "--data", corpus, "--max_steps", 6, *flags]
-    assert Process(tmp_path, flags, functools.partial(dies_in, moment)).code() == -9
-    again = Process(tmp_path, flags, lambda: torchrun_sets(1), log="again.txt")
-    assert again.code() == 0, again.text()
+    flags = [*FLAGS, "--max_steps", 6, *flags]
+    run(*flags, hook=functools.partial(dies_in, moment), expect=-9)
+    run(*flags, hook=lambda rank: torchrun_sets(1))
     place = sorted((tmp_path / "runs").iterdir())[-1]
     if "--out_dir" in flags:
         place = tmp_path / flags[flags.index("--out_dir") + 1]
@@ -68,20 +67,16 @@ def test_a_restart_after_a_kill_at_the_start(run, corpus, tmp_path, moment, flag
 
 
 @pytest.mark.parametrize("flags", [["--out_dir", "old", "--overwrite"], ["--overwrite"]])
-def test_a_restart_that_torchrun_does_not_count(run, corpus, tmp_path, flags):
+def test_a_restart_that_torchrun_does_not_count(run, flags):
     """As a host comes or goes: --overwrite moves what was there before the launch, once."""
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
-    flags = [*FLAGS, "--data", corpus, *flags, "--max_steps"]
-    for steps in (6, 8):
-        each = Process(tmp_path, [*flags, steps], lambda: torchrun_sets(0), log=f"{steps}.txt")
-        assert each.code() == 0, each.text()
-    assert "at step 6" in each.text()
-    (tmp_path / "8.txt").unlink()
-    other = Process(tmp_path, [*flags, 2], lambda: torchrun_sets(0, "other"), log="8.txt")
-    assert other.code() == 0 and "at step" not in other.text()
+    flags = [*FLAGS, *flags, "--max_steps"]
+    run(*flags, 6, hook=lambda rank: torchrun_sets(0))
+    assert "at step 6" in run(*flags, 8, hook=lambda rank: torchrun_sets(0))
+    assert "at step" not in run(*flags, 2, hook=lambda rank: torchrun_sets(0, "other"))
 
 
-def ends_in_the_first_save():
+def ends_in_the_first_save(rank: int):
     """A hook: the first attempt is killed as it has written a draft."""
     torchrun_sets(0)
     sealed.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
@@ -90,23 +85,22 @@ def ends_in_the_first_save():
 @pytest.mark.parametrize("start, out_dir, restart", [
     ("step_00000004.pt", "new", True), ("link.pt", "new", False), ("best.pt", "old", False)])
 def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(
-        run, corpus, tmp_path, start, out_dir, restart):
+        run, tmp_path, start, out_dir, restart):
     """Also where it is killed before it has saved one of its own."""
     run(*FLAGS, "--max_steps", 4, "--eval_interval", 4, "--out_dir", "old")
     folder = tmp_path / "old/checkpoints"
     (folder / "link.pt").symlink_to(folder / "best.pt")
     if start == "best.pt":
         (folder / "step_00000004.pt").unlink()
-    flags = [*FLAGS, "--data", corpus, "--max_steps", 8, "--save_interval", 3, "--out_dir", out_dir]
+    flags = [*FLAGS, "--max_steps", 8, "--save_interval", 3, "--out_dir", out_dir]
     resume = [*flags, "--resume", folder / start]
-    assert Process(tmp_path, resume, ends_in_the_first_save).code() == -9
+    run(*resume, hook=ends_in_the_first_save, expect=-9)
     if out_dir == "new":
         shutil.rmtree(tmp_path / "old")  # nothing of it is needed
-    again = (Process(tmp_path, resume, lambda: torchrun_sets(1), log="again.txt") if restart else
-             Process(tmp_path, [*flags, "--auto-resume"], log="again.txt"))
-    assert again.code() == 0, again.text()
+    told = (run(*resume, hook=lambda rank: torchrun_sets(1)) if restart else
+            run(*flags, "--auto-resume"))
     assert list(column(tmp_path / out_dir, "train/loss"))[-4:] == [5, 6, 7, 8]
-    assert "at step 4" in again.text()
+    assert "at step 4" in told
 
 
 def torchrun(folder, script, *flags, options) -> subprocess.Popen:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import pickle
 import re
 import time
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import events_of, rows
 
 import monitor
 from config import Config
@@ -95,18 +95,6 @@ def spend(m, clock, **ms):
         m.phase(name)
         clock.advance(value / 1e3)
     m.phase("other")
-
-
-def rows(out_dir):
-    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def events_of(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return events
 
 
 # --- time ---

@@ -50,7 +50,7 @@ def test_a_page_has_what_a_run_did(run, tmp_path):
 
 
 def test_what_a_crash_cost_and_what_differs_between_two_runs(run, tmp_path):
-    flags = "--out_dir", "a/r", "--save_interval", 4, "--log_interval", 1, "--no_tensorboard"
+    flags = "--out_dir", "a/r", "--save_interval", 4, "--log_interval", 1
     run(*flags)
     (tmp_path / "a/r/checkpoints/step_00000012.pt").unlink()
     (tmp_path / "a/r/checkpoints/best.pt").unlink(missing_ok=True)

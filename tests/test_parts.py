@@ -18,7 +18,7 @@ from steady.checkpoints.run_dir import run_id
 from steady.checkpoints.writer import WeightsNotFinite, Writer
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
-         "--no_tensorboard", "--parallel", "zero3"]
+         "--parallel", "zero3"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_all_damage_is_found(copy):
     assert Checkpoint(folder).find_damage() is None
 
 
-def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
+def test_the_next_older_one_is_taken(run, copy):
     """Where a part is damaged or missing."""
     folder = copy / "checkpoints"
     part = files_of(folder / "step_00000006")[1]
@@ -65,10 +65,8 @@ def test_the_next_older_one_is_taken(corpus, copy, tmp_path):
     files_of(folder / "step_00000004")[1].unlink()
     assert latest_valid(folder).name == "step_00000003"
     assert (folder / "step_00000006.corrupt").is_dir()
-    for process in processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r",
-                                           "--auto_resume"]):
-        assert process.code() == 0, process.text()
-    assert "step_00000003 at step 3" in (tmp_path / "log0.txt").read_text()
+    told = run(*FLAGS, "--out_dir", "r", "--auto_resume", ranks=2)
+    assert "step_00000003 at step 3" in told
     assert Checkpoint(folder / "step_00000006").find_damage() is None
 
 
@@ -160,7 +158,7 @@ def test_the_newest_whole_save_of_a_folder_counts(copy):
     assert [path.name for path in files_of(best)] == [path.name for path in files_of(older)]
 
 
-def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
+def test_a_disk_error_of_one_rank_passes(run, tmp_path):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
     def hook(rank):
         plain = writer.write_checkpoint
@@ -168,20 +166,16 @@ def test_a_disk_error_of_one_rank_passes(corpus, tmp_path):
         writer.write_checkpoint = lambda path, state: (
             fails if path.parent.name in bad else plain)(path, state)
 
-    flags = [*FLAGS, "--data", corpus, "--save_interval", 1, "--keep_checkpoints", 9,
-             "--eval_interval", 0, "--out_dir", "r"]
-    group = processes(tmp_path, 2, flags, hook)
-    assert [process.code() for process in group] == [0, 0], group[1].text()
+    told = run(*FLAGS, "--save_interval", 1, "--keep_checkpoints", 9, "--eval_interval", 0,
+               "--out_dir", "r", ranks=2, hook=hook)
     names = sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir())
     assert names == [f"step_0000000{n}" for n in (2, 3, 5, 6)]
-    assert "rank 1: no luck" in group[0].text()
+    assert "rank 1: no luck" in told
 
 
-def test_a_backup_in_parts_can_be_resumed(run, tmp_path, corpus):
+def test_a_backup_in_parts_can_be_resumed(run, tmp_path):
     url = f"file://{tmp_path}/disk2"
-    flags = [*FLAGS, "--data", corpus, "--backup_to", url]
-    for process in processes(tmp_path, 2, [*flags, "--out_dir", "r", "--keep_checkpoints", 1]):
-        assert process.code() == 0, process.text()
+    run(*FLAGS, "--backup_to", url, "--out_dir", "r", "--keep_checkpoints", 1, ranks=2)
     mine = Checkpoint(tmp_path / "r/checkpoints/step_00000006")
     whole = mine.state()
     for part in mine.files():  # as where this step is saved again
@@ -225,10 +219,8 @@ def test_a_file_takes_the_place_of_the_best_parts(copy):
     assert checkpoint.checkpoint_at(folder, 6).name == "step_00000006.pt"  # the newer one
 
 
-def test_resume_is_verified_in_parts(corpus, tmp_path):
-    flags = [*TINY, "--data", corpus, "--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
-    for process in processes(tmp_path, 2, flags):
-        assert process.code() == 0, process.text()
-    assert "verified 1 of 1 segments" in (tmp_path / "log0.txt").read_text()
+def test_resume_is_verified_in_parts(run):
+    flags = ["--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
+    assert "verified 1 of 1 segments" in run(*flags, ranks=2)
 
 

@@ -6,7 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, column, environment, free_port, processes, tiny_config
+from conftest import ROOT, TINY, column, environment, free_port, tiny_config
 from torch import nn
 
 from steady import private
@@ -32,7 +32,7 @@ def test_private_names_of_torch_are_in_one_file():
                 assert not any("._" in f".{name}" for name in names), (path, names)
 
 
-def test_ranks_train_without_what_is_private(corpus, tmp_path):
+def test_ranks_train_without_what_is_private(run, tmp_path):
     """ddp and zero3, with none of its functions for ranks and compilers."""
     def hook(rank):
         ddp, reducer = nn.parallel.DistributedDataParallel, dist.Reducer
@@ -40,26 +40,24 @@ def test_ranks_train_without_what_is_private(corpus, tmp_path):
         del reducer._push_all_rebuilt_params, torch.optim.Optimizer.zero_grad.__wrapped__
         torch.autograd.__dict__.pop("_profiler_enabled", None)
 
-    flags = [*TINY, "--data", corpus, "--max_steps", 3]
     for way in ("ddp", "zero3"):
-        group = processes(tmp_path, 2, [*flags, "--parallel", way, "--out_dir", way], hook)
-        assert [process.code() for process in group] == [0, 0], group[0].text()
-        assert "auto attention" in group[0].text()
+        told = run("--max_steps", 3, "--parallel", way, "--out_dir", way, ranks=2, hook=hook)
+        assert "auto attention" in told
         assert max(column(tmp_path / way, "train/loss")) == 3
 
 
-def test_a_run_that_does_not_compile_does_not_import_the_compiler(corpus, tmp_path):
-    """One process, then two that continue: a third of the time to start."""
+def test_a_run_that_does_not_compile_does_not_import_the_compiler(run, corpus, tmp_path):
+    """Here two processes that continue one's run: a third of the time to start."""
     code = ("import sys; from steady.guard import process; process.begin(); import train\n"
             "code = process.exit_code(train.main, sys.argv[1:])\n"
             "process.leave(code or 10 * ('torch._dynamo' in sys.modules))")
-    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--auto_resume", "--max_steps"]
-    place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    for ranks in (1, 2):
-        command = [sys.executable, "-c", code, *map(str, flags), str(2 * ranks)]
-        started = [subprocess.Popen(command, cwd=tmp_path, env=environment() | place | dict(
-            RANK=str(rank), WORLD_SIZE=str(ranks))) for rank in range(ranks)]
-        assert [process.wait(60) for process in started] == [0] * ranks
+    run("--out_dir", "r", "--max_steps", 2)
+    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--auto_resume", "--max_steps", 4,
+             "--tensorboard"]
+    variables = environment() | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    started = [subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=tmp_path,
+                                env=variables | dict(RANK=rank, WORLD_SIZE="2")) for rank in "01"]
+    assert [process.wait(60) for process in started] == [0, 0]
     assert max(column(tmp_path / "r", "train/loss")) == 4
 
 

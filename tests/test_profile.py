@@ -5,12 +5,11 @@ import json
 import math
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import rows
+from conftest import rows, until
 from test_causes import EVERY, PLANTED, STEP_MS, codes, detect, made
 
 from steady.watch import profile
@@ -82,22 +81,15 @@ def test_which_files_are_named(sampler, file, shown):
 
 
 def test_it_looks_until_it_is_closed(monkeypatch):
-    def wait_until(true):
-        for _ in range(1000):
-            if true():
-                return
-            time.sleep(0.01)
-        raise AssertionError("it did not come")
-
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     before, others = sys.getswitchinterval(), set(threading.enumerate())
     sampler = Sampler(SimpleNamespace(current="data"))
     (thread,) = set(threading.enumerate()) - others
-    wait_until(lambda: sampler.counts.total() > 3)
+    assert until(lambda: sampler.counts.total() > 3)
     assert thread.is_alive() and sys.getswitchinterval() == pytest.approx(profile.SWITCH_SECONDS)
     sampler.close()
     assert sys.getswitchinterval() == before
-    wait_until(lambda: not thread.is_alive())
+    assert until(lambda: not thread.is_alive())
 
 
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401  # by any first optimizer: once here, not in each fork
 import yaml
 from conftest import ROOT, TINY, column, in_clone
 from packaging.requirements import Requirement
@@ -204,7 +203,7 @@ SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?[,.] [iI]n|In) `(\
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
     """The losses of the train.py in `clone`."""
     process = in_clone(clone, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", out,
-                               "--no_tensorboard", "--save_interval", 6, *flags])
+                               "--sample_interval", 0, "--save_interval", 6, *flags])
     assert process.code() == 0, process.text()
     return column(clone / out, "train/loss")
 

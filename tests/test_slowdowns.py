@@ -65,7 +65,7 @@ def provoke(run, tmp_path, monkeypatch):
 
         monkeypatch.setattr(train, "seed_everything", seeded)
         told = run("--max_steps", intervals * clock.interval, "--log_interval", clock.interval,
-                   "--out_dir", "r", "--eval_interval", 0, "--save_interval", 0, "--no_tensorboard",
+                   "--out_dir", "r", "--eval_interval", 0, "--save_interval", 0,
                    "--n_layer", 1, "--seq_len", 16, "--batch_size", 4, *flags, **how)
         return report(tmp_path / "r")["slowdowns"], told
 
@@ -342,7 +342,7 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monke
         with monkeypatch.context() as patch:
             before_each(patch, train.Transformer, "forward",
                         lambda *_, seconds=seconds: clock.advance(seconds))
-            run("--max_steps", 40, "--out_dir", name, "--no_tensorboard")
+            run("--max_steps", 40, "--out_dir", name)
     capsys.readouterr()
     assert main(["a"]) == 0 and "verdict" in capsys.readouterr().out
     assert main(["a", "b", "--fail-on-regression", "50"]) == 3

@@ -14,7 +14,7 @@ from steady.guard import spikes
 
 FLAGS = ["--skip_spikes", 6, "--max_steps", 30, "--save_interval", 0, "--eval_interval", 0,
          "--keep_checkpoints", 30, "--max_nonfinite", 1, "--on_nonfinite", "abort",
-         "--log_interval", 5, "--no_tensorboard"]
+         "--log_interval", 5]
 
 
 def higher_loss(losses):
@@ -87,7 +87,7 @@ def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how,
 
 
 def test_an_ordinary_run_skips_nothing(run, tmp_path):
-    flags = ["--max_steps", 90, "--save_interval", 90, "--eval_interval", 0, "--no_tensorboard"]
+    flags = ["--max_steps", 90, "--save_interval", 90, "--eval_interval", 0]
     run("--out_dir", "on", *flags, "--skip_spikes", 6)
     run("--out_dir", "off", *flags)
     assert set(column(tmp_path / "on", "health/skipped_spikes").values()) == {0}

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from conftest import column
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import column, events_of
 
 from steady.watch import wandb_sink
 
@@ -13,7 +12,7 @@ from steady.watch import wandb_sink
 def test_wandb_gets_the_metrics(run, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run("--out_dir", "r", "--wandb", "--no_tensorboard")
+    run("--out_dir", "r", "--wandb")
     (kept,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in kept.read_bytes()
 
@@ -60,9 +59,9 @@ def test_wandb_gets_each_row_once_and_the_end(run, tmp_path, fake_wandb):
 ])
 def test_what_wandb_does_changes_nothing_else(run, tmp_path, fake_wandb, bodies):
     fake_wandb(**bodies)
-    printed = run("--out_dir", "r", "--wandb", "--max_steps", 16)
+    printed = run("--out_dir", "r", "--wandb", "--tensorboard", "--max_steps", 16)
     assert list(column(tmp_path / "r", "train/loss")) == [1, 4, 8, 12, 16]
-    events = EventAccumulator(str(tmp_path / "r" / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 4, 8, 12, 16]
+    events = events_of(tmp_path / "r/tensorboard").Scalars("train/loss")
+    assert [event.step for event in events] == [1, 4, 8, 12, 16]
     says_why_itself = "raise" in str(bodies)
     assert printed.count("W&B disabled") == (not says_why_itself)

@@ -27,7 +27,7 @@ from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
 from steady.ranks.watchdog import PATIENT, Watchdog
 from steady.watch.report import report
 
-FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--no_tensorboard", "--log_interval", "20",
+FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0", "--no_compile"]
 
 # --- one rank, on a clock that the test drives -----------------------------------------------
