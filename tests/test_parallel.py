@@ -421,12 +421,12 @@ def test_ranks_with_the_same_weights_share_muons_work(run, tmp_path, ranks):
         def hook(rank, least=least):
             plain = muon.Muon.orthogonalize
 
-            def orthogonalize(self, g):
+            def orthogonalize(self, stacks):
                 with open(f"done-{least}", "a") as file:
-                    file.write(f"{len(g)}\n")
-                return plain(self, g)
+                    file.writelines(f"{len(g)}\n" for g in stacks)
+                return plain(self, stacks)
 
-            muon.WORTH_SENDING, muon.Muon.orthogonalize = least, orthogonalize
+            muon.LARGE, muon.Muon.orthogonalize = least, orthogonalize
 
         run(*flags, "--out_dir", f"r{least}", ranks=ranks, hook=hook)
         ends.append(checkpoint_at(tmp_path / f"r{least}/checkpoints", 4).state())

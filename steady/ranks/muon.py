@@ -3,24 +3,25 @@
 Keller Jordan 2024, kellerjordan.github.io/posts/muon; rows normalized as in arXiv:2510.05491.
 """
 
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-WORTH_SENDING = 2**22  # numbers in a stack; smaller ones are done sooner than sent
+LARGE = 2**22  # numbers in a stack; smaller ones are done together, and sooner than sent
 
-# a x + b x³ + c x⁵, one after the other, bring singular values from 0.01 to 1 into 0.69 to 1.27:
+# a x + b x³ + c x⁵, one after the other, bring singular values from 0.02 to 1 into 0.91 to 1.09:
 # the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, since
-# beyond 1, as bf16 rounds, they diverge: of one dominant direction to 18. Four of Muon's first
-# coefficients (3.4445, -4.7750, 2.0315) need a third more products for the same loss.
-POLAR = ((7.9347, -22.2581, 15.8015), (3.5653, -2.5649, 0.4860), (2.6091, -1.8631, 0.4099))
+# beyond 1, as bf16 rounds, they diverge.
+POLAR = ((7.5598, -20.8383, 14.7169), (3.1523, -2.2721, 0.4540), (2.1748, -1.5021, 0.3720))
 
 
 class Muon(torch.optim.Optimizer):
     """Muon with updates of the size of AdamW's, so that both take the same learning rate.
 
-    Matrices of one shape are orthogonalized together, in a dtype that the device multiplies
+    Matrices of one shape are a stack, orthogonalized in a dtype that the device multiplies
     fast, and non-finite gradients are skipped on the device. Then each row is divided by the root
     of a running mean of its squares, so that all rows move alike (NorMuon, arXiv:2510.05491).
 
@@ -56,9 +57,8 @@ class Muon(torch.optim.Optimizer):
 
     def compile(self):
         """Make one pass over memory of each function that is not a product."""
-        sizes = {(len(group["params"]), group["params"][0].shape) for group in self.param_groups}
         limits = torch.compiler.config  # each size is compiled by itself; beyond it all is eager
-        limits.recompile_limit = max(limits.recompile_limit, 2 * len(sizes))
+        limits.recompile_limit = max(limits.recompile_limit, 2 * len(self.param_groups))
         self.average = torch.compile(average, dynamic=False)
         self.apply = torch.compile(apply, dynamic=False)
         self.compiled = True
@@ -67,22 +67,31 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         if not self.stacks:
             self.stacks = [self.stack_state(group["params"]) for group in self.param_groups]
-        for group, (momentum, squares) in zip(self.param_groups, self.stacks, strict=True):
-            params, lr = group["params"], group["lr"]
-            if self.compiled:
-                lr = torch.tensor(lr)  # on the CPU; as a number, each would be compiled anew
-            rows = whole_rows(params[0])
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            direction = self.average(grads, momentum, group["momentum"], self.grad_scale,
-                                     self.found_inf, self.dtype)
+        go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
+        groups = zip(self.param_groups, self.stacks, strict=True)
+        for _, alike in groupby(groups, lambda group: self.batch(*group[1])):
+            batch, directions = list(alike), []
+            for group, (momentum, _) in batch:
+                params = group["params"]
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+                directions.append(self.average(grads, momentum, group["momentum"],
+                                               self.grad_scale, go, self.dtype))
             if self.shards:
-                direction = self.orthogonalize_together(direction, rows)
-            elif self.helpers > 1 and direction.numel() >= WORTH_SENDING:
-                direction = self.orthogonalize_some(direction)
+                directions = [self.orthogonalize_together(directions[0], whole_rows(params[0]))]
+            elif self.helpers > 1 and momentum.numel() >= LARGE:
+                directions = [self.orthogonalize_some(directions[0])]
             else:
-                direction = self.orthogonalize(direction)
-            self.apply(params, direction, squares, group["beta2"], lr, lr * group["weight_decay"],
-                       self.found_inf)
+                directions = self.orthogonalize(directions)
+            for (group, (_, squares)), direction in zip(batch, directions, strict=True):
+                # compiled, a tensor on the CPU: as a number, each would be compiled anew
+                lr = torch.tensor(group["lr"]) if self.compiled else group["lr"]
+                self.apply(group["params"], direction, squares, group["beta2"], lr,
+                           lr * group["weight_decay"], go)
+
+    def batch(self, momentum: Tensor, squares: Tensor) -> int:
+        """The same for groups in a row that are done together: small ones of one smaller side."""
+        alone = self.shards or momentum.numel() >= LARGE
+        return id(momentum) if alone else min(momentum.shape[1:])
 
     def stack_state(self, params: list[Tensor]) -> list[Tensor]:
         """Momenta [n, rows, columns] and means of squares [n, rows, 1] of a group.
@@ -90,8 +99,9 @@ class Muon(torch.optim.Optimizer):
         The state of each matrix is a view of them.
         """
         ranks, stacks = self.shards.size if self.shards else 1, []
-        for name, shape in (("momentum", slice(None)), ("row_squares", slice(1))):
-            first = [self.state[p].get(name, torch.zeros_like(p[:, shape])) for p in params]
+        for name, shape, value in (("momentum", slice(None), 0), ("row_squares", slice(1), 1)):
+            new = value / max(whole_rows(params[0]), params[0].shape[1])
+            first = [self.state[p].get(name, torch.full_like(p[:, shape], new)) for p in params]
             stacks.append(stacked(first, -(-whole_rows(params[0]) // ranks)))
             for p, each in zip(params, stacks[-1], strict=True):
                 self.state[p][name] = each[: len(p)]
@@ -101,17 +111,30 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.stacks = []  # to be made again
 
-    def orthogonalize(self, g: Tensor) -> Tensor:
-        """g [n, rows, columns] → about U V^T of each matrix, where U S V^T is its SVD."""
-        tall = g.shape[1] > g.shape[2]
-        x = g.mT if tall else g
-        x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
-        for a, b, c in self.polynomials:
-            square = x @ x.mT
-            polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
-            polynomial.diagonal(dim1=1, dim2=2).add_(a)
-            x = polynomial @ x
-        return x.mT if tall else x
+    def orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
+        """Matrices X [n, rows, columns] of one smaller side → about U V^T, X = U S V^T by SVD.
+
+        Of X divided by the root of the norm of X X^T (X^T X if tall), no less than the largest
+        singular value. All but the last product are of X X^T alone; X is multiplied by
+        factor I + rest: in bf16 a common diagonal would round what is beside it.
+        """
+        tall = [x.shape[1] > x.shape[2] for x in stacks]
+        gram = torch.cat([x.mT @ x if t else x @ x.mT for x, t in zip(stacks, tall, strict=True)])
+        size = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True) + 1e-14
+        gram = gram / size
+        (a, b, c), *more = self.polynomials
+        p = rest = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor = a
+        for following in more:
+            for _ in range(2):
+                gram = torch.baddbmm(gram, p, gram, beta=a)
+            a, b, c = following
+            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            rest = torch.baddbmm(rest, p, rest, beta=a).add_(p, alpha=factor)
+            factor *= a
+        parts = (x.split([len(stack) for stack in stacks]) for x in (rest, size.rsqrt()))
+        return [torch.baddbmm(x, *((x, r) if t else (r, x)), beta=factor).mul_(scale)
+                for x, t, r, scale in zip(stacks, tall, *parts, strict=True)]
 
     def orthogonalize_some(self, g: Tensor) -> Tensor:
         """As `orthogonalize`; each rank does its part of the n matrices and sends it to all."""
@@ -119,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         mine = g[dist.get_rank() * each :][:each]
         part = g.new_zeros(each, *g.shape[1:])
         if len(mine):
-            part[: len(mine)] = self.orthogonalize(mine)
+            part[: len(mine)] = self.orthogonalize([mine])[0]
         whole = g.new_empty(self.helpers * each, *g.shape[1:])
         dist.all_gather(list(whole.split(each)), part)
         return whole[: len(g)]
@@ -138,7 +161,7 @@ class Muon(torch.optim.Optimizer):
         dist.all_to_all_single(matrices, rows.reshape(-1), received, sent, group=self.shards.group)
         matrices = matrices.view(size, mine, each, columns).transpose(0, 1).flatten(1, 2)
         if mine:
-            whole = self.orthogonalize(matrices[:, :n_rows])
+            whole, = self.orthogonalize([matrices[:, :n_rows]])
             matrices = F.pad(whole, (0, 0, 0, size * each - n_rows))
         matrices = matrices.unflatten(1, (size, each)).transpose(0, 1).reshape(-1)
         out = torch.empty_like(rows)
@@ -158,12 +181,11 @@ def stacked(parts: list[Tensor], rows: int) -> Tensor:
 
 
 def average(grads: list[Tensor], momentum: Tensor, weight: float, divisor: Tensor | None,
-            found_inf: Tensor | None, dtype: torch.dtype) -> Tensor:
+            go: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Updates momentum [n, rows, columns] in place; returns Nesterov's look-ahead in dtype."""
-    grad, go = stacked(grads, momentum.shape[1]), 1.0
-    if found_inf is not None:
-        grad = grad.div_(divisor).nan_to_num_(0.0, 0.0, 0.0)
-        go = 1.0 - found_inf  # 0 skips the step
+    grad = stacked(grads, momentum.shape[1])
+    if divisor is not None:
+        grad = grad.mul_(1 / divisor).nan_to_num_(0.0, 0.0, 0.0)
     momentum.lerp_(grad, (1 - weight) * go)
     return grad.lerp_(momentum, weight).to(dtype)
 
@@ -172,17 +194,14 @@ RMS = 0.2  # of an update, as AdamW's (arXiv:2502.16982, section 2.2)
 
 
 def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float,
-          rate: float | Tensor, decay: float | Tensor, found_inf: Tensor | None):
+          rate: float | Tensor, decay: float | Tensor, go: float | Tensor):
     """Moves params by rate times their part of direction [n, rows, columns], its rows normalized.
 
-    squares [n, rows, 1]: running means of the squares of each row, updated in place; 0 before the
-    first step.
+    squares [n, rows, 1]: running means of the squares of each row, updated in place.
     """
-    go = 1.0 if found_inf is None else 1.0 - found_inf
-    direction = direction.to(params[0].dtype).contiguous()  # so that all ranks add alike
+    direction = direction.to(params[0].dtype)
     mean = torch.linalg.vector_norm(direction, dim=2, keepdim=True).square_() / direction.shape[2]
-    mean = torch.where(squares > 0, torch.lerp(squares, mean, 1 - beta2), mean)
-    squares += (mean - squares) * go
+    squares.lerp_(mean, (1 - beta2) * go)
     torch._foreach_mul_(params, 1 - decay * go)
-    direction *= (mean.sqrt() + 1e-8).reciprocal() * (RMS * rate * go)
+    direction *= (squares + 1e-16).rsqrt_() * (RMS * rate * go)
     torch._foreach_sub_(params, list(direction[:, : len(params[0])].unbind()))
