@@ -180,23 +180,20 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
     parameters: what this rank holds of those of the model, in their order.
     """
-    in_blocks = {id(p) for p in model.blocks.parameters()}
-    names = {name for name, p in model.named_parameters() if p.ndim == 2 and id(p) in in_blocks}
+    in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings.discard(id(model.head.weight))  # where they are tied
+    names, tables = ({name for name, p in model.named_parameters() if id(p) in these}
+                     for these in (in_blocks, embeddings))
     parameters = parameters or dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if name in names],
                      weight_decay=cfg.weight_decay)]
-    others = [dict(params=[p for name, p in trained.items() if name not in names],
-                   weight_decay=0.0)]
+    scale = EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0
+    others = [dict(params=[p for name, p in trained.items() if name not in names | tables]),
+              dict(params=[p for name, p in trained.items() if name in tables], lr_scale=scale)]
     optimizers = []
     if cfg.optimizer == "muon":
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        tables = {name for name, p in model.named_parameters()
-                  if id(p) in tables and p is not model.head.weight}
-        others = [dict(params=[p for name, p in trained.items()
-                               if name not in names and (name in tables) == is_table],
-                       weight_decay=0.0, lr_scale=scale)
-                  for is_table, scale in ((False, 1.0), (True, EMBEDDING_SCALE))]
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         optimizers.append(muon.Muon(matrices, cfg.learning_rate, shards=shards,
                                     dtype=torch.bfloat16 if fast else torch.float32))
@@ -204,7 +201,8 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
         others += matrices
     betas = cfg.beta1, cfg.beta2
     fused = device.type != "mps"  # whose fused kernel ignores the divisor of `update` in torch 2.11
-    optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, fused=fused))
+    optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, fused=fused,
+                                        weight_decay=0.0))
     return optimizers
 
 
