@@ -19,7 +19,7 @@ from steady.options import ConfigError, option
 # rate. The rates of the large sizes are those of the GPT-3 paper (arXiv:2005.14165, table 2.1).
 MODELS = {
     "default": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=128, d_ff=352, qk_norm=True,
-                    tie_embeddings=False, seq_len=64, batch_size=24, learning_rate=1.5e-2),
+                    tie_embeddings=False, seq_len=64, batch_size=32, learning_rate=1.5e-2),
     "gpt2-124m": dict(n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048,
                       tie_embeddings=True, seq_len=1024, batch_size=512, learning_rate=6e-4),
     "350m": dict(n_layer=24, n_head=16, n_kv_head=16, d_model=1024, d_ff=2816,

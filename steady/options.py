@@ -227,10 +227,11 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of the form `name: value`")
     marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
-    gone = [name for name in values if ours and name not in marks]
-    if gone:
+    known = {name for name, mark in marks.items()
+             if mark.get("saved", True) or mark.get("command_line")}  # which is refused below
+    if gone := [name for name in values if ours and name not in known]:
         listed = ", ".join(f"{name} {values.pop(name)}" for name in gone)
-        print(f"warning: {path}: left out, as this version has no such options: {listed}")
+        print(f"warning: {path}: left out, as this version saves no such options: {listed}")
     for name, value in values.items():
         if name not in marks:
             raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")
