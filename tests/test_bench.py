@@ -108,7 +108,8 @@ def test_several_at_once_make_one_table_and_one_file(tmp_path):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("name", [*NAMES, "operations", *(f"gpu --part {n}" for n in gpu.PROGRAMME)])
+@pytest.mark.parametrize("name", [*NAMES, "operations",
+                                  *(f"gpu --part {n}" for n in gpu.PROGRAMME)])
 def test_every_benchmark_runs(name, tmp_path):
     bench(*name.split(), "--quick", "--json", tmp_path / "found.json")
 
