@@ -78,7 +78,7 @@ def test_epochs_stand_in_for_max_steps(tmp_path):
 # tokens a step and learning rate: the large sizes' as in table 2.1 of arXiv:2005.14165, where the
 # sizes nearest are 125M, 350M, 1.3B and 6.7B (whose batches are of 0.5M to 2M tokens)
 @pytest.mark.parametrize("model, tokens, learning_rate, head_dim, kv_heads", [
-    ("default", 1536, 1.5e-2, 32, 2), ("gpt2-124m", 2**19, 6e-4, 64, 12),
+    ("default", 2048, 1.5e-2, 32, 2), ("gpt2-124m", 2**19, 6e-4, 64, 12),
     ("350m", 2**19, 3e-4, 64, 16), ("1b", 2**20, 2e-4, 64, 8), ("7b", 2**21, 1.2e-4, 128, 32),
 ])
 def test_sizes_train_as_published(model, tokens, learning_rate, head_dim, kv_heads):
