@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, environment
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import data
@@ -145,22 +145,27 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
 
 
 def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path):
-    """For patterns as GPT-2's and o200k's, and where a text begins with a space of its own."""
+    """For patterns as GPT-2's, o200k's and BLOOM's, where a text begins with a space of its own,
+    and with a token that takes the white space around it."""
     pieces = ["if (a)\n", "    return x;\n", "x = y;\n", "//note\n", "\u3000\u3000猫が。\n",
-              "a  b ", "\n\n", "\t", "don't ", "_", "12 ", " \n", "word\n", "é ", "{ "]
+              "a  b ", "\n\n", "\t", "don't ", "_", "12 ", " \n", "word\n", "é ", "{ ",
+              ").\n", "(b). (c)", "<|by|>"]
     text = "".join(np.random.default_rng(0).choice(pieces, 20_000))
     o200k = (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
              r"\s+(?!\S)|\s+")
+    bloom = " ?[^(\\s|[.,!?…。，、।۔،])]+"
+    by = AddedToken("<|by|>", lstrip=True, rstrip=True)
     for splits in (
         [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-        [pre_tokenizers.Split(Regex(o200k), "isolated"),
-         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)],
+        *([pre_tokenizers.Split(Regex(pattern), "isolated"),
+           pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+          for pattern in (o200k, bloom)),
         [pre_tokenizers.ByteLevel(add_prefix_space=True)],
     ):
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
         bpe.train_from_iterator([text], trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["<|end|>"], show_progress=False,
+            vocab_size=600, special_tokens=["<|end|>", by], show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>").save_pretrained(tmp_path)
         encoder, given = Encoder(tmp_path, prepare.Options()), []
@@ -171,8 +176,9 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
 
         encoder.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(
             encode=bpe.encode, encode_batch_fast=spy))
-        [found] = encoder.tokenize((text,), False, True)
-        assert found.tolist() == bpe.encode(text).ids
+        for whole in text, text.replace("\n", ""):
+            [found] = encoder.tokenize((whole,), False, True)
+            assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
 
 

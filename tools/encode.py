@@ -21,7 +21,7 @@ from tools.read import Chunk, find_keys
 
 # For the library, which takes 200 times the size of a text, and is slower where that leaves the
 # cache. Cut after a line or before a space, where no tokenizer in use has a token across.
-IN_PIECES = re.compile(r".{2048,8192}?\S\n(?=[^\s/])|.{2048,}?\S(?= \S)|.+", re.DOTALL)
+IN_PIECES = re.compile(r".{2048,8192}?\S\n(?=\w)|.{2048,}?[^\s>](?= \w)|.+", re.DOTALL)
 
 
 class Document(NamedTuple):
