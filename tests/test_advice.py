@@ -36,9 +36,10 @@ def log_often(tmp_path, monkeypatch, program, received=(0, 0), **changes):
 
 def test_a_long_run_learns_once_what_compile_would_save(tmp_path, monkeypatch, capsys):
     found = [0.001, 0.004, 60]  # seconds: without blocks, with two, compiling
-    started, m = log_often(tmp_path, monkeypatch, f"print({found})")
+    started, m = log_often(tmp_path, monkeypatch, f"print({found})", data=["a.bin"] * 20_000)
     (command,) = started
     assert json.loads(command[3])["n_layer"] == 6 and command[4] == "5"
+    assert len(command[3]) < 1 << 17  # what Linux takes
     # 99,996 steps of two micro-batches, each 10 ms shorter
     assert "step 4: --compile would save about 32 minutes of 3h20m\n" in capsys.readouterr().out
     assert not m.slowdowns.events
@@ -59,6 +60,7 @@ def test_others_do_not_measure(tmp_path, monkeypatch, changes):
     ("raise SystemExit(1)", {}),
     ("import time; time.sleep(999)", dict(received=(15, 0))),
     ("import time; time.sleep(999)", dict(hang_seconds=1)),
+    pytest.param("#" * (1 << 20), {}, id="a process that cannot be started"),
 ])
 def test_silent_where_little_is_saved_or_nothing_known(tmp_path, monkeypatch, capsys,
                                                        program, changes):

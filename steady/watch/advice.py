@@ -21,19 +21,21 @@ def compile_saving(cfg, ranks, steps: int, left: float) -> float:
     on_cpu = ranks.device.type == "cpu" and cfg.compile is None and ranks.world_size == 1
     if left < LONG or not on_cpu or cfg.data_mode != "stream" or cfg.lora_rank or cfg.max_minutes:
         return 0.0
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(cfg)), str(ranks.micro_batch)]
+    options = json.dumps(asdict(replace(cfg, data=[], val_data=[])))  # the files may be many
+    command = [sys.executable, "-m", __name__, options, str(ranks.micro_batch)]
     ends = time.monotonic() + min(left / 100, 3 * (cfg.hang_seconds or 300))
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL) as child:
+    with (contextlib.suppress(OSError),  # no memory or no process left to start it
+          subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
+                           stderr=subprocess.DEVNULL) as child):
         while child.poll() is None and time.monotonic() < ends and not any(ranks.stop.received):
             time.sleep(0.1)
         child.kill()
-        if child.wait():  # as where there is no C++ compiler
-            return 0.0
-        head, with_two, compiling = json.loads(child.stdout.readline())
-    whole = head + cfg.n_layer / 2 * (with_two - head)  # of a micro-batch
-    saved = steps * -(-cfg.batch_size // ranks.micro_batch) * whole - compiling
-    return saved if saved > 0.05 * left else 0.0
+        if not child.wait():  # or as where there is no C++ compiler
+            head, with_two, compiling = json.loads(child.stdout.readline())
+            whole = head + cfg.n_layer / 2 * (with_two - head)  # of a micro-batch
+            saved = steps * -(-cfg.batch_size // ranks.micro_batch) * whole - compiling
+            return saved if saved > 0.05 * left else 0.0
+    return 0.0
 
 
 def measure(model_class, cfg, micro_batch: int):
