@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -203,9 +204,9 @@ def read_text(path: Path, raw, file, share: float, large: bool) -> Iterator[Chun
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
     """The document from byte `start`, where `file` is, to `stop`.
 
-    It is cut after a line end with no white space on either side or, where there is none, before
-    such a space. No tokenizer in use has a token that spans such a place, so the tokens of the
-    pieces are those of the document.
+    It is cut after a line end with no white space on either side (nor a mark before it and a slash
+    after it) or, where there is none, before such a space. No tokenizer in use has a token that
+    spans such a place, so the tokens of the pieces are those of the document.
     """
     at, block, searched, more = start, b"", 0, True
     while more:
@@ -227,7 +228,9 @@ def piece_end(block: bytes, searched: int) -> int:
     for end in (b"\n", b" "):
         at = len(block) - 1
         while (at := block.rfind(end, max(1, searched - 1), at)) > 0:
-            if not (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
+            around = block[max(0, at - 4) : at], block[at + 1 : at + 5]
+            before, after = (part.decode(errors="ignore") for part in around)
+            if re.fullmatch(r"[^\W_]\S|\S[^\s/]", before[-1:] + after[:1]):
                 return at + (end == b"\n")
     return 0
 
