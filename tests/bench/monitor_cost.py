@@ -162,6 +162,6 @@ def long_run(off: train.Run, folder: Path, steps: int) -> list[Figure]:
 def main(options) -> list[Figure]:
     with (tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as nowhere,
           contextlib.redirect_stdout(nowhere)):  # a StringIO would keep every line of the log
-        off = make_run(["--vocab_size", "257"])
+        off = make_run(["--vocab_size", "257", "--no_compile"])
         return [*costs(off, Path(name), options.quick),
                 *long_run(off, Path(name), 20_000 if options.quick else 1_000_000)]
