@@ -149,7 +149,7 @@ def main(options) -> list[Figure]:
         if options.nanogpt:
             makers["nanogpt"] = (nanogpt, [*flags, switch], options.nanogpt)
         makers["product"] = (matrix_products, n, device, dtype)
-        found = take_turns(makers, rounds, warm_up=2)
+        found = take_turns(makers, rounds, steps=1 if options.quick else 3, warm_up=2)
         products = per_second(2 * n**3 / 1e9, found.pop("product"))
         rates = {name: per_second(batch * seq_len, seconds) for name, seconds in found.items()}
         ours = rates.pop("steady")
