@@ -183,7 +183,8 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
 
 
 @pytest.mark.parametrize("text, ends", [
-    ("a\nb c", 2), ("a b\n", 1), ("猫\n猫x", 4), ("a;\n//b", 0), ("a\n/b", 2),
+    ("a\nb c", 2), ("a b\n", 1), ("猫\n猫x", 4), ("a;\n//b", 0), ("a\n/b", 0),
+    (")\n.x", 0), ("a> b", 0), ("(a) b", 3),
     ("a\n\u3000\u3000b", 0), ("a\u3000\nb", 0), ("a\n\u00a0 b", 0), ("a\n", 0),
 ])
 def test_a_file_is_cut_where_no_token_has_white_space_or_slashes_across(text, ends):

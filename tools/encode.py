@@ -19,9 +19,8 @@ from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
 
-# For the library, which takes 200 times the size of a text, and is slower where that leaves the
-# cache. Cut after a line or before a space, where no tokenizer in use has a token across.
-IN_PIECES = re.compile(r".{2048,8192}?\S\n(?=\w)|.{2048,}?[^\s>](?= \w)|.+", re.DOTALL)
+# For the library, which takes 200 times the size of a text, and is slower beyond the cache.
+IN_PIECES = re.compile(rf".{{2048,8192}}?{read.LINE}|.{{2048,}}?{read.SPACE}|.+", re.DOTALL)
 
 
 class Document(NamedTuple):

@@ -201,12 +201,15 @@ def read_text(path: Path, raw, file, share: float, large: bool) -> Iterator[Chun
         yield from pieces(path, file, cut, None, "val")
 
 
+# Places that no token of a tokenizer in use spans: after a line end, before a space.
+LINE, SPACE = r"\S\n(?=\w)", r"[^\s>](?= \w)"
+
+
 def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterator[Chunk]:
     """The document from byte `start`, where `file` is, to `stop`.
 
-    It is cut after a line end with no white space on either side (nor a mark before it and a slash
-    after it) or, where there is none, before such a space. No tokenizer in use has a token that
-    spans such a place, so the tokens of the pieces are those of the document.
+    It is cut at the last LINE or, where there is none, the last SPACE, so the tokens of the pieces
+    are those of the document.
     """
     at, block, searched, more = start, b"", 0, True
     while more:
@@ -230,7 +233,7 @@ def piece_end(block: bytes, searched: int) -> int:
         while (at := block.rfind(end, max(1, searched - 1), at)) > 0:
             around = block[max(0, at - 4) : at], block[at + 1 : at + 5]
             before, after = (part.decode(errors="ignore") for part in around)
-            if re.fullmatch(r"[^\W_]\S|\S[^\s/]", before[-1:] + after[:1]):
+            if re.match(LINE if end == b"\n" else SPACE, before[-1:] + end.decode() + after[:1]):
                 return at + (end == b"\n")
     return 0
 
