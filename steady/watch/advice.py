@@ -1,17 +1,12 @@
-"""What --compile would save of a long run on a CPU: a process measures it while training waits."""
+"""What --compile would save of a long run on a CPU, which waits while tools.advice measures it."""
 
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import torch
-
-from steady.models import device as devices
 
 LONG = 2 * 3600.0  # seconds that are left, of which measuring may take 1 %
 
@@ -22,7 +17,7 @@ def compile_saving(cfg, ranks, steps: int, left: float) -> float:
     if left < LONG or not on_cpu or cfg.data_mode != "stream" or cfg.lora_rank or cfg.max_minutes:
         return 0.0
     options = json.dumps(asdict(replace(cfg, data=[], val_data=[])))  # the files may be many
-    command = [sys.executable, "-m", __name__, options, str(ranks.micro_batch)]
+    command = [sys.executable, "-m", "tools.advice", options, str(ranks.micro_batch)]
     ends = time.monotonic() + min(left / 100, 3 * (cfg.hang_seconds or 300))
     with (contextlib.suppress(OSError),  # no memory or no process left to start it
           subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE,
@@ -36,34 +31,3 @@ def compile_saving(cfg, ranks, steps: int, left: float) -> float:
             saved = steps * -(-cfg.batch_size // ranks.micro_batch) * whole - compiling
             return saved if saved > 0.05 * left else 0.0
     return 0.0
-
-
-def measure(model_class, cfg, micro_batch: int):
-    """Print seconds saved without blocks, with two, and those that compiling took."""
-    with contextlib.suppress(OSError):  # if memory runs out, this process ends, not the training
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    devices.configure(replace(cfg, compile=True), torch.device("cpu"))
-    dtype, compiling = devices.pick_dtype(cfg.precision, torch.device("cpu")), 0.0
-    tokens, found = torch.randint(cfg.vocab_size, (micro_batch, cfg.seq_len)), []
-
-    def seconds(forward) -> float:
-        began = time.perf_counter()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            loss = forward(tokens, tokens).sum()
-        loss.backward()
-        return time.perf_counter() - began
-
-    for blocks in 0, 2:
-        model = model_class(replace(cfg, n_layer=blocks))
-        model.compile()
-        compiling += seconds(model)
-        turns = [seconds(model.forward) - seconds(model) for _ in range(8)]
-        found.append(statistics.median(turns[1:]))
-    print(json.dumps([*found, compiling]))
-
-
-if __name__ == "__main__":
-    from config import Config
-    from model import Transformer
-
-    measure(Transformer, Config(**json.loads(sys.argv[1])), int(sys.argv[2]))
