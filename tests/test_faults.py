@@ -672,6 +672,23 @@ def test_the_micro_batch_that_fits_is_found(run, tmp_path, finished, monkeypatch
     assert list(one.values()) == pytest.approx(list(two.values()), rel=1e-4)
 
 
+def test_a_checkpoint_that_is_replaced_as_it_is_read_is_read_as_a_whole(tmp_path, monkeypatch):
+    """torch.load takes what is where from one file, and maps the other."""
+    def from_file(name, *rest):
+        if (tmp_path / "new").exists():
+            (tmp_path / "new").rename(name)
+        return plain(name, *rest)
+
+    plain = torch.UntypedStorage.from_file
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", from_file)
+    weight = torch.arange(8)
+    steps = list(range(500))
+    for name, step in (("c.pt", 1), ("new", steps)):
+        torch.save(dict(format=checkpoint.FORMAT, step=step, weight=weight), tmp_path / name)
+    state, = Checkpoint(tmp_path / "c.pt").states(mmap=True)
+    assert state["step"] == steps and state["weight"].equal(weight)
+
+
 # --- not finite ---
 
 

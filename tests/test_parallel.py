@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -260,6 +261,23 @@ def test_after_a_non_finite_step_all_ranks_do_the_same(run, tmp_path, flags, rol
     expected, found = newest(tmp_path / "ddp"), newest(tmp_path / "zero3")
     assert found["rollbacks"] == expected["rollbacks"] == rollbacks
     assert compare(expected["model"], found["model"])[1] == []
+
+
+def test_a_rollback_replaces_its_checkpoint_once_all_ranks_have_read_it(run, tmp_path):
+    """Each took the weights from where they were in another file, and the ranks' own differed."""
+    def hook(rank):
+        def states(self, **how):
+            before = self.changed_at()
+            time.sleep(0.5 * rank)
+            print("replaced", self.changed_at() != before, flush=True)
+            return plain(self, **how)
+
+        poison(16, 24)
+        plain, Checkpoint.states = Checkpoint.states, states
+
+    told = run(*FLAGS, "--log_interval", 1, "--save_interval", 2, "--max_nonfinite", 1,
+               "--eval_interval", 0, "--on_nonfinite", "rollback", ranks=2, hook=hook)
+    assert re.findall("replaced (.*)", told) == ["False"] * 2
 
 
 def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(corpus, tmp_path):

@@ -91,8 +91,7 @@ class Checkpoint:
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
         """What its files hold: one state, or that of each rank. Raises ConfigError."""
         try:
-            found = [torch.load(file, map_location=device, weights_only=True, mmap=mmap)
-                     for file in self.files()]
+            found = [read(file, map_location=device, mmap=mmap) for file in self.files()]
             version = found[0]["format"]
         except Exception as e:  # zipfile, pickle and torch each have errors of their own
             raise ConfigError(f"{self}: not a checkpoint that can be read "
@@ -146,6 +145,15 @@ class Checkpoint:
     def set_aside(self, why: str = "set-aside"):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
         self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
+
+
+def read(file: Path, **how) -> dict:
+    """torch.load of a file, which opens it twice: again, if it was replaced in between."""
+    while True:
+        before = changed_at(file)
+        state = torch.load(file, weights_only=True, **how)
+        if changed_at(file) == before:
+            return state
 
 
 def changed_at(path: Path) -> int:

@@ -112,6 +112,7 @@ def roll_back(run, error: NotFinite):
     if before == MAX_ROLLBACKS:
         raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None
     load_checkpoint(run, newest)
+    run.ranks.minimum(0)  # all have read the file that rank 0 is about to replace
     progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
     run.guard.nonfinite.zero_()
     if run.ranks.rank == 0:
