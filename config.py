@@ -174,7 +174,7 @@ class Config:
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
-        None, "peak learning rate (default: from --model)", above=0)
+        None, "peak learning rate (default: from --model, falling with a larger d_model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
@@ -297,6 +297,8 @@ def resolve(cfg: Config) -> Config:
     was asked for, so that a run can be continued on another one. Raises ConfigError.
     """
     shape = SHAPE_DEFAULTS | MODELS.get(cfg.model, {})  # of transformers: set by --init_from
+    if cfg.d_model and "d_model" in shape:  # a wider one takes a lower rate (arXiv:2203.03466)
+        shape["learning_rate"] *= min(1.0, shape["d_model"] / cfg.d_model)
     cfg = replace(cfg, **{k: v for k, v in shape.items() if getattr(cfg, k) is None})
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")

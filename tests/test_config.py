@@ -77,6 +77,15 @@ def test_epochs_stand_in_for_max_steps(tmp_path):
 
 # tokens a step and learning rate: the large sizes' as in table 2.1 of arXiv:2005.14165, where the
 # sizes nearest are 125M, 350M, 1.3B and 6.7B (whose batches are of 0.5M to 2M tokens)
+@pytest.mark.parametrize("flags, learning_rate", [
+    ([], 1.5e-2), (["--d_model", "256"], 7.5e-3), (["--d_model", "64"], 1.5e-2),
+    (["--model", "7b", "--d_model", "8192"], 6e-5),
+    (["--d_model", "256", "--learning_rate", "0.1"], 0.1),
+])
+def test_the_wider_a_model_the_lower_its_rate(flags, learning_rate):
+    assert parsed(*flags).learning_rate == learning_rate
+
+
 @pytest.mark.parametrize("model, tokens, learning_rate, head_dim, kv_heads", [
     ("default", 2048, 1.5e-2, 32, 2), ("gpt2-124m", 2**19, 6e-4, 64, 12),
     ("350m", 2**19, 3e-4, 64, 16), ("1b", 2**20, 2e-4, 64, 8), ("7b", 2**21, 1.2e-4, 128, 32),
