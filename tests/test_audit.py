@@ -302,6 +302,17 @@ def test_two_ranks_continue_a_run_of_one(run):
     assert "here; changed" not in told
 
 
+def test_the_run_that_another_continues_may_delete_the_checkpoint(run, copied, monkeypatch):
+    def open_run_dir(run):
+        plain(run)
+        run.dir.resumed_from.delete()
+
+    plain, (*_, newest, _) = train.open_run_dir, list_checkpoints(copied / "checkpoints")
+    reseal(newest, moved)
+    monkeypatch.setattr(train, "open_run_dir", open_run_dir)
+    assert "continues exactly: steps 10 to 10" in run("--resume", newest, "--out_dir", "b")
+
+
 # --- what repeated steps must not change -------------------------------------------------------
 
 

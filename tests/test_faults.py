@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -517,6 +518,28 @@ def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
     assert "stopped at step" in process.text() and "Traceback" not in process.text()
 
 
+@pytest.mark.parametrize("number, asked", [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
+def test_no_signal_is_lost_that_comes_while_the_ranks_vote(number, asked):
+    """At any instruction of `requested`."""
+    def at_instruction(n: int) -> bool:
+        """Whether there is one; then the signal comes before it."""
+        def look(frame, event, arg):
+            frame.f_trace_opcodes = frame.f_code is faults.Stop.requested.__code__
+            if event == "opcode" and next(count) == n:
+                stop.handle(number, None)
+            return look
+
+        stop, count, before = faults.Stop(), itertools.count(), sys.gettrace()
+        sys.settrace(look)
+        found = stop.requested(), stop.save
+        sys.settrace(before)
+        there = next(count) > n
+        assert found[asked] or (stop.requested(), stop.save)[asked] == there, n
+        return there
+
+    assert sum(itertools.takewhile(bool, map(at_instruction, itertools.count()))) > 20
+
+
 def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
     """The first one waits for the save that is under way, here for ever."""
     started, received = tmp_path / "started", tmp_path / "received"
@@ -687,6 +710,34 @@ def test_a_checkpoint_that_is_replaced_as_it_is_read_is_read_as_a_whole(tmp_path
         torch.save(dict(format=checkpoint.FORMAT, step=step, weight=weight), tmp_path / name)
     state, = Checkpoint(tmp_path / "c.pt").states(mmap=True)
     assert state["step"] == steps and state["weight"].equal(weight)
+
+
+@pytest.mark.parametrize("module, name", [(torch, "load"), (checkpoint, "find_corruption")])
+def test_a_folder_is_read_while_the_run_replaces_or_deletes_it(tmp_path, monkeypatch, module, name):
+    """`best` of a sharded run, and an old checkpoint: just before the second of its parts."""
+    def save(path: Path, step: int):
+        path.mkdir()
+        for rank in range(2):
+            state = dict(format=checkpoint.FORMAT, step=step)
+            sealed.write_checkpoint(path / f"rank_{rank}_of_2.{step}.pt", state)
+        return Checkpoint(path)
+
+    def look(file, **how):
+        if "rank_1" in file.name and todo:
+            todo.pop()()
+        return plain(file, **how)
+
+    plain = getattr(module, name)
+    best, new = save(tmp_path / "best", 1), save(tmp_path / "new", 2)
+    monkeypatch.setattr(module, name, look)
+    todo = [lambda: new.link_to(best.path)]
+    if module is torch:
+        assert [state["step"] for state in best.states()] == [2, 2]
+    else:
+        assert best.find_damage() is None
+        todo.append(new.delete)
+        assert "has no files" in new.find_damage()
+    assert not todo
 
 
 # --- not finite ---
@@ -924,9 +975,19 @@ def test_a_download_that_is_killed_leaves_no_run_that_begins_at_0(tmp_path, back
 def test_a_run_that_is_killed_as_it_goes_back_leaves_no_backup_of_later_steps(
         run, tmp_path, backed_up, monkeypatch):
     uploads = backup.Backup(backed_up, 3, tmp_path / "a", run_dir.run_id(tmp_path / "a"))
-    monkeypatch.setattr(uploads, "upload_checkpoint", lambda checkpoint: 1 / 0)
+    monkeypatch.setattr(uploads, "upload_checkpoint", lambda *_: 1 / 0)
     uploads.upload(Checkpoint(tmp_path / "a/checkpoints/step_00000004.pt"))
     assert backup.download(backed_up, tmp_path / "b").step == 4
+
+
+def test_a_checkpoint_that_rotation_deletes_is_uploaded(run, tmp_path, backed_up, monkeypatch):
+    """While the URL is slow to answer what is there."""
+    checkpoint = Checkpoint(tmp_path / "a/checkpoints/step_00000004.pt")
+    uploads = backup.Backup(backed_up, 3, tmp_path / "a", run_dir.run_id(tmp_path / "a"))
+    monkeypatch.setattr(uploads, "run_there", lambda: checkpoint.delete())
+    uploads.upload(checkpoint)
+    assert uploads.uploaded[0] == checkpoint and steps(tmp_path / "disk2")[0] == 4
+    assert steps(tmp_path / "a") == [8] and not list(checkpoint.path.parent.glob("*.backup-*"))
 
 
 def test_of_two_runs_that_begin_with_one_backup_one_has_it(run, tmp_path, capsys):

@@ -35,9 +35,9 @@ def changed(then: dict, now: dict) -> str:
 def check_continuity(run, train):
     """Repeat some steps where the machine has changed, on all ranks, and report; then be where
     the run was. train: of train.py."""
-    start, ranks = run.dir.resumed_from, run.ranks
-    if not start.exists():  # best.pt, which has just become an older one
-        return
+    ranks, source = run.ranks, run.dir.resumed_from
+    # in this run, where all ranks find it: best.pt may have become an older one
+    start = checkpoint_at(run.dir.path / "checkpoints", run.progress.step)
     saved = start.states(mmap=True)[0]
     if "machine" not in saved:  # of an older version
         return
@@ -48,7 +48,7 @@ def check_continuity(run, train):
         comparable = False  # each rank drops other units
     trail = saved["trail"].clone()
     if differences and comparable and len(trail) and ranks.rank == 0:
-        earlier = checkpoint_at(start.path.parent, saved["trail_from"])
+        earlier = checkpoint_at(source.path.parent, saved["trail_from"])
         if earlier and (earlier.find_damage() or
                         earlier.states("meta")[0].get("max_steps") != saved.get("max_steps")):
             earlier = None  # damaged, or --max_minutes has set the schedule since

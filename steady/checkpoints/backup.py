@@ -61,41 +61,44 @@ class Backup:
             self.upload(self.newest)
 
     def upload(self, checkpoint: Checkpoint):
+        held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
         try:
-            mine = id_in((checkpoint.run_dir / "config.yaml").read_bytes())
-            if self.run_there() not in (None, mine):
-                raise ValueError("it holds another run, which began at the same time")
-            self.draft = f"{mine}.draft"
-            self.put(checkpoint.run_dir / "config.yaml", "config.yaml")  # first: whose backup it is
-            for name in remote_checkpoints(self.fs):
-                if Checkpoint(Path(name)).step > checkpoint.step:  # this run has gone back since
-                    self.fs.mv(name, f"{name}.set-aside", recursive=True)
-            if (checkpoint, checkpoint.changed_at()) != self.uploaded:  # may be written again
-                self.upload_checkpoint(checkpoint)
-            for pattern in ("*", "*/*"):
-                for path in checkpoint.run_dir.glob(pattern):
-                    name = path.relative_to(checkpoint.run_dir).as_posix()
-                    if LOGS.fullmatch(name):
-                        self.put(path, name)
-            for old in list(remote_checkpoints(self.fs))[: -self.keep]:
-                self.fs.rm(old, recursive=True)
+            changed = checkpoint.changed_at()
+            try:
+                checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
+                self.upload_run(checkpoint, changed, held)
+            finally:
+                held.delete()
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
 
-    def upload_checkpoint(self, checkpoint: Checkpoint):
-        changed, name = checkpoint.changed_at(), f"checkpoints/{checkpoint.name}"
-        held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
-        try:
-            checkpoint.link_to(held.path)  # or rotation deletes it
-            names = {file: name if file == held.path else f"{name}/{file.name}"
-                     for file in held.files()}
-            for file, its_name in names.items():
-                self.put(file, its_name)
-            for old in set(remote_checkpoints(self.fs).get(name, ())) - set(names.values()):
-                self.fs.rm(old)  # parts of an earlier save of this step
-        finally:
-            held.delete()
-        self.uploaded = checkpoint, changed
+    def upload_run(self, checkpoint: Checkpoint, changed: int, held: Checkpoint):
+        mine = id_in((checkpoint.run_dir / "config.yaml").read_bytes())
+        if self.run_there() not in (None, mine):
+            raise ValueError("it holds another run, which began at the same time")
+        self.draft = f"{mine}.draft"
+        self.put(checkpoint.run_dir / "config.yaml", "config.yaml")  # first: whose backup it is
+        for name in remote_checkpoints(self.fs):
+            if Checkpoint(Path(name)).step > checkpoint.step:  # this run has gone back since
+                self.fs.mv(name, f"{name}.set-aside", recursive=True)
+        if (checkpoint, changed) != self.uploaded:  # may be written again
+            self.upload_checkpoint(held, f"checkpoints/{checkpoint.name}")
+            self.uploaded = checkpoint, changed
+        for pattern in ("*", "*/*"):
+            for path in checkpoint.run_dir.glob(pattern):
+                name = path.relative_to(checkpoint.run_dir).as_posix()
+                if LOGS.fullmatch(name):
+                    self.put(path, name)
+        for old in list(remote_checkpoints(self.fs))[: -self.keep]:
+            self.fs.rm(old, recursive=True)
+
+    def upload_checkpoint(self, held: Checkpoint, name: str):
+        names = {file: name if file == held.path else f"{name}/{file.name}"
+                 for file in held.files()}
+        for file, its_name in names.items():
+            self.put(file, its_name)
+        for old in set(remote_checkpoints(self.fs).get(name, ())) - set(names.values()):
+            self.fs.rm(old)  # parts of an earlier save of this step
 
     def put(self, file: Path, name: str):
         """Upload a file; one of this name is there until the new one is whole."""

@@ -16,6 +16,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,19 +80,19 @@ class Checkpoint:
 
     def find_damage(self) -> str | None:
         """What is wrong with its bytes, all of which are read; or None."""
-        files = self.files()
-        if not files:
+        found = self.read(find_corruption)
+        if not found:
             return "it has no files, or not the parts of all ranks"
-        with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
-            for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
-                if wrong:
-                    return wrong if file == self.path else f"{file.name}: {wrong}"
+        for file, wrong in found.items():
+            if wrong:
+                return wrong if file == self.path else f"{file.name}: {wrong}"
         return None
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
         """What its files hold: one state, or that of each rank. Raises ConfigError."""
         try:
-            found = [read(file, map_location=device, mmap=mmap) for file in self.files()]
+            found = [*self.read(partial(torch.load, map_location=device, weights_only=True,
+                                        mmap=mmap)).values()]
             version = found[0]["format"]
         except Exception as e:  # zipfile, pickle and torch each have errors of their own
             raise ConfigError(f"{self}: not a checkpoint that can be read "
@@ -99,6 +100,23 @@ class Checkpoint:
         if version != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
         return found
+
+    def read(self, how) -> dict:
+        """file → `how(file)` of each of its files, all of one save: again, if a run that goes on
+        has replaced some meanwhile."""
+        while True:
+            files, found, error = self.files(), {}, None
+            before = [changed_at(file) for file in files]
+            try:
+                with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
+                    found = dict(zip(files, pool.map(how, files), strict=True))
+            except Exception as e:
+                error = e
+            now = [changed_at(file) for file in files]
+            if error and now == before and all(now):
+                raise error
+            if not error and {*now} <= {*before, 0}:  # or deleted once they were read
+                return found
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
@@ -145,15 +163,6 @@ class Checkpoint:
     def set_aside(self, why: str = "set-aside"):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
         self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
-
-
-def read(file: Path, **how) -> dict:
-    """torch.load of a file, which opens it twice: again, if it was replaced in between."""
-    while True:
-        before = changed_at(file)
-        state = torch.load(file, weights_only=True, **how)
-        if changed_at(file) == before:
-            return state
 
 
 def changed_at(path: Path) -> int:

@@ -112,10 +112,10 @@ def parameter_names(run, optimizer) -> list[str]:
 
 @torch.no_grad()
 def load_checkpoint(run, checkpoint: Checkpoint):
-    """Restore `run` from a checkpoint that has been verified.
+    """Restore `run` from a checkpoint that has been verified; returns once all ranks have read it.
 
     Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
-    not belong to this run.
+    not belong to this run, or another run has replaced it for some ranks.
     """
     require_shared(checkpoint.path)
     states = checkpoint.states(mmap=True)  # verified just now, so it is in memory
@@ -146,6 +146,9 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     max_steps = progress.max_steps  # as this process has set it, where it goes back
     for name, value in vars(progress).items():
         setattr(progress, name, state.get(name, value))
+    mine = progress.state()
+    if not run.ranks.minimum(int(run.ranks.broadcast(mine) == mine)):
+        raise ConfigError(f"{checkpoint}: was replaced while the ranks read it; start again")
     guard.nonfinite.copy_(state["nonfinite"])
     if guard.spikes:
         guard.spikes.restore(state["spikes"])

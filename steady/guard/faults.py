@@ -55,8 +55,8 @@ class Stop:
 
     def requested(self) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""
-        mine = list(self.received)
-        self.received[1] = 0  # before the vote: a signal that comes meanwhile is for the next one
+        # in one line without a call, so that a signal is either in this vote or in the next one
+        mine, self.received = self.received, [self.received[0], 0]
         agreed = mine
         if self.group:
             agreed = [0, 0]
@@ -112,7 +112,6 @@ def roll_back(run, error: NotFinite):
     if before == MAX_ROLLBACKS:
         raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None
     load_checkpoint(run, newest)
-    run.ranks.minimum(0)  # all have read the file that rank 0 is about to replace
     progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
     run.guard.nonfinite.zero_()
     if run.ranks.rank == 0:
