@@ -84,8 +84,9 @@ def copy_tokenizer(source: Path, target: Path):
            for p in files):
         return  # the same, whoever made it
     delete_tokenizer(target)
-    shutil.copytree(source, target)
-    (target / MADE).touch()
+    target.mkdir(parents=True)
+    (target / MADE).touch()  # first, or one that is killed leaves what is not known to be ours
+    shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def delete_tokenizer(folder: Path):
