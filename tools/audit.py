@@ -28,7 +28,8 @@ from steady.checkpoints.state import machine_of, save_checkpoint
 from steady.checkpoints.writer import NotSaved
 from steady.models.huggingface import KEPT
 from steady.options import ConfigError, fixed_options, write_yaml
-from steady.ranks.ranks import rank_and_world
+from steady.ranks.ranks import from_rank0, meet, rank_and_world
+from steady.ranks.watchdog import patience
 from steady.watch.sinks import read_rows
 from tools.continuity import changed
 
@@ -49,27 +50,23 @@ class Stopped(Exception):
     """By a signal, in the middle of a segment."""
 
 
-class Untold(Exception):
+class Untold(ConfigError):
     """What differs in a segment, or keeps it from being compared, is not the run's fault."""
 
 
 def audit(run_dir: Path, segments: int, train) -> int:
     """Returns the exit code. train: the module train.py."""
     rank, _, world_size, _ = rank_and_world()
-    found = list_checkpoints(run_dir / "checkpoints")
-    pairs = list(zip(found, found[1:], strict=False))
-    if not pairs:
-        raise ConfigError(f"--audit {run_dir}: expected two checkpoints or more, as "
-                          "--keep_checkpoints and --keep_every keep them")
-    draw = random.Random(launch_id() if world_size > 1 else None)
-    chosen = sorted(draw.sample(pairs, min(segments, len(pairs))), key=lambda pair: pair[0].step)
+    store = meet(rank, world_size, patience(0))
+    chosen, of = from_rank0(store, lambda: choose(run_dir, segments))  # the run may be going on
     verified, steps, code = 0, 0, 0
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and nothing is left
     try:
         with scratch_folder("audit") as folder:
             for earlier, later in chosen:
                 try:
-                    text = audit_segment(run_dir, earlier, later, folder / later.name, train)
+                    text = (from_rank0(store, lambda: damage(earlier, later))  # noqa: B023
+                            or audit_segment(run_dir, earlier, later, folder / later.name, train))
                     code = 1 if text else code
                 except Untold as e:
                     text, code = str(e), code or 2
@@ -83,8 +80,30 @@ def audit(run_dir: Path, segments: int, train) -> int:
         signal.signal(signal.SIGTERM, before)
     if rank == 0:
         unlogged = "" if (run_dir / LOG).exists() else f", without losses: there is no {LOG}"
-        print(f"audit   verified {verified} of {len(pairs)} segments, {steps} steps{unlogged}")
+        print(f"audit   verified {verified} of {of} segments, {steps} steps{unlogged}")
     return code
+
+
+def choose(run_dir: Path, segments: int) -> tuple[list, int]:
+    """Some pairs of neighbouring checkpoints, and how many there are."""
+    found = list_checkpoints(run_dir / "checkpoints")
+    pairs = list(zip(found, found[1:], strict=False))
+    if not pairs:
+        raise ConfigError(f"--audit {run_dir}: expected two checkpoints or more, as "
+                          "--keep_checkpoints and --keep_every keep them")
+    chosen = random.sample(pairs, min(segments, len(pairs)))
+    return sorted(chosen, key=lambda pair: pair[0].step), len(pairs)
+
+
+def damage(*pair: Checkpoint) -> str:
+    """What is wrong with the bytes of one of them, or "". Raises Untold."""
+    for checkpoint in pair:
+        wrong = checkpoint.find_damage()
+        if not checkpoint.exists():
+            raise Untold(f"{checkpoint} is gone: the run goes on")
+        if wrong:
+            return f"{checkpoint}: {wrong}"
+    return ""
 
 
 def launch_id() -> int:
@@ -110,12 +129,6 @@ def audit_segment(run_dir: Path, earlier: Checkpoint, later: Checkpoint, folder:
                   train) -> str:
     """What differs, or ""; on ranks other than 0 "". Raises Untold."""
     rank, _, world_size, _ = rank_and_world()
-    for checkpoint in (earlier, later):
-        wrong = checkpoint.find_damage()
-        if not checkpoint.exists():
-            raise Untold(f"{checkpoint} is gone: the run goes on")
-        if wrong:
-            return f"{checkpoint}: {wrong}"
     before, state = earlier.states("meta")[0], later.state()
     if not {"machine", "trail_from"} <= before.keys() & state.keys():
         raise Untold("made by an older version of this program")

@@ -1,5 +1,6 @@
 """Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
+import os
 from pathlib import Path
 
 from config import Config
@@ -38,7 +39,10 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
                           "directory, as runs/001")
     lines, all_valid = [], True
     for checkpoint in found:
-        if wrong := checkpoint.find_damage():
+        wrong = checkpoint.find_damage()
+        if not os.path.lexists(checkpoint):  # the run goes on, and keeps newer ones
+            continue
+        if wrong:
             all_valid, told = False, f"INVALID: {wrong}"
         else:
             state = checkpoint.state("meta")
