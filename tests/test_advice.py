@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from test_monitor import Clock, make, rows, spend, step
 
 import config
@@ -49,15 +51,21 @@ def test_a_long_run_learns_once_what_compile_would_save(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("changes", [
     dict(max_steps=50_000), dict(compile=False), dict(compile=True), dict(max_minutes=600.0),
-    dict(lora_rank=8), dict(data_mode="packed"),
+    dict(lora_rank=8), dict(data_mode="packed"), dict(model="transformers"),
 ])
 def test_others_do_not_measure(tmp_path, monkeypatch, changes):
     assert not log_often(tmp_path, monkeypatch, "", **changes)[0]
 
 
+def test_nothing_is_measured_where_memory_may_run_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(advice.proc, "available_bytes", lambda: 1e6)
+    assert not log_often(tmp_path, monkeypatch, "")[0]
+
+
 @pytest.mark.parametrize("program, changes", [
     ("print([0.0005, 0.001, 60])", {}),  # saves less than 5 %
     ("raise SystemExit(1)", {}),
+    ("print('a library')", {}),
     ("import time; time.sleep(999)", dict(received=(15, 0))),
     ("import time; time.sleep(999)", dict(hang_seconds=1)),
     pytest.param("#" * (1 << 20), {}, id="a process that cannot be started"),
@@ -66,6 +74,38 @@ def test_silent_where_little_is_saved_or_nothing_known(tmp_path, monkeypatch, ca
                                                        program, changes):
     assert len(log_often(tmp_path, monkeypatch, program, **changes)[0]) == 1
     assert "--compile" not in capsys.readouterr().out
+
+
+PRINTS = """
+import runpy, sys, time, model
+class Small(model.Transformer):
+    def __init__(self, cfg):
+        print("a line of a model that was edited")
+        {wait}
+        super().__init__(cfg)
+    def compile(self):
+        pass
+model.Transformer, sys.argv = Small, ["advice", '{options}', "1"]
+runpy.run_module("tools.advice", run_name="__main__")
+"""
+
+
+def measuring(wait=""):
+    cfg = config.resolve(config.parse(["--vocab_size", "32", "--d_model", "32", "--seq_len", "8"]))
+    program = PRINTS.format(options=json.dumps(asdict(cfg)), wait=wait)
+    return START([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE,
+                 stdout=subprocess.PIPE)
+
+
+def test_a_model_that_prints_is_measured():
+    with measuring() as child:
+        assert len(json.loads(child.stdout.readline())) == 3
+
+
+def test_measuring_ends_with_the_training():
+    child = measuring("time.sleep(999)")
+    child.stdin.close()  # as where the training is killed
+    assert child.wait(60) == 1
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@
 
 import contextlib
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,8 @@ from model import Transformer
 from steady.models import device as devices
 
 
-def measure(cfg: Config, micro_batch: int):
-    """Print seconds saved without blocks, with two, and those that compiling took."""
+def measure(cfg: Config, micro_batch: int) -> list[float]:
+    """Seconds saved without blocks, with two, and those that compiling took."""
     with contextlib.suppress(OSError):  # if memory runs out, this process ends, not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
     devices.configure(replace(cfg, compile=True), torch.device("cpu"))
@@ -39,8 +41,12 @@ def measure(cfg: Config, micro_batch: int):
         compiling += seconds(model)
         turns = [seconds(model.forward) - seconds(model) for _ in range(8)]
         found.append(statistics.median(turns[1:]))
-    print(json.dumps([*found, compiling]))
+    return [*found, compiling]
 
 
 if __name__ == "__main__":
-    measure(Config(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    # the training holds the other end of stdin: this ends with it
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints
+        found = measure(Config(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    print(json.dumps(found))
