@@ -18,7 +18,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, environment
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import data
@@ -180,6 +189,26 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
             [found] = encoder.tokenize((whole,), False, True)
             assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
+
+
+@pytest.mark.parametrize("as_spaces", [True, False])
+def test_no_word_is_lost_where_a_long_text_is_cut(tmp_path, made, monkeypatch, as_spaces):
+    """With a space before each text: line ends are spaces as for T5, or begin tokens."""
+    vocab = ["▁cat", "▁", "cat", "\n", "\ncat", "▁x"]
+    alone = Tokenizer(models.Unigram([("<end>", 0.0), *((v, -1.0) for v in vocab)], unk_id=0))
+    if as_spaces:
+        alone.normalizer = normalizers.Sequence([normalizers.Replace("\n", " "),
+                                                 normalizers.Strip(left=False)])
+    alone.pre_tokenizer = pre_tokenizers.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=alone, eos_token="<end>").save_pretrained(
+        tmp_path / "t")
+    text = "cat\ncat x\ncat\nx" * 500
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
+    made(tmp_path / "a.txt", "--tokenizer", tmp_path / "t")
+    found, expected = read(tmp_path / "o")[0][0][:-1], alone.encode(text).ids
+    assert found == expected or not as_spaces
+    assert [alone.decode(ids).count("cat") for ids in (found, expected)] == [1500, 1500]
 
 
 @pytest.mark.parametrize("text, ends", [

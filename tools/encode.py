@@ -38,6 +38,7 @@ class Encoder:
     def __init__(self, folder: Path | None, options):
         self.options, self.tokenizer, self.prefix = options, None, array("I")
         self.adds_space = False  # before every text, as SentencePiece's do
+        self.before = "\n"  # a text that is continued, which then gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
@@ -48,7 +49,10 @@ class Encoder:
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             start = self.tokenizer.bos_token_id
-            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith(("▁", "Ġ"))
+            tokenize = self.tokenizer.tokenize
+            self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
+            if tokenize("a") == tokenize("\na"):  # T5's, to which the line end is that space
+                self.before = ""
             if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
                 self.prefix.append(start)  # a tokenizer that begins every text with it, as Llama's
 
@@ -140,17 +144,18 @@ class Encoder:
         """The ids of each text: of a prompt and its response apart, of a chat in one piece.
 
         Also in one piece where a text by itself would get a space. A token belongs to the text
-        that it begins in. begins: False for a document that is continued, after a line end.
+        that it begins in. begins: False for a document that is continued, after a line end: a token
+        of both is of the text.
         """
         if self.tokenizer is None:
             return [to_array(np.frombuffer(text.encode(), np.uint8)) for text in texts]
         if not (is_chat or self.adds_space):
             return [self.ids(text) for text in texts]
-        texts = ["" if begins else "\n", *texts]
+        texts = ["" if begins else self.before, *texts]
         encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
-        starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]  # there may be none
-        part = ends.searchsorted(starts, "right")
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # there may be none
+        part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
         return [to_array(ids[part == k]) for k in range(1, len(texts))]
 
     def ids(self, text: str) -> array:
