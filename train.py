@@ -283,6 +283,7 @@ def show_sample(run: "Run", title: str = ""):
             run.monitor.write(run.progress.step, {"sample": text})
 
 
+@torch.no_grad()
 def sample(run: "Run", max_new_tokens: int = 400) -> str:
     """Text generated with a fixed sampling seed, from the prompt that the data gives."""
     data = run.val_data or run.train_data

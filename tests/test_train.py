@@ -60,8 +60,12 @@ def assert_same_run(a, b, step):
 
 def test_a_run_learns_and_writes_what_is_promised(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sample", whole_sample)
+    predict, with_graph = train.Transformer.predict, []
+    monkeypatch.setattr(train.Transformer, "predict", lambda *args: (
+        with_graph.append(torch.is_grad_enabled()), predict(*args))[1])
     output = run("--out_dir", "r", "--max_steps", 60, "--eval_interval", 20, "--save_interval", 20,
                  "--learning_rate", "0.02")
+    assert with_graph == [False]  # that of the sample
     loss, val = column(tmp_path / "r", "train/loss"), column(tmp_path / "r", "val/loss")
     assert loss[1] == pytest.approx(math.log(257), rel=0.05) and loss[60] < 3 < loss[1]
     assert list(val) == [20, 40, 60] and val[60] < val[20]
