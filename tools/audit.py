@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,7 +66,7 @@ def audit(run_dir: Path, segments: int, train) -> int:
         with scratch_folder("audit") as folder:
             for earlier, later in chosen:
                 try:
-                    text = (from_rank0(store, lambda: damage(earlier, later))  # noqa: B023
+                    text = (from_rank0(store, partial(damage, earlier, later))
                             or audit_segment(run_dir, earlier, later, folder / later.name, train))
                     code = 1 if text else code
                 except Untold as e:

@@ -113,7 +113,7 @@ class Checkpoint:
             except Exception as e:
                 error = e
             now = [changed_at(file) for file in files]
-            if error and now == before and all(now):
+            if error and now == before and all(file.exists() for file in files):
                 raise error
             if not error and {*now} <= {*before, 0}:  # or deleted once they were read
                 return found
