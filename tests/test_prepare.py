@@ -185,7 +185,7 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
 
         encoder.tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(
             encode=bpe.encode, encode_batch_fast=spy))
-        for whole in text, text.replace("\n", ""):
+        for whole in text, text.replace("\n", "") + "x\nx":
             [found] = encoder.tokenize((whole,), False, True)
             assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
