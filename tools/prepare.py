@@ -40,7 +40,7 @@ from steady.tokens.tokenizers import (
     require_ours,
 )
 from steady.watch.proc import usable_cores
-from tools.encode import Encoder, in_pieces
+from tools.encode import IN_PIECES, Encoder
 from tools.read import Chunk, find_inputs, read_chunks, read_file
 
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
@@ -289,7 +289,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
                 for document in reader.documents(chunk)[0]:
                     for text, _ in document.parts:
                         bar.update(len(text))
-                        yield [*in_pieces(text)]
+                        yield IN_PIECES.findall(text)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)
