@@ -234,16 +234,20 @@ def test_check_checkpoints_lists_them(run, copy):
     assert output.count(" valid") == 2 and "valid, step 12, best" in output
 
 
-def test_check_checkpoints_passes_over_what_the_run_deletes_meanwhile(run, copy, monkeypatch):
+def test_what_the_run_deletes_as_others_look_is_not_called_damaged(run, copy, monkeypatch, capsys):
     def look(file):
-        if file.name == "step_00000008.pt":
+        if file.name == "step_00000012.pt":
             file.unlink()
         return plain(file)
 
-    plain = checkpoint.find_corruption
+    plain, newest = checkpoint.find_corruption, copy / "checkpoints/step_00000012.pt"
     monkeypatch.setattr(checkpoint, "find_corruption", look)
+    whole = newest.read_bytes()
     output = run("--check_checkpoints", "r", bare=True)
-    assert output.count(" valid") == 2 and "00008" not in output
+    assert output.count(" valid") == 2 and "00012" not in output
+    newest.write_bytes(whole)
+    assert checkpoint.latest_valid(newest.parent, ours=False).step == 8
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_which_a_killed_process_copied_half_is_copied_again(tmp_path, monkeypatch):

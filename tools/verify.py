@@ -1,6 +1,5 @@
 """Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
 
-import os
 from pathlib import Path
 
 from config import Config
@@ -40,8 +39,8 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
     lines, all_valid = [], True
     for checkpoint in found:
         wrong = checkpoint.find_damage()
-        if not os.path.lexists(checkpoint):  # the run goes on, and keeps newer ones
-            continue
+        if not checkpoint.exists() and ".corrupt" not in checkpoint.name:
+            continue  # deleted by the run, which goes on
         if wrong:
             all_valid, told = False, f"INVALID: {wrong}"
         else:

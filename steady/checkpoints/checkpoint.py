@@ -95,7 +95,7 @@ class Checkpoint:
                                         mmap=mmap)).values()]
             version = found[0]["format"]
         except Exception as e:  # zipfile, pickle and torch each have errors of their own
-            raise ConfigError(f"{self}: not a checkpoint that can be read "
+            raise ConfigError(f"{self}: gone, or not a checkpoint that can be read "
                               f"({type(e).__name__})") from e
         if version != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
@@ -275,6 +275,8 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     bad, done = [], "set aside as .corrupt" if ours else "passed over"
     for checkpoint in reversed(list_checkpoints(folder)):
         wrong = retry(checkpoint.find_damage)
+        if not checkpoint.exists():  # deleted by its run, which goes on, and has a newer one
+            return latest_valid(folder, ours)
         if not wrong:
             for damaged, why in bad:
                 if ours:
