@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
+from steady.checkpoints.sealed import atomic_write
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.hub import fetch_files, reason
@@ -82,7 +83,8 @@ def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
             kept = run_dir / KEPT / file.name
             if not kept.exists():
                 kept.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, kept)
+                with atomic_write(kept) as draft:
+                    shutil.copyfile(file, draft)
 
 
 # --- configuration ---------------------------------------------------------------------------
