@@ -260,6 +260,7 @@ def test_what_cannot_be_told_is_no_accusation(run, copied, monkeypatch, happened
 
 
 def test_an_audit_that_is_interrupted_leaves_nothing(run, copied, monkeypatch, tmp_path):
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     with monkeypatch.context() as patch:
         after_updates(lambda run: os.kill(os.getpid(), signal.SIGTERM), patch.setattr)

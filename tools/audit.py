@@ -9,7 +9,6 @@ Nothing in RUN is changed. Exit code 0: verified; 1: something differs; 2: it ca
 import contextlib
 import dataclasses
 import io
-import os
 import random
 import re
 import shutil
@@ -107,18 +106,12 @@ def damage(*pair: Checkpoint) -> str:
     return ""
 
 
-def launch_id() -> int:
-    """The same on all ranks of a machine: under torchrun they share a parent."""
-    return os.getppid() if rank_and_world()[2] > 1 else os.getpid()
-
-
 @contextlib.contextmanager
 def scratch_folder(purpose: str):
-    """A temporary folder, the same for all ranks of a machine, which rank 0 empties and deletes."""
-    folder = Path(tempfile.gettempdir()) / f"steady-{purpose}-{os.getuid()}-{launch_id()}"
-    rank = rank_and_world()[0]
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    """A temporary folder, the same for all ranks, which rank 0 makes and deletes."""
+    rank, _, world_size, _ = rank_and_world()
+    store = meet(rank, world_size, patience(0))
+    folder = Path(from_rank0(store, lambda: tempfile.mkdtemp(prefix=f"steady-{purpose}-")))
     try:
         yield folder
     finally:
