@@ -199,12 +199,14 @@ def test_scalars_become_numbers(tmp_path):
         m.log(f"weighed/{i}", 3, weight=value)
     step(m, 1)
     m.write(np.int64(1), values | {"a/nan": np.float32("nan")})
+    m.write(1, {"anomaly": "gradient spike", "value": 2.0, "rank": 0})
     m.close()
     logged, written = rows(tmp_path)[:2]
     assert {logged[f"{name}/{i}"] for name in ("logged", "weighed") for i in values} == {2.0}
     assert written == {"step": 1, "a/nan": None} | {str(i): 1.5 for i in values}
     events = events_of(tmp_path / "tensorboard")
     assert [event.value for i in values for event in events.Scalars(str(i))] == [1.5] * 5
+    assert not {"value", "rank"} & {*events.Tags()["scalars"]}
 
 
 def test_a_row_keeps_what_else_it_has(tmp_path):

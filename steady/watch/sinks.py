@@ -161,9 +161,7 @@ class TensorBoard:
                                     flush_secs=self.flush_secs)
 
     def write(self, step: int, row: dict):
-        numbers = {k: v for k, v in row.items()
-                   if isinstance(v, (int, float)) and not k.startswith("limit/")}
-        if numbers:
+        if numbers := wandb_sink.scalars(row):
             if not self.writer:
                 self.open()
             from tensorboard.compat.proto.summary_pb2 import Summary

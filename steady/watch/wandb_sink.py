@@ -18,6 +18,13 @@ START_SECONDS = 10  # what W&B may take to be reached
 END_SECONDS = 30  # and to take the last rows
 
 
+def scalars(row: dict) -> dict:
+    """What of a row of metrics.jsonl is drawn as charts; the numbers of an anomaly are not."""
+    return {} if "anomaly" in row else {
+        name: value for name, value in row.items()
+        if isinstance(value, (int, float)) and not name.startswith("limit/")}
+
+
 def start(run_dir: Path, settings: dict) -> subprocess.Popen:
     """The process, which itself says why if it ends before training does."""
     size = (run_dir / "metrics.jsonl").stat().st_size
@@ -59,8 +66,7 @@ def main(run_dir: str, first_byte: str, settings: str):
                 ended = select.select([sys.stdin], [], [], 1.0)[0]
                 *lines, torn = (torn + file.read()).split(b"\n")
                 for row in map(json.loads, lines):
-                    run.log({name: value for name, value in row.items()
-                             if isinstance(value, (int, float)) and not name.startswith("limit/")})
+                    run.log(scalars(row))
         signal.alarm(END_SECONDS + 5)  # where training was killed, nobody waits for this process
         run.finish()
     except Exception as e:
