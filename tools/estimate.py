@@ -157,6 +157,9 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
     return need | dict(activations=live.peak - sum(need.values())), total
 
 
+LESS = "; what takes less: --parallel zero3, --activation_checkpointing full, more devices"
+
+
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
@@ -225,7 +228,8 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
           for name, values in rows.items()),
         f"fits    {largest} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
         f"kept for fragments and libraries: --parallel {cfg.parallel}, "
-        f"--activation_checkpointing {cfg.activation_checkpointing}",
+        f"--activation_checkpointing {cfg.activation_checkpointing}"
+        f"{'' if found['fits'] else LESS}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
         f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops); a step computes for {found['compute_seconds'] * 1e3:.0f} ms and, at "

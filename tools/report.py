@@ -29,6 +29,8 @@ def side_by_side(reports: list[dict]) -> str:
     kinds = [r["training"][0].code if r["training"] else "ok" for r in reports]
     lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
+        if not any(values):  # a phase that none of them had
+            continue
         cells = []
         for value in values:
             known = cells and values[0] and math.isfinite(value / values[0])
