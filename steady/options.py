@@ -145,7 +145,7 @@ def make_parser(options: type, prog: str, usage: str, about: str,
 
 def add_option(group, f: dataclasses.Field):
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-    text = f.metadata["help"]
+    text = f.metadata.get("help", "")
     unsaid = default is None or default is False or default == []
     if not unsaid and "(default" not in text:
         shown = " ".join(default) if isinstance(default, list) else default

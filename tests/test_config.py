@@ -247,6 +247,12 @@ def test_help_shows_each_option_in_its_group_in_one_form(capsys):
         assert default in text
 
 
+def test_a_field_without_a_description_is_an_option(monkeypatch):
+    mine = dataclasses.make_dataclass("Mine", [("mine", int, 3)], bases=(config.Config,))
+    monkeypatch.setattr(config, "Config", mine)
+    assert config.parse([]).mine == 3 and config.parse(["--mine", "4"]).mine == 4
+
+
 SWITCHES = [f.name for f in dataclasses.fields(config.Config) if is_switch(f)]
 
 

@@ -172,6 +172,31 @@ def test_what_an_optimizer_keeps_in_its_groups_survives(run, tmp_path, monkeypat
         assert compare(whole[part], parts[part])[1] == []
 
 
+@pytest.mark.parametrize("how, found", [
+    (lambda muon, adamw: [muon], "0 optimizers have embedding.weight"),
+    (lambda muon, adamw: [muon, adamw, muon], "2 optimizers have blocks.0.attention.qkv.weight"),
+])
+def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch, how, found):
+    """Without one its gradients would add up over all steps, and be clipped with the others."""
+    plain = train.make_optimizers
+    monkeypatch.setattr(train, "make_optimizers", lambda *args: how(*plain(*args)))
+    assert f"error: make_optimizers: {found}" in run(expect=2)
+
+
+def test_losses_of_another_shape_are_refused_at_once(run, monkeypatch):
+    """A mean would be divided once more by the number of targets."""
+    plain = train.Transformer.losses
+    monkeypatch.setattr(train.Transformer, "losses", lambda *args: plain(*args).mean())
+    assert "losses []: not [B, T]" in run("--eval_interval", 0, expect=1)
+
+
+def test_a_metric_of_an_evaluation_is_of_each_token(run, monkeypatch):
+    plain = train.Means.add
+    monkeypatch.setattr(train.Means, "add", lambda self, name, losses, batch: plain(
+        self, "val/mine", losses.mean(), batch))
+    assert "val/mine []: not [B, T]" in run(expect=1)
+
+
 def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
     """A fork's mask would be another id in validation, and one more after each resume."""
     plain = data.Mixture.__init__

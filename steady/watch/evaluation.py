@@ -20,6 +20,7 @@ class Means:
 
     def add(self, name: str, values: Tensor, batch):
         """values: [B, T], 0 where the target of `batch` does not count; on every rank alike."""
+        assert values.shape == batch.targets.shape, f"{name} {[*values.shape]}: not [B, T]"
         if name not in self.totals:
             shape = 2, len(self.data.datasets)
             self.totals[name] = torch.zeros(shape, device=self.ranks.device)
