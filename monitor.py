@@ -112,6 +112,7 @@ class Monitor:
 
     def add_losses(self, losses: Tensor, batch, mixture):
         """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
+        assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
         if len(mixture.datasets) > 1 and self.cfg.monitor != "off":
             if self.dataset_totals is None:
                 self.mixture = mixture

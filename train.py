@@ -19,7 +19,6 @@ import json
 import math
 import random
 import sys
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,8 +74,7 @@ def train(run: "Run", batches):
             batch = next(batches)  # on the device, or on its way there
             monitor.phase("forward")
             with ranks.shards.micro_batch(run.ddp, i + 1 == run.accumulation), ranks.autocast:
-                losses = run.ddp(batch.tokens, batch.targets, batch.documents)
-                assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
+                losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
                 loss = losses.sum() * loss_scale
             monitor.phase("backward")
             ranks.scaler.scale(loss).backward()
@@ -206,16 +204,6 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, fused=fused,
                                         weight_decay=0.0))
     return optimizers
-
-
-def refuse_gaps(optimizers: list, parameters: dict[str, nn.Parameter]):
-    """Raises ConfigError where a trained parameter is not in exactly one optimizer, once."""
-    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
-                   for p in group["params"])
-    for name, p in parameters.items():
-        if p.requires_grad and held[id(p)] != 1:
-            raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; expected "
-                              "one of them, or requires_grad = False before they are made")
 
 
 # --- evaluation ------------------------------------------------------------------------------
@@ -397,7 +385,6 @@ def set_up(argv: list[str]) -> Run:
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         guard=Guard(cfg, ranks),
     )
-    refuse_gaps(run.optimizers, shards.parameters)
     run.ema = Ema(model, shards, cfg.ema) if cfg.ema else None
     if run.compiled:  # in place, so that names in checkpoints stay those of the module
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)

@@ -8,6 +8,7 @@ forward and each backward pass, with zero2 once a step.
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -107,9 +108,16 @@ class Shards:
             return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
     def checked(self, optimizers: list) -> list:
-        """The same. Raises ConfigError for one that may need whole weights: it is not one of
-        torch's that treat each element alone, and has no attribute `by_rows` that is true.
+        """The same. Raises ConfigError where a trained weight is not in exactly one, once, and for
+        one that may need whole weights of which ranks have rows: it is not one of torch's that
+        treat each element alone, and has no attribute `by_rows` that is true.
         """
+        held = Counter(id(p) for each in optimizers for group in each.param_groups
+                       for p in group["params"])
+        for name, p in self.parameters.items():
+            if p.requires_grad and held[id(p)] != 1:
+                raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; "
+                                  "expected one, or requires_grad = False before they are made")
         for optimizer in optimizers if self.size > 1 else ():
             if type(optimizer) not in BY_ROWS and not getattr(optimizer, "by_rows", False):
                 raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} may need "
