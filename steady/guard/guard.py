@@ -82,7 +82,7 @@ class Guard:
         whether the run has made all steps.
         """
         cfg = self.cfg
-        self.replicas.check(step)
+        self.replicas.check(step, cfg.max_steps)
         looks = due(step, cfg.log_interval, cfg.max_steps)
         count = int(self.nonfinite) if looks or ended else 0
         many = looks and count >= cfg.max_nonfinite

@@ -29,7 +29,8 @@ class ReplicasDiffer(Failed):
 
 
 class Replicas:
-    """Checksums of this rank's weights, compared with those of the others every `every` steps.
+    """Checksums of this rank's weights, compared with those of the others every `every` steps, and
+    at the last one.
 
     parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
     hold the same parts.
@@ -39,9 +40,9 @@ class Replicas:
     def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int = 0):
         self.parameters, self.size, self.every, self.agreed = parameters, size, every, agreed
 
-    def check(self, step: int):
+    def check(self, step: int, last: int):
         """Compare, if it is due; all ranks call it in every step. Raises ReplicasDiffer."""
-        if due(step, self.every) and dist.is_initialized():
+        if due(step, self.every, last) and dist.is_initialized():
             sums = all_gather(checksums(list(self.parameters.values())))
             self.compare(np.array(sums.tolist()), step)
 
