@@ -88,7 +88,7 @@ def empty_steps(run: train.Run, steps: int):
     """What the loop tells its monitor in so many steps, with no training between."""
     monitor, device, progress = run.monitor, run.ranks.device, run.progress
     batch = run.train_data.batch(0, run.ranks.micro_batch).to(device)
-    losses, norm = torch.ones(1, 1, device=device), torch.ones((), device=device)
+    losses, norm = torch.ones(batch.targets.shape, device=device), torch.ones((), device=device)
     size = Size(1000, 1000, 1000)
     for p in run.ranks.shards.parameters.values():
         p.grad = torch.zeros_like(p)
