@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -35,7 +36,7 @@ from steady.options import ConfigError
 from steady.tokens.files import TokenWriter, find_files
 from tools import prepare
 from tools import read as read_module
-from tools.encode import Encoder
+from tools.encode import Encoder, to_array
 from tools.read import Chunk
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
@@ -135,6 +136,20 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     assert {"train.bin.mask", "val.bin", "train.bin.docs"} <= set(outputs[0])
     masks = [mask for split in ("train", "val") for _, mask in read(tmp_path / "o1", split)]
     assert sum(all(mask) for mask in masks) >= 150 and sum(mask[0] == 0 for mask in masks) == 50
+
+
+def test_workers_have_what_is_loaded_whatever_is_the_default_of_python(
+        tmp_path, made, monkeypatch):
+    default = multiprocessing.get_start_method()
+    monkeypatch.setattr(prepare.Encoder, "tokenize", lambda self, texts, *_: [to_array(
+        np.full(3, 7))] * len(texts))
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        made(tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers", 2, "--val_fraction", 0)
+    finally:
+        multiprocessing.set_start_method(default, force=True)
+    assert read(tmp_path / "o")[0][0] == [7, 7, 7, 256]
 
 
 def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):

@@ -210,8 +210,10 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
     if workers == 1:
         yield from map(encoder, chunks)
         return
-    pending = deque()
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(encoder,)) as pool:
+    # By fork, not the default from Python 3.14 on, they have imported all this already.
+    start, pending = "fork" if sys.platform == "linux" else None, deque()
+    context = multiprocessing.get_context(start)
+    with ProcessPoolExecutor(workers, context, start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:
                 pending.append(pool.submit(encode_in_worker, chunk))
