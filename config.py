@@ -255,8 +255,8 @@ class Config:
         300, "seconds without progress before the stuck rank is named and the run ends; six times "
         "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
-        1000, "steps between checks that replicas hold the same weights, and one at the end; 0: "
-        "never", at_least=0)
+        1000, "steps between checks that replicas hold the same weights, and one at max_steps; "
+        "0: never", at_least=0)
     replay_interval: int = option(0, "steps between micro-batches that are computed twice, to find "
                                   "a device that miscalculates; 0: never", at_least=0)
 

@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import re
 import resource
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import tiny_config
 
 import config
 import train
@@ -152,3 +154,14 @@ def test_what_bounds_a_step_and_what_fits(monkeypatch):
     need, _ = estimate.simulate(most, torch.float32, plain["fits"], 2, train.make_optimizers,
                                 "ddp", 2)
     assert sum(need.values()) / 1e9 == pytest.approx(0.9 * 8, rel=0.02)
+
+
+@pytest.mark.parametrize("gigabytes, way, less", [
+    (8, "zero3", None), (1e-6, "zero3", "--activation_checkpointing full, more devices"),
+    (1e-6, "ddp", "--parallel zero3, --activation_checkpointing full, more devices"),
+])
+def test_what_takes_less_where_nothing_fits(monkeypatch, gigabytes, way, less):
+    monkeypatch.setattr(estimate, "DEVICE_GB", gigabytes)
+    cfg = replace(tiny_config(), estimate=2, parallel=way)
+    fits = re.search("^fits .*", estimate.estimate_run(cfg, train.make_optimizers), re.M)[0]
+    assert (fits.partition("takes less: ")[2] or None) == less

@@ -157,9 +157,6 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
     return need | dict(activations=live.peak - sum(need.values())), total
 
 
-LESS = "; what takes less: --parallel zero3, --activation_checkpointing full, more devices"
-
-
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
@@ -215,7 +212,12 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     rows = {name: [need[name] for need in memory.values()] for name in memory["ddp"]}
     rows["together"] = [sum(need.values()) for need in memory.values()]
     rows["sent in a step"] = found["sent"].values()
-    largest = f"micro-batches of up to {found['fits']}" if found["fits"] else "no micro-batch"
+    ways = f"--parallel {cfg.parallel}, --activation_checkpointing {cfg.activation_checkpointing}"
+    largest, less = f"micro-batches of up to {found['fits']}", ""
+    if not found["fits"]:
+        others = "--parallel zero3", "--activation_checkpointing full", "more devices"
+        largest, less = "no micro-batch", ", ".join(each for each in others if each not in ways)
+        less = f"; what takes less: {less}"
     seconds, tokens = found["step_seconds"] * cfg.max_steps, cfg.batch_size * cfg.seq_len
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
@@ -227,9 +229,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
         *(f"  {name:18s}" + "".join(f"{value / 1e9:10.3g}" for value in values)
           for name, values in rows.items()),
         f"fits    {largest} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
-        f"kept for fragments and libraries: --parallel {cfg.parallel}, "
-        f"--activation_checkpointing {cfg.activation_checkpointing}"
-        f"{'' if found['fits'] else LESS}",
+        f"kept for fragments and libraries: {ways}{less}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
         f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops); a step computes for {found['compute_seconds'] * 1e3:.0f} ms and, at "

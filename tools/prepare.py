@@ -211,8 +211,8 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
         yield from map(encoder, chunks)
         return
     # By fork, not the default from Python 3.14 on, they have imported all this already.
-    start, pending = "fork" if sys.platform == "linux" else None, deque()
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    pending = deque()
     with ProcessPoolExecutor(workers, context, start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:

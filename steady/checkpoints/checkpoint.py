@@ -105,18 +105,18 @@ class Checkpoint:
         """file → `how(file)` of each of its files, all of one save: again, if a run that goes on
         has replaced some meanwhile."""
         while True:
-            files, found, error = self.files(), {}, None
+            files = self.files()
             before = [changed_at(file) for file in files]
             try:
                 with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
                     found = dict(zip(files, pool.map(how, files), strict=True))
-            except Exception as e:
-                error = e
-            now = [changed_at(file) for file in files]
-            if error and now == before and all(file.exists() for file in files):
-                raise error
-            if not error and {*now} <= {*before, 0}:  # or deleted once they were read
-                return found
+            except Exception:
+                now = [changed_at(file) for file in files]
+                if now == before and all(file.exists() for file in files):
+                    raise
+            else:
+                if {changed_at(file) for file in files} <= {*before, 0}:  # or deleted once read
+                    return found
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
