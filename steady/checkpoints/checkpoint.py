@@ -75,8 +75,8 @@ class Checkpoint:
     def exists(self) -> bool:
         return bool(self.files())
 
-    def changed_at(self) -> int:
-        return max(map(changed_at, self.files()), default=0)
+    def changed_at(self) -> tuple[int, int]:
+        return max(map(changed_at, self.files()), default=GONE)
 
     def find_damage(self) -> str | None:
         """What is wrong with its bytes, all of which are read; or None."""
@@ -115,7 +115,7 @@ class Checkpoint:
                 if now == before and all(file.exists() for file in files):
                     raise
             else:
-                if {changed_at(file) for file in files} <= {*before, 0}:  # or deleted once read
+                if {changed_at(file) for file in files} <= {*before, GONE}:  # or deleted once read
                     return found
 
     def state(self, device: str = "cpu") -> dict:
@@ -165,12 +165,15 @@ class Checkpoint:
         self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
 
 
-def changed_at(path: Path) -> int:
-    """When a file was written, in ns; 0 where another process has just deleted it."""
+GONE = (0, 0)
+
+
+def changed_at(path: Path) -> tuple[int, int]:
+    """When a file was written, in ns but to some 4 ms, and its inode; or GONE."""
     try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+        return (stat := path.stat()).st_mtime_ns, stat.st_ino
+    except FileNotFoundError:  # another process has just deleted it
+        return GONE
 
 
 def unused_name(path: Path) -> Path:
