@@ -118,7 +118,7 @@ def run(corpus, tmp_path, monkeypatch):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
         if ranks > 1 or hook:
             group = processes(tmp_path, ranks, flags, hook)
-            codes = [process.code(120) for process in group]
+            codes = [process.code() for process in group]
             printed = "".join(process.text() for process in group)
             for process in group:
                 process.log.unlink()
@@ -230,7 +230,7 @@ def events_of(folder: Path):
     return EventAccumulator(str(folder)).Reload()
 
 
-def until(holds, seconds=60) -> bool:
+def until(holds, seconds=120) -> bool:
     """Wait until it holds; whether it did in time."""
     for _ in range(int(seconds * 100)):
         if holds():
@@ -239,7 +239,7 @@ def until(holds, seconds=60) -> bool:
     return False
 
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=120):
     assert until(path.exists, seconds), f"{path} did not come"
 
 
@@ -287,7 +287,7 @@ class Process:
     def ends_within(self, seconds: int) -> bool:
         return until(self.has_ended, seconds)
 
-    def code(self, seconds=60) -> int:
+    def code(self, seconds=120) -> int:
         """The exit code, or minus the signal that ended it; killed where it takes too long."""
         if self.ends_within(seconds):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -295,7 +295,7 @@ class Process:
         os.waitpid(self.pid, 0)
         raise AssertionError(f"it hangs: {self.text()}")
 
-    def wait_for(self, words: str, seconds=60):
+    def wait_for(self, words: str, seconds=120):
         """Until it has printed them, or has ended."""
         until(lambda: words in self.text() or self.has_ended(), seconds)
 

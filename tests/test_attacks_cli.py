@@ -403,7 +403,7 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, TRAIN.with_name("data.py"), "--help"],
-                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -416,7 +416,7 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
         # Ctrl-C reaches the workers as well; a kill does not, but they have nothing left to do
         (os.kill if left else os.killpg)(process.pid, number)
         try:
-            told = process.communicate(timeout=60)[1]  # until no worker can write there any more
+            told = process.communicate(timeout=120)[1]  # until no worker can write there any more
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -152,7 +152,7 @@ def test_scripts_for_clusters(tmp_path, name):
         assert f"--nnodes={job['completions']} " in container["args"][0]
         command = ["srun", *container["command"],
                    f"JOB_COMPLETION_INDEX=$SLURM_NODEID; {container['args'][0]}"]
-    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=120)
     is_host = []
     for path in tmp_path.glob("args.*"):
         args = parse_args(path.read_text().splitlines())
