@@ -40,6 +40,9 @@ class Driven(Clock):
         monkeypatch.setattr(slowdowns, "MIN_STEPS", self.interval)
         monkeypatch.setattr(machine, "SECONDS_BETWEEN", math.inf)
         monkeypatch.setattr(machine, "threads", lambda: {})
+        # of the machine that the tests run on, which others may use
+        monkeypatch.setattr(machine, "counters", lambda: {})
+        monkeypatch.setattr(machine.Probe, "read", lambda *_: {"machine/cpu_probe_us": 10.0})
         monkeypatch.setattr(limits, "read_resources", lambda *_: {})
 
     @property
