@@ -726,6 +726,32 @@ def test_muons_groups_keep_their_options():
     assert [len(group["params"]) for group in one.param_groups] == [2, 1]
 
 
+def test_muon_has_a_bounded_number_of_numbers_in_hand(monkeypatch):
+    """Also where a fork has made a group of each layer."""
+    def weights_after(most):
+        monkeypatch.setattr("steady.ranks.muon.MOST", most)
+        generator, done = torch.Generator().manual_seed(0), []
+        weights = [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(9)]
+        muon = Muon([dict(params=[w]) for w in weights], lr=0.1)
+        plain = muon.orthogonalize
+        muon.orthogonalize = lambda stacks: done.append(len(stacks)) or plain(stacks)
+        for w in weights:
+            w.grad = torch.randn(6, 4, generator=generator)
+        muon.step()
+        return weights, done
+
+    (together, counts), (apart, few) = weights_after(2**24), weights_after(100)
+    assert counts == [9] and sum(few) == 9 and max(few) * 24 <= 100 + 24
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_muon_refuses_what_is_no_matrix():
+    for shape in ((8,), (8, 8, 3), (0, 8)):
+        with pytest.raises(AssertionError, match="expected a matrix"):
+            Muon([torch.nn.Parameter(torch.zeros(shape))], lr=0.1)
+
+
 def test_learning_rate_schedules():
     def rates(schedule, **changes):
         cfg = tiny_config(lr_schedule=schedule, max_steps=100, warmup_steps=10, learning_rate=1.0,

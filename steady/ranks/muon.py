@@ -3,7 +3,7 @@
 Keller Jordan 2024, kellerjordan.github.io/posts/muon; rows normalized as in arXiv:2510.05491.
 """
 
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGE = 2**22  # numbers in a stack; smaller ones are done together, and sooner than sent
+MOST = 2**24  # numbers of a rank that are done together, of which a step makes several copies
 
 # a x + b x³ + c x⁵, one after the other, bring singular values from 0.02 to 1 into 0.91 to 1.09:
 # the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, since
@@ -46,11 +47,12 @@ class Muon(torch.optim.Optimizer):
         for group in given if given and isinstance(given[0], dict) else [dict(params=given)]:
             by_shape = {}
             for p in group["params"]:
+                assert p.ndim == 2 and whole_rows(p) * p.shape[1], (
+                    f"Muon: a weight of shape {[*p.shape]}; expected a matrix")
                 by_shape.setdefault((whole_rows(p), p.shape[1]), []).append(p)
             for (rows, columns), same in by_shape.items():
-                # stacks of at most 2^24 numbers a rank, of which a step makes several copies, but
-                # of as many matrices for each rank: one that has none waits for the others
-                n = ranks * max(1, 2**24 // (rows * columns))
+                # as many matrices for each rank: one that has none waits for the others
+                n = ranks * max(1, MOST // (rows * columns))
                 groups += [group | dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       beta2=beta2))
@@ -68,10 +70,11 @@ class Muon(torch.optim.Optimizer):
         if not self.stacks:
             self.stacks = [self.stack_state(group["params"]) for group in self.param_groups]
         go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
-        groups = zip(self.param_groups, self.stacks, strict=True)
-        for _, alike in groupby(groups, lambda group: self.batch(*group[1])):
+        ends = accumulate(momentum.numel() for momentum, _ in self.stacks)
+        groups = zip(self.param_groups, self.stacks, ends, strict=True)
+        for _, alike in groupby(groups, lambda group: self.batch(group[1][0], group[2])):
             batch, directions = list(alike), []
-            for group, (momentum, _) in batch:
+            for group, (momentum, _), _ in batch:
                 params = group["params"]
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
                 directions.append(self.average(grads, momentum, group["momentum"],
@@ -82,16 +85,19 @@ class Muon(torch.optim.Optimizer):
                 directions = [self.orthogonalize_some(directions[0])]
             else:
                 directions = self.orthogonalize(directions)
-            for (group, (_, squares)), direction in zip(batch, directions, strict=True):
+            for (group, (_, squares), _), direction in zip(batch, directions, strict=True):
                 # compiled, a tensor on the CPU: as a number, each would be compiled anew
                 lr = torch.tensor(group["lr"]) if self.compiled else group["lr"]
                 self.apply(group["params"], direction, squares, group["beta2"], lr,
                            lr * group["weight_decay"], go)
 
-    def batch(self, momentum: Tensor, squares: Tensor) -> int:
-        """The same for groups in a row that are done together: small ones of one smaller side."""
+    def batch(self, momentum: Tensor, end: int) -> tuple:
+        """The same for groups in a row that are done together: small ones of one smaller side.
+
+        end: numbers of all groups up to this one.
+        """
         alone = self.shards or momentum.numel() >= LARGE
-        return id(momentum) if alone else min(momentum.shape[1:])
+        return (id(momentum),) if alone else (min(momentum.shape[1:]), end // MOST)
 
     def stack_state(self, params: list[Tensor]) -> list[Tensor]:
         """Momenta [n, rows, columns] and means of squares [n, rows, 1] of a group.
