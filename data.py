@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     start("tools.prepare:main")
 
 import itertools
+import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -337,6 +338,8 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
         worker_init_fn=leave_to_parent,
+        # not as Python 3.14 does by default: processes that outlive a trainer that is killed
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None
