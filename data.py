@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     start("tools.prepare:main")
 
 import itertools
-import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import Config
 from steady.checkpoints.retry import retry
-from steady.guard.process import leave_to_parent
+from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
@@ -338,8 +337,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
         worker_init_fn=leave_to_parent,
-        # not as Python 3.14 does by default: processes that outlive a trainer that is killed
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        multiprocessing_context=FORK if workers else None,
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
     ahead = None

@@ -372,6 +372,8 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
     assert os.listdir(tmp_path / "steady") == [os.path.basename(folder)]
     train, val = (load_mixture([folder], split, 128, 0) for split in ("train", "val"))
     assert 0.01 < val.n_tokens / train.n_tokens < 0.2  # 0.14 of Python 3.13
+    n_train, n_val = (os.path.getsize(f"{folder}/{split}.bin.docs") for split in ("train", "val"))
+    assert 0.03 < n_val / (n_train + n_val) < 0.08  # one file in twenty
     text = decode("bytes", train.datasets[0].files[0].tokens[:100_000].tolist())
     assert "import" in text and "def " in text
     told = subprocess.run([sys.executable, "-c", code], env=env | {"XDG_CACHE_HOME": "/proc/none"},

@@ -28,7 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from steady.checkpoints.lock import acquire_lock
-from steady.guard.process import run_command
+from steady.guard.process import FORK, run_command
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.tokens.files import TokenWriter
@@ -210,9 +210,7 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
     if workers == 1:
         yield from map(encoder, chunks)
         return
-    # By fork, not the default from Python 3.14 on, they have imported all this already.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pending = deque()
+    context, pending = multiprocessing.get_context(FORK), deque()
     with ProcessPoolExecutor(workers, context, start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:

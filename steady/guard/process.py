@@ -15,6 +15,10 @@ import threading
 import time
 import traceback
 
+# Workers are forks, as before Python 3.14: those of its server import all anew and outlive a parent
+# that is killed.
+FORK = "fork" if sys.platform == "linux" else None
+
 early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
 
 # --- the beginning ---------------------------------------------------------------------------
