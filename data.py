@@ -6,7 +6,7 @@ with no loader state, and 1 or 8 processes see the same samples in the same step
 
 A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
 packed into a row (`Documents`). Generated data is a class of `Samples`, which needs no files: as
-long as its `batch` and `size` are functions of their arguments, everything above stays true.
+long as its `batch` is a function of its arguments, everything above stays true.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -76,14 +76,6 @@ class Batch(NamedTuple):
             totals.index_add_(1, self.source, values)
 
 
-class Size(NamedTuple):
-    """Tokens in the samples of a step, over all ranks."""
-
-    tokens: int  # with padding
-    real_tokens: int  # without
-    targets: int  # counted by the loss
-
-
 # --- the mixture -----------------------------------------------------------------------------
 
 
@@ -95,12 +87,10 @@ class Samples:
     boundaries = False  # in `rows`, in place of documents' numbers
     details = ""  # for the screen
 
-    def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int,
-                 n_targets: int | None = None):
-        """n_targets: counted by the loss in each sample; all of them if None."""
+    def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
-        self.vocab_size, self.n_targets = vocab_size, n_targets or seq_len
-        self.n_tokens, self.datasets, self.weight = n_samples * seq_len, [self], Fraction(1)
+        self.vocab_size, self.n_tokens = vocab_size, n_samples * seq_len
+        self.datasets, self.weight = [self], Fraction(1)
         self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues on the same one alone
         self.order = Order([n_samples], [self.weight], seed)
 
@@ -108,10 +98,9 @@ class Samples:
         """The samples at positions start … stop - 1, on the host."""
         raise NotImplementedError
 
-    def size(self, start: int, n: int, micro_batch: int, world_size: int = 1) -> Size:
-        """Size of the n samples from position `start` on, cut into micro-batches of the ranks."""
-        rows = -(-n // (micro_batch * world_size)) * micro_batch * world_size
-        return Size(rows * self.seq_len, n * self.seq_len, n * self.n_targets)
+    def count_tokens(self, start: int, n: int) -> int:
+        """Tokens in the n samples from position `start` on, without padding."""
+        return n * self.seq_len
 
     @staticmethod
     def share(start, n, rank, world_size):
@@ -182,7 +171,6 @@ class Mixture(Samples):
                                     for d in datasets]
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
         self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
-        self.n_targets = self.seq_len  # in a stream
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, put documents of similar lengths into a batch, which saves padding."""
@@ -197,23 +185,10 @@ class Mixture(Samples):
             out[mine] = getattr(self.datasets[k], what)[sample[mine]]
         return out
 
-    def row_length(self, longest):
-        """Row length of a micro-batch whose longest sample has `longest` tokens; also of arrays."""
-        if not self.row_lengths_vary:
-            return self.seq_len + 0 * longest
-        return np.minimum(-(-longest // self.ROUND) * self.ROUND, self.seq_len)
-
-    def size(self, start: int, n: int, micro_batch: int, world_size: int = 1) -> Size:
+    def count_tokens(self, start: int, n: int) -> int:
         if self.mode == "stream":
-            return super().size(start, n, micro_batch, world_size)
-        per_rank = -(-n // (micro_batch * world_size)) * micro_batch
-        order = self.order(start, start + n)
-        lengths = self.per_sample("lengths", *order)
-        begin, end = self.share(0, n, np.arange(world_size)[:, None], world_size)
-        taken = np.minimum(begin + np.arange(per_rank), end - 1)  # [ranks, rows]
-        rows = self.row_length(lengths[taken].reshape(-1, micro_batch).max(1))
-        targets = self.per_sample("targets", *order)
-        return Size(int(rows.sum()) * micro_batch, int(lengths.sum()), int(targets.sum()))
+            return super().count_tokens(start, n)
+        return int(self.per_sample("lengths", *self.order(start, start + n)).sum())
 
     def typical_length(self) -> float:
         if self.mode == "stream":
@@ -229,7 +204,8 @@ class Mixture(Samples):
         source, sample = self.order(start, stop)
         length = self.seq_len
         if self.row_lengths_vary:
-            length = int(self.row_length(self.per_sample("lengths", source, sample).max()))
+            longest = int(self.per_sample("lengths", source, sample).max())
+            length = min(-(-longest // self.ROUND) * self.ROUND, length)
         read = [self.datasets[k].read(sample[source == k], length, self.end_of_text or 0)
                 for k in np.unique(source)]
         back = np.argsort(np.argsort(source, kind="stable"))  # in the order of positions
@@ -295,7 +271,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
                               f"are below {cfg.vocab_size}")
         n = eval_samples(cfg, val_data)
         val_data.group_by_length(1, n)  # one window over everything that is evaluated
-        if not val_data.size(0, n, 1).targets and (cfg.eval_interval or cfg.eval_only):
+        counted = val_data.mode == "stream" or val_data.per_sample("targets", *val_data.order(0, n))
+        if not np.any(counted) and (cfg.eval_interval or cfg.eval_only):
             raise ConfigError(f"{val_option}: none of the {n} sequences of an evaluation has a "
                               "target that counts; expected a larger --eval_steps")
     elif cfg.patience:
@@ -316,12 +293,9 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     """Yields this rank's micro-batches on `device` for the next `steps` steps.
 
     The first step takes the samples from `position` on. One micro-batch is always on its way to
-    the device while the one before it is computed. Raises AssertionError where the first step has
-    other targets than `data.size` says, by which the loss is divided.
+    the device while the one before it is computed.
     """
     n = cfg.batch_size
-    first, end_of_first = data.share(position, n, rank, world_size)
-    counted = 0
 
     def positions():
         for step in range(steps):
@@ -344,13 +318,6 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, ConfigError):
             raise batch
-        if end == end_of_first:
-            counted += int((batch.to(torch.device("cpu"), end - start).targets != IGNORE).sum())
-            if start + micro_batch >= first + -(-n // world_size):
-                expected = data.size(first, end - first, micro_batch).targets
-                assert counted == expected, (
-                    f"{type(data).__name__}: batches have {counted:,} targets, but `size`, which "
-                    f"divides the loss, says {expected:,}")
         ready, ahead = ahead, batch.to(device, end - start)
         if ready is not None:
             yield ready

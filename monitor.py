@@ -71,7 +71,7 @@ class Monitor:
         self.peak = peak and peak * ranks.world_size  # FLOP/s of all devices; None: unknown
         self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
         self.logged_tokens = progress.tokens
-        self.padded_tokens = 0  # since the last log, of all ranks
+        self.tokens = 0  # of this rank since the last log, with padding
         self.sinks = Sinks(cfg, out_dir, start_step)
         self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
@@ -112,6 +112,7 @@ class Monitor:
 
     def add_losses(self, losses: Tensor, batch, mixture):
         """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
+        self.tokens += batch.tokens.numel()
         assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
         if len(mixture.datasets) > 1 and self.cfg.monitor != "off":
             if self.dataset_totals is None:
@@ -136,15 +137,14 @@ class Monitor:
                 entropy = output_entropy(model, batch.tokens, counted, batch.documents)
             self.log("health/output_entropy", entropy * real, real)
 
-    def step(self, step: int, learning_rate: float, loss, grad_norm, size, excess=None) -> list:
+    def step(self, step: int, learning_rate: float, loss, grad_norm, excess=None) -> list:
         """Step number `step` is done: log if it is due. Returns the anomalies that it then finds.
 
         loss: this rank's share of the mean, times the number of ranks, and grad_norm, of all ranks,
-        both on the device; size: tokens of all ranks; excess: of Spikes, where --skip_spikes is on.
+        both on the device; excess: of Spikes, where --skip_spikes is on.
         """
         self.clock.end_step()
         self.last_step, anomalies = step, []
-        self.padded_tokens += size.tokens
         if not self.cfg.log_interval:
             return anomalies
         self.losses.append(loss)
@@ -152,8 +152,8 @@ class Monitor:
         if excess is not None:
             self.excess.append(excess)
         if self.due(step):
-            row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
-            row |= self.rates(step, learning_rate)  # that wait is part of the step
+            row, anomalies, tokens = self.gather_values(step)  # waits for device and other ranks
+            row |= self.rates(step, learning_rate, tokens)  # that wait is part of the step
             previous = self.phase("logging")
             if self.out_dir:
                 self.write_row(step, row | self.readings(step))
@@ -165,8 +165,9 @@ class Monitor:
             self.clock.events.begin(self.clock.current)  # the step that begins now
         return anomalies
 
-    def gather_values(self, step: int) -> tuple[dict[str, float], list]:
-        """(metrics of this log interval over steps and ranks, its anomalies), in one copy."""
+    def gather_values(self, step: int) -> tuple[dict[str, float], list, float]:
+        """Of this log interval, over steps and ranks, in one copy: metrics, anomalies, tokens a
+        step with padding."""
         if self.mixture:
             for k, dataset in enumerate(self.mixture.datasets):
                 self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])
@@ -174,6 +175,7 @@ class Monitor:
         names = sorted(self.gathered)  # in the same order on every rank
         totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
         parts = (totals, weights, self.losses, self.grad_norms, self.excess,
+                 [self.tokens / (step - self.logged_step)],
                  self.clock.own_ms(step - self.logged_step))
         values = on_device([value for part in parts for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
@@ -181,9 +183,9 @@ class Monitor:
         columns = iter(gather(values, names, self.ranks.group).T.tolist())
         if previous:
             self.phase(previous)
-        totals, weights, losses, norms, excess, own = ([next(columns) for _ in part]
-                                                       for part in parts)
-        self.gathered, self.losses, self.grad_norms, self.excess = {}, [], [], []
+        totals, weights, losses, norms, excess, (tokens,), own = ([next(columns) for _ in part]
+                                                                  for part in parts)
+        self.gathered, self.losses, self.grad_norms, self.excess, self.tokens = {}, [], [], [], 0
         sums = zip(names, map(sum, totals), map(sum, weights), strict=True)
         row = {name: total / weight for name, total, weight in sums if weight}
         means, anomalies = [sum(of_ranks) / len(of_ranks) for of_ranks in losses], []
@@ -203,12 +205,11 @@ class Monitor:
             done = self.mixture.order.epochs(self.progress.position)
             for dataset, epochs in zip(self.mixture.datasets, done, strict=True):
                 row[f"train/epochs/{dataset.name}"] = epochs
-        return row | slowest_rank(own), anomalies
+        return row | slowest_rank(own), anomalies, sum(tokens)
 
-    def rates(self, step: int, learning_rate: float) -> dict[str, float]:
+    def rates(self, step: int, learning_rate: float, tokens: float) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
         steps, seconds = step - self.logged_step, self.clock.take_seconds()
-        tokens = self.padded_tokens / steps
         real_tokens = (self.progress.tokens - self.logged_tokens) / steps
         ms = {name: s / steps * 1e3 for name, s in seconds.items()}
         step_ms = sum(ms[name] for name in STEP_PHASES)
@@ -222,7 +223,7 @@ class Monitor:
         }
         if self.peak:
             row["perf/mfu"] = flops / self.peak
-        if real_tokens != tokens:
+        if real_tokens < tokens * (1 - 1e-6):  # more than by rounding
             row["perf/real_tokens_per_second"] = real_tokens / step_ms * 1e3
             row["perf/padding_fraction"] = 1 - real_tokens / tokens
         if self.logged_step == self.first_step - 1:
@@ -232,7 +233,6 @@ class Monitor:
             seconds |= dict.fromkeys(STEP_PHASES, 0.0)
         self.goodput.add(seconds)
         self.logged_step, self.logged_tokens = step, self.progress.tokens
-        self.padded_tokens = 0
         return row if self.cfg.monitor == "off" else row | self.by_phase(ms)
 
     def readings(self, step: int) -> dict[str, float]:

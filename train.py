@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import config
 from config import Config
-from data import Mixture, Size, eval_batches, eval_samples, load_data, loader
+from data import IGNORE, Mixture, eval_batches, eval_samples, load_data, loader
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
@@ -61,34 +61,33 @@ def train(run: "Run", batches):
     cfg, ranks, progress, guard, stop = run.cfg, run.ranks, run.progress, run.guard, run.ranks.stop
     monitor = run.monitor  # every line that names it may go: nothing below depends on one
     first_step = progress.step + 1
+    # keeps gradients near their final size; ddp divides by world_size itself
+    unit = ranks.world_size / (cfg.batch_size * cfg.seq_len)
     gc.disable()  # collect_garbage does it, at the same steps on all ranks
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
-        size = run.train_data.size(progress.position, cfg.batch_size, ranks.micro_batch,
-                                   ranks.world_size)
-        # the loss is the mean over all targets of the step; DDP divides by world_size itself
-        loss_scale, step_loss = ranks.world_size / max(1, size.targets), 0.0
+        sums = 0.0  # of losses and of targets
         for i in range(run.accumulation):
             monitor.phase("data")
             batch = next(batches)  # on the device, or on its way there
             monitor.phase("forward")
             with ranks.shards.micro_batch(run.ddp, i + 1 == run.accumulation), ranks.autocast:
                 losses = run.ddp(batch.tokens, batch.targets, batch.documents)  # [B, T]
-                loss = losses.sum() * loss_scale
+                loss = losses.sum() * unit  # `update` divides by the targets counted
             monitor.phase("backward")
             ranks.scaler.scale(loss).backward()
-            step_loss = step_loss + loss.detach()
+            sums = sums + torch.stack((loss.detach().float(), (batch.targets != IGNORE).sum()))
             monitor.add_losses(losses.detach(), batch, run.train_data)
         replay(run, batch, seed_everything)  # at every --replay_interval
         finish_copy(run)
         monitor.phase("optimizer")
-        grad_norm = update(run, step_loss)  # clips; skips non-finite gradients on the device
-        run.advance(size)  # step, position and tokens together
+        step_loss, grad_norm = update(run, sums)  # clips; skips non-finite gradients
+        run.advance()  # step, position and tokens together
         monitor.phase("other")
         monitor.after_update(run.model, batch)
         collect_garbage(progress.step, first_step)
-        for anomaly in monitor.step(progress.step, lr, step_loss, grad_norm, size, guard.excess):
+        for anomaly in monitor.step(progress.step, lr, step_loss, grad_norm, guard.excess):
             monitor.report(anomaly, faults.autopsy(run, anomaly.step, anomaly.rank))
         guard.check(progress.step)  # reads the device only when it is due, as at a log
         if evaluation_due(run):
@@ -140,22 +139,30 @@ def seed_everything(seed: int, step: int, rank: int):
 
 
 @torch.no_grad()
-def update(run: "Run", step_loss: Tensor) -> Tensor:
-    """Apply the gradients, clipped to the global norm cfg.grad_clip; returns the unclipped norm.
+def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the gradients of the mean over all targets, clipped to the global norm cfg.grad_clip.
+
+    sums: losses and targets of this rank. Returns (its share of the mean loss, times the number of
+    ranks; the unclipped norm).
 
     A non-finite norm or a spike skips the update, without a sync: the optimizers read a divisor and
     a flag on the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer
     that does not read them costs one sync a step.
     """
-    shards = run.ranks.shards
+    shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients()
     for optimizer in run.optimizers:
         run.ranks.scaler.unscale_(optimizer)  # a no-op except in fp16
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
-    grad_norm = shards.norms(grads).norm()
+    of_all = torch.stack((*sums, shards.norms(grads).norm()))
+    if dist.is_initialized():
+        dist.all_reduce(of_all)  # of the norm, too: or ranks might decide differently
+        of_all[::2] /= run.ranks.world_size
+    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # of tokens that are targets
+    loss, grad_norm = of_all[::2] / share
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
-    divisor = (grad_norm / (run.cfg.grad_clip or math.inf)).clamp(min=1.0)
-    found_inf = run.guard.skips(found_inf, step_loss, grad_norm)
+    divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
+    found_inf = run.guard.skips(found_inf, loss, grad_norm)
     run.monitor.before_update(run.progress.step + 1)
     run.guard.clean = False
     for optimizer in run.optimizers:
@@ -168,7 +175,7 @@ def update(run: "Run", step_loss: Tensor) -> Tensor:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     run.ranks.scaler.update()
-    return grad_norm
+    return sums[0] / share, grad_norm
 
 
 EMBEDDING_SCALE = 3.0  # of its learning rate beside Muon; measured: EXPERIMENTS.md
@@ -332,13 +339,14 @@ class Run:
     def compiled(self) -> bool:
         return self.ranks.device.type == "cuda" if self.cfg.compile is None else self.cfg.compile
 
-    def advance(self, size: Size):
+    def advance(self):
         """Count the update just made."""
-        self.progress.step += 1
-        self.progress.position += self.cfg.batch_size
-        self.progress.tokens += size.real_tokens
+        progress, n = self.progress, self.cfg.batch_size
+        progress.tokens += self.train_data.count_tokens(progress.position, n)
+        progress.position += n
+        progress.step += 1
         if self.ema:
-            self.ema.update(self.progress.step)
+            self.ema.update(progress.step)
         self.guard.update_made()
         self.guard.deadline.set_max_steps(self)  # with --max_minutes, once
 

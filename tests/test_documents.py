@@ -134,10 +134,26 @@ def test_what_is_said_of_documents_is_what_they_are(folder):
     assert cut > 10 and empty > 10 and any(len(ids) == SEQ_LEN + 1 for ids, _ in documents)
     told = mixture(folder).datasets[0].details
     assert f", {len(documents)} documents" in told and f"({empty} without a response)" in told
-    assert f"({cut} longer than --seq_len are cut)" in told
+    lost = 1 - lengths.sum() / sum(len(ids) - 1 for ids, _ in documents)
+    assert f"({cut} longer than --seq_len are cut: {lost:.1%} of the tokens)" in told
     for packing in (False, True):  # the length of the document of a token, in the mean
         length = mixture(folder, mode="packed" if packing else "auto").typical_length()
         assert length == pytest.approx((lengths**2).sum() / lengths.sum())
+
+
+@pytest.mark.parametrize("mode", ["documents", "packed"])
+def test_every_token_of_a_long_text_is_a_target_once(tmp_path, mode):
+    sizes = [1, 2, SEQ_LEN, SEQ_LEN + 1, SEQ_LEN + 2, 3 * SEQ_LEN + 1, 1000]
+    tokens = iter(range(sum(sizes)))
+    texts = [list(itertools.islice(tokens, n)) for n in sizes]
+    folder = write_documents(tmp_path / "d", [(ids, [1] * len(ids)) for ids in texts],
+                             vocab_size=5000)
+    found = load_mixture([folder], "train", SEQ_LEN, 0, mode=mode)
+    batch = found.batch(0, found.n_samples)
+    counted = batch.targets != IGNORE
+    assert (batch.tokens.int() + 1 == batch.targets)[counted].all()
+    assert batch.targets[counted].sort()[0].tolist() == [i for ids in texts for i in ids[1:]]
+    assert "6 documents (40 pieces)" in found.datasets[0].details
 
 
 def test_evaluation_takes_documents_by_length(folder):

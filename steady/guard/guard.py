@@ -43,8 +43,7 @@ class Guard:
     def skips(self, found_inf: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Above 0 where the update is to be skipped, without syncing with the device.
 
-        found_inf: 1.0 where the gradient is not finite; loss: this rank's share of the step's mean
-        times the number of ranks; grad_norm: of all ranks.
+        found_inf: 1.0 where the gradient is not finite; loss, grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
         if self.trail_steps < TRAIL_STEPS:

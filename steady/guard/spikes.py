@@ -1,7 +1,6 @@
 """--skip_spikes: steps whose loss or gradient norm stands out are skipped, on the device."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 WINDOW = 128  # steps that a new one is compared with, at most
@@ -32,13 +31,9 @@ class Spikes:
     def find(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 if the step is a spike, else 0.0, without syncing with the device.
 
-        loss: this rank's share times the number of ranks. All ranks call this in every step: they
-        average both values, so that rounding cannot make them decide differently.
+        Both of all ranks, and the same on each, or rounding could make them decide differently.
         """
         latest = torch.stack((loss, grad_norm)).float()
-        if dist.is_initialized():
-            dist.all_reduce(latest)
-            latest /= dist.get_world_size()
         seen = self.window.masked_fill(self.window.isinf(), torch.nan)
         mean = seen.nanmean(0)
         deviation = (seen - mean).square().nanmean(0).sqrt()
