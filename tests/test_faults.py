@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -455,6 +456,33 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     assert f"{place} is not a directory that is writable" in output
     (tmp_path / "file").touch()
     assert "not a directory" in run("--out_dir", "file", expect=2) and not list(place.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_directories(run, tmp_path, monkeypatch, number):
+    plain = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run("--out_dir", "r", "--max_steps", 2)
+    assert steps(tmp_path / "r") == [2]
+
+
+@pytest.mark.parametrize("owner, name", [(os, "replace"), (sealed, "sync_directory")])
+def test_a_run_that_cannot_begin_leaves_nothing(run, copy, tmp_path, monkeypatch, owner, name):
+    """Neither a new one nor one that starts from a checkpoint of another."""
+    flags = ["--out_dir", "new", "--max_steps", 14]
+    for more in ([], ["--resume", "r/checkpoints/step_00000012.pt"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, raising(OSError(errno.EIO, "Input/output error")))
+            assert "error: new/" in run(*flags, *more, expect=2)
+        assert not Path("new").exists()
+        run(*flags, *more)
+        shutil.rmtree("new")
 
 
 # --- other processes ---

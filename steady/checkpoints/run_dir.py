@@ -25,6 +25,7 @@ from steady.checkpoints.checkpoint import (
     find_checkpoint,
     latest_valid,
     list_checkpoints,
+    named_checkpoints,
     remove_drafts,
     require_shared,
     unused_name,
@@ -243,7 +244,13 @@ def open_run_dir(run):
     if run.ranks.rank == 0:
         if not run.dir.lock:
             run.dir.path, run.dir.lock = claim_unused(cfg, run.dir.path)
-        prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+        new = not holds_a_run(run.dir.path)
+        try:
+            prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+        except Exception:
+            if new:
+                discard(run.dir.path)
+            raise
         best = reconcile_best(progress, run.dir)
         print(screen.describe(run), flush=True)
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
@@ -276,6 +283,17 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
         if start and not checkpoint_at(folder, step):  # it may end before its first save
             start = Checkpoint(start.path.resolve())  # os.link follows no links
             start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
+
+
+def discard(out_dir: Path):
+    """Delete what would make a directory without a run look like one that holds it."""
+    with contextlib.suppress(OSError):
+        (out_dir / "config.yaml").unlink(missing_ok=True)
+        for checkpoint in named_checkpoints(out_dir / "checkpoints"):
+            checkpoint.delete()
+        (out_dir / "checkpoints").rmdir()
+        (out_dir / "lock").unlink()
+        out_dir.rmdir()  # not if anything else is in there
 
 
 def provenance() -> dict[str, str]:

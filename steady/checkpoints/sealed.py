@@ -5,6 +5,7 @@ and `unzip` read the file like any other.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import struct
@@ -16,6 +17,8 @@ import torch
 SEAL = struct.Struct("<16sI")  # SEAL_NAME, CRC-32 of everything before the seal
 SEAL_NAME = b"steady checksum:"
 CHUNK_BYTES = 1 << 24
+# Answers to fsync of a directory on network and user-space file systems, which cannot do it.
+NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
 class ChecksummedFile:
@@ -82,8 +85,13 @@ def atomic_write(path: Path):
 
 def sync_directory(path: Path):
     directory = os.open(path, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
+    try:
+        os.fsync(directory)
+    except OSError as e:
+        if e.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(directory)
 
 
 def link(path: Path, new: Path):
