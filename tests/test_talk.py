@@ -15,10 +15,13 @@ import pytest
 import torch
 from conftest import ROOT, environment
 from families import config_of, tokenizer_of
+from test_prepare import read
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
+from tools import prepare
 from tools import talk as talk_module
 
 
@@ -53,6 +56,34 @@ def test_several_prompts_are_answered_as_alone(tmp_path, capsys, family):
     assert generation.main([*flags, "--prompt", prompts[0], *file]) == 0
     assert re.split(r"--- \d of 4\n", capsys.readouterr().out)[1:] == alone
     assert generation.main([*flags, "--prompt_file", "none"]) == 2
+
+
+def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
+    """Of a tokenizer that puts tokens around a text, which its chat template does not write."""
+    folder = folder_of(tmp_path / "m", "qwen3")
+    tokenizer = generation.load_tokenizer(str(folder))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "<t>"]})
+    begin, again = tokenizer.convert_tokens_to_ids(["<s>", "<t>"])
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> <t> $A <|im_end|>", pair="$A $B",
+        special_tokens=[("<s>", begin), ("<t>", again), ("<|im_end|>", end)])
+    tokenizer.save_pretrained(folder)
+    assert generation.load_tokenizer(str(folder))("")["input_ids"] == [begin, again, end]
+    chat = [dict(role=role, content="The cat") for role in ("user", "assistant")]
+    records = dict(text="The cat"), dict(messages=chat), dict(prompt="The", completion=" cat")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert prepare.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path / 'o'}", "--val_fraction=0",
+                         f"--tokenizer={folder}", "--workers=1"]) == 0
+    text, said, pair = (ids for ids, _ in read(tmp_path / "o"))
+    prompts = []
+    monkeypatch.setattr(generation, "generate", lambda _, ids, *__, **___: prompts.extend(
+        ids.tolist()))
+    for flags in (["The cat"], ["The cat", "--chat"], ["The"], ["<s><t>The"]):
+        assert generation.main(["generate", str(folder), "--prompt", *flags]) == 0
+    assert text == [*prompts[0], end] and text[:2] == [begin, again]
+    assert said[: len(prompts[1])] == prompts[1] and begin not in said
+    assert pair[: len(prompts[2])] == prompts[2] == prompts[3] and pair[0] == begin
 
 
 def test_what_the_files_of_a_model_say_of_sampling(tmp_path, run):

@@ -14,7 +14,7 @@ import numpy as np
 
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT, share_of
-from steady.tokens.tokenizers import load_tokenizer
+from steady.tokens.tokenizers import load_tokenizer, text_start
 from tools import read
 from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
@@ -48,13 +48,11 @@ class Encoder:
                                   "tokenizer.json")
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-            start = self.tokenizer.bos_token_id
             tokenize = self.tokenizer.tokenize
             self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
             if tokenize("a") == tokenize("\na"):  # T5's, to which the line end is that space
                 self.before = ""
-            if start is not None and self.tokenizer("")["input_ids"][:1] == [start]:
-                self.prefix.append(start)  # a tokenizer that begins every text with it, as Llama's
+            self.prefix = array("I", text_start(self.tokenizer))
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
         """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
@@ -126,8 +124,9 @@ class Encoder:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
                 found = self.tokenize(texts, document.is_chat, begins)
-                if begins and self.prefix and found[0][:1] != self.prefix:
-                    found[0] = self.prefix + found[0]
+                start = array("I") if document.is_chat else self.prefix  # the template writes it
+                if begins and found[0][: len(start)] != start:
+                    found[0] = start + found[0]
                 if ends and found[-1][-1:] != end:
                     found[-1] += end
                 for part in found:

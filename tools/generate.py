@@ -19,7 +19,12 @@ from steady.models.device import DTYPES, pick_device
 from steady.models.weights import shorten
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.ranks.parallel import Shards
-from steady.tokens.tokenizers import byte_tokenizer, end_of_text_ids, load_tokenizer
+from steady.tokens.tokenizers import (
+    byte_tokenizer,
+    end_of_text_ids,
+    load_tokenizer,
+    text_start,
+)
 from tools.chat import apply, end_of_turn
 from tools.talk import Answer, talk
 
@@ -134,10 +139,13 @@ class Writer:
             text = apply(self.tokenizer, messages, None, add_generation_prompt=True)
         except (ValueError, TypeError, LookupError) as e:
             raise ConfigError(f"{self.source}: {e}") from None
-        return self.ids(text, add_special_tokens=False)
+        return self.ids(text, [])
 
-    def ids(self, text: str, **how) -> list[int]:
-        return self.tokenizer(text, **how)["input_ids"] or [self.tokenizer.eos_token_id or 0]
+    def ids(self, text: str, start: list[int]) -> list[int]:
+        """The ids of a text behind `start`, as data.py writes them; never none."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids if ids[: len(start)] == start else start + ids
+        return ids or [self.tokenizer.eos_token_id or 0]
 
     def context(self) -> int:
         """How many tokens the model sees at once, at most."""
@@ -166,7 +174,7 @@ def write_text(writer: Writer, options: GenerateOptions, prompts: list[str]):
         if options.chat:
             ids = writer.chat_ids([dict(role="user", content=prompt)])
         else:
-            ids = writer.ids(prompt)
+            ids = writer.ids(prompt, text_start(writer.tokenizer))
             print(prompt, end="", flush=True)
         Answer(writer, ids).write()
 

@@ -1,6 +1,7 @@
 """Tokenizers: loaded, made, copied into folders, and what they decode."""
 
 import json
+import os
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,14 @@ def load_tokenizer(name: str, needs_end: bool = True):
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def text_start(tokenizer) -> list[int]:
+    """The tokens, such as Llama's bos, that a tokenizer puts before every text, even an empty one.
+
+    What it puts after a text, as an end-of-text, must not end a prompt.
+    """
+    return os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
 
 
 def byte_level_bpe(model, split_words: bool = True):
