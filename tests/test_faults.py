@@ -396,6 +396,40 @@ def test_a_full_disk_while_saving(run, tmp_path, monkeypatch):
     assert not list((tmp_path / "r" / "checkpoints").glob("*.tmp-*"))
 
 
+def test_what_is_kept_no_longer_makes_room_on_a_full_disk(run, tmp_path, monkeypatch):
+    """A disk with room for two checkpoints, or for one and config.yaml; torch hides its error."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "r")
+
+    def save(*args):
+        if len(steps(tmp_path / "r")) > 1:
+            raise RuntimeError("PytorchStreamWriter failed") from full
+        write_checkpoint(*args)
+
+    def write_yaml(*args):
+        if len(steps(tmp_path / "r")) > 1:
+            raise full
+        plain(*args)
+
+    write_checkpoint, plain = writer.write_checkpoint, run_dir.write_yaml
+    monkeypatch.setattr(writer, "write_checkpoint", save)
+    flags = ["--save_interval", 1, "--eval_interval", 0]
+    told = run("--out_dir", "r", *flags, "--keep_checkpoints", 4, expect=1)
+    assert "--keep_checkpoints" in told.splitlines()[-1] and steps(tmp_path / "r") == [1, 2]
+    monkeypatch.setattr(run_dir, "write_yaml", write_yaml)
+    told = run("--auto_resume", "--out_dir", "r", "--keep_checkpoints", 1, bare=True)
+    assert steps(tmp_path / "r") == [12] and told.count("deleted step_00000001.pt") == 1
+    assert "--keep_checkpoints 2" not in told and "Traceback" not in told
+
+
+def test_room_never_costs_the_last_valid_checkpoint(copy):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    folder, newest = copy / "checkpoints", copy / "checkpoints/step_00000012.pt"
+    os.truncate(newest, 999)
+    assert not checkpoint.make_room(folder, 1, 0, 16, full) and steps(copy) == [4, 8, 12]
+    assert not checkpoint.make_room(folder, 3, 0, 16, OSError(errno.EACCES, "Permission denied"))
+    assert checkpoint.make_room(folder, 3, 0, 16, full) and steps(copy) == [8, 12]
+
+
 def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has its own
     plain = train.train

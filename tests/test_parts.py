@@ -1,5 +1,6 @@
 """Checkpoints in parts: whole or absent, whatever happens to their files."""
 
+import errno
 import math
 import os
 import random
@@ -127,6 +128,10 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(monkeypatch, tmp_pat
             part_of(1, 2, notes, folder, "d")
     with pytest.raises(OSError, match="rank 1: no luck"):
         part_of(0, 2, notes, folder, "d")
+    notes["e5-0 1"] = b"28: No space left on device"
+    with pytest.raises(OSError, match="rank 1: No space") as error:
+        part_of(0, 2, notes, folder, "e5")
+    assert error.value.errno == errno.ENOSPC
     assert Checkpoint(folder).files() == before and not Checkpoint(folder).find_damage()
     for rank in (1, 0):  # the same step once more, as after an evaluation
         part_of(rank, 2, notes, folder, "e")

@@ -11,6 +11,7 @@ gone when a run is rescued; it misses flipped bits; and its `.metadata` is a pic
 """
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.retry import retry
+from steady.checkpoints.retry import lack_of_space, retry
 from steady.checkpoints.sealed import find_corruption, link, sync_directory
 from steady.options import ConfigError
 
@@ -296,15 +297,34 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     return None
 
 
-def rotate(folder: Path, keep: int, keep_every: int):
-    """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`."""
-    found = list_checkpoints(folder)
-    for old in found[:-keep]:
-        if not keep_every or old.step % keep_every:
-            old.delete()
-    for each in named_checkpoints(folder):
-        if found and each.step < found[-1].step and not each.exists():
-            each.delete()  # parts of a save that failed
+def rotate(folder: Path, keep: int, keep_every: int, step: int) -> list[Checkpoint]:
+    """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`.
+
+    Also parts of saves before this step that failed. Returns what is gone.
+    """
+    old = [each for each in list_checkpoints(folder)[:-keep]
+           if not keep_every or each.step % keep_every]
+    old += [each for each in named_checkpoints(folder) if each.step < step and not each.exists()]
+    for each in old:
+        each.delete()
+    return old
+
+
+def make_room(folder: Path, keep: int, keep_every: int, step: int, error: BaseException) -> bool:
+    """Where the disk is full, delete now what the next save would; whether that was anything.
+
+    Never the last valid checkpoint.
+    """
+    full, keep = lack_of_space(error), max(1, keep - 1)
+    if not full or full.errno == errno.EFBIG:
+        return False
+    if all(each.find_damage() for each in list_checkpoints(folder)[: -keep - 1 : -1]):
+        return False
+    gone = rotate(folder, keep, keep_every, step)
+    if gone:
+        print(f"warning: {folder}: no space left; deleted {', '.join(c.name for c in gone)}",
+              flush=True)
+    return bool(gone)
 
 
 def remove_drafts(folder: Path):

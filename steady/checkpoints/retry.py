@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from steady.watch.sinks import si
+
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
@@ -32,11 +34,16 @@ def disk_error(error: BaseException, folder: Path) -> str:
     """Describe an error in writing to `folder`: torch hides a full disk behind its own."""
     if not folder.is_dir():
         return f"{folder} is gone: was it moved or deleted while this run writes there?"
-    cause = error
-    while cause and getattr(cause, "errno", None) not in FULL:
-        cause = cause.__cause__ or cause.__context__
+    cause = lack_of_space(error)
     if not cause:
         return str(error)
     usage = shutil.disk_usage(folder)
-    return (f"no space left on {folder}: {usage.free / 1e9:.2f} of {usage.total / 1e9:.1f} GB are "
-            f"free ({cause.strerror})")
+    return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
+            f"({cause.strerror})")
+
+
+def lack_of_space(error: BaseException | None) -> BaseException | None:
+    """The error of a full disk behind this one."""
+    while error and getattr(error, "errno", None) not in FULL:
+        error = error.__cause__ or error.__context__
+    return error

@@ -25,6 +25,7 @@ from steady.checkpoints.checkpoint import (
     find_checkpoint,
     latest_valid,
     list_checkpoints,
+    make_room,
     named_checkpoints,
     remove_drafts,
     require_shared,
@@ -247,10 +248,13 @@ def open_run_dir(run):
         new = not holds_a_run(run.dir.path)
         try:
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        except Exception:
+        except Exception as e:
             if new:
                 discard(run.dir.path)
-            raise
+            if new or not make_room(run.dir.path / "checkpoints", cfg.keep_checkpoints,
+                                    cfg.keep_every, progress.step, e):
+                raise
+            prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
         best = reconcile_best(progress, run.dir)
         print(screen.describe(run), flush=True)
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import SHARED, Checkpoint, rotate
-from steady.checkpoints.retry import disk_error, retry
+from steady.checkpoints.checkpoint import SHARED, Checkpoint, make_room, rotate
+from steady.checkpoints.retry import disk_error, lack_of_space, retry
 from steady.checkpoints.sealed import sync_directory, write_checkpoint
 from steady.options import Failed
 
@@ -108,7 +108,7 @@ class Writer:
                 if is_best:
                     checkpoint.link_as_best()
                     self.in_best = state["best_loss"], step
-                rotate(self.folder, self.keep, self.keep_every)
+                rotate(self.folder, self.keep, self.keep_every, step)
                 if self.backup:
                     self.backup.offer(checkpoint)
             self.failures = 0
@@ -117,6 +117,10 @@ class Writer:
         except Exception as e:
             self.failures += 1
             self.reason = disk_error(e, self.folder)
+            if lack_of_space(e):
+                self.reason += "; free some space, or lower --keep_checkpoints"
+            if self.rank == 0:  # for the next save
+                make_room(self.folder, self.keep, self.keep_every, step, e)
             what = f"the part of rank {self.rank}" if self.rank else "the checkpoint"
             print(f"warning: step {step}: {what} could not be written ({self.failures} of "
                   f"{MAX_FAILURES}): {self.reason}", flush=True)
@@ -124,7 +128,12 @@ class Writer:
     def write_files(self, path: Path, step: int, state: dict):
         """Write one checkpoint. Raises what went wrong, on rank 0 also for another rank."""
         if self.size == 1:
-            self.write_file(path, step, state)
+            try:
+                self.write_file(path, step, state)
+            except Exception as e:
+                if not make_room(self.folder, self.keep, self.keep_every, step, e):
+                    raise
+                self.write_file(path, step, state)
             return
         began, save, note = time.monotonic(), f"{self.attempt}-{self.count}", ""
         self.count += 1
@@ -134,7 +143,8 @@ class Writer:
             self.write_file(path / names[self.rank], step, state)
             sync_directory(self.folder)  # which has the name of the new folder
         except Exception as e:
-            note = f"{type(e).__name__}: {e}"
+            full = lack_of_space(e)
+            note = f"{full.errno}: {full.strerror}" if full else f"{type(e).__name__}: {e}"
             raise
         finally:
             self.notes.set(f"{save} {self.rank}", note)
@@ -145,6 +155,7 @@ class Writer:
             Checkpoint(path).clean(kept=names)  # what was replaced goes
 
     def write_file(self, path: Path, step: int, state: dict):
+        state = dict(state)
         if not state.pop("weights_norm").isfinite():
             raise WeightsNotFinite("the weights are not finite")
         retry(lambda: write_checkpoint(path, state))
@@ -160,7 +171,8 @@ class Writer:
         if kind == WeightsNotFinite.__name__:
             raise WeightsNotFinite(reason)
         if kind:
-            raise OSError(f"rank {rank}: {reason}")
+            why = f"rank {rank}: {reason}"
+            raise OSError(int(kind), why) if kind.isdecimal() else OSError(why)
         if not file.is_file():
             raise OSError(f"{file} is not seen here: written by a rank that was at another step, "
                           f"or not to {SHARED}")
