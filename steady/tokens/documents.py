@@ -69,21 +69,25 @@ class Stream(Dataset):
 
 
 class Documents(Dataset):
-    """Samples are documents, cut at seq_len, or with `packing` rows filled by several of them.
+    """Samples are documents, or with `packing` rows filled by several of them.
 
-    The last token of a document is only a target: one of n + 1 tokens has a length of n.
+    The last token of a document is only a target: one of n + 1 tokens has a length of n. Above
+    seq_len plain text goes on in pieces, and a document with a prompt is cut.
     """
 
     def __init__(self, *args, packing: bool = False):
         super().__init__(*args)
         self.mode, self.row_lengths_vary = "packed" if packing else "documents", not packing
         self.has_prompts = any(file.mask is not None for file in self.files)
-        begins, ends, targets = [], [], []
+        begins, ends, targets, self.n_documents = [], [], [], 0
         for file in self.files:
             at = file.documents()
             keep = np.diff(at) > 1  # a single token predicts nothing
-            begins.append(at[:-1][keep])
-            ends.append(at[1:][keep])
+            self.n_documents += int(keep.sum())
+            found = at[:-1][keep], at[1:][keep]
+            found = self.pieces(*found) if file.mask is None else found
+            begins.append(found[0])
+            ends.append(found[1])
             targets.append(file.count_targets(begins[-1], ends[-1]))
         per_file = [len(places) for places in begins]
         begins, ends, targets = map(np.concatenate, (begins, ends, targets))
@@ -93,8 +97,10 @@ class Documents(Dataset):
             raise ConfigError(f"{self.files[0].path}: no document has a response within its "
                               f"first --seq_len {self.seq_len} tokens; try a larger --seq_len")
         self.begins = begins
-        self.document_lengths = np.minimum(ends - begins - 1, self.seq_len)
-        self.n_cut = int((ends - begins - 1 > self.seq_len).sum())
+        whole = ends - begins - 1
+        self.document_lengths = np.minimum(whole, self.seq_len)
+        self.n_cut = int((whole > self.seq_len).sum())
+        self.lost = 1 - self.document_lengths.sum() / whole.sum()
         self.n_empty = int((targets == 0).sum())
         self.in_rows = np.arange(len(begins)), np.arange(len(begins) + 1)
         if packing:
@@ -103,6 +109,13 @@ class Documents(Dataset):
         self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
         self.targets = np.add.reduceat(targets[order], starts[:-1])
         self.number(per_file, len(self.lengths))
+
+    def pieces(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Texts in pieces of seq_len + 1 tokens at most that, like blocks, overlap by one."""
+        n = -(-(ends - begins - 1) // self.seq_len)  # of each text
+        number = np.arange(n.sum()) - np.repeat(n.cumsum() - n, n)
+        begins, ends = np.repeat(begins, n) + number * self.seq_len, np.repeat(ends, n)
+        return begins, np.minimum(ends, begins + self.seq_len + 1)
 
     def documents_of(self, sample: int) -> np.ndarray:
         order, starts = self.in_rows
@@ -141,7 +154,10 @@ class Documents(Dataset):
 
     @property
     def details(self) -> str:
-        text = f", {len(self.begins):,} documents"
-        text += f" ({self.n_cut:,} longer than --seq_len are cut)" if self.n_cut else ""
+        text, pieces = f", {self.n_documents:,} documents", len(self.begins)
+        text += f" ({pieces:,} pieces)" if pieces > self.n_documents else ""
+        if self.n_cut:
+            text += (f" ({self.n_cut:,} longer than --seq_len are cut: {self.lost:.1%} of the "
+                     "tokens)")
         text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
         return text + (f" in {self.n_samples:,} rows" if self.mode == "packed" else "")
