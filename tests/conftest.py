@@ -197,8 +197,8 @@ def after_updates(do, put=setattr):
     """From now on `do(run)` follows the update of each step."""
     plain = train.Run.advance
 
-    def advance(run, size):
-        plain(run, size)
+    def advance(run):
+        plain(run)
         do(run)
 
     put(train.Run, "advance", advance)

@@ -101,11 +101,11 @@ def test_what_was_altered_is_found(run, copied, alter):
 def test_a_skipped_update_is_found(run, monkeypatch):
     plain = train.update
 
-    def update(run, step_loss):
+    def update(run, sums):
         if run.progress.step == 7:
             for p in run.model.parameters():
                 p.grad *= torch.nan
-        return plain(run, step_loss)
+        return plain(run, sums)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", update)
@@ -377,13 +377,13 @@ def assert_same_on_another_machine(run, flags=(), change=None) -> str:
 
 @pytest.mark.parametrize("fails", ["by an error", "with gradients that are not finite"])
 def test_repeated_steps_that_fail_do_not_keep_a_run_from_going_on(run, monkeypatch, fails):
-    def update(run, loss):
+    def update(run, sums):
         if not run.dir.writer and fails == "by an error":
             raise RuntimeError("of a fork")
         if not run.dir.writer:
             for p in run.model.parameters():
                 p.grad *= torch.nan
-        return plain(run, loss)
+        return plain(run, sums)
 
     plain = train.update
     run(*HISTORY, "--max_steps", 6, "--max_nonfinite", 1, "--on_nonfinite", "abort",

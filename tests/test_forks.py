@@ -48,7 +48,7 @@ class Masked(Mixture):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.n_targets, self.vocab_size = 5, 258  # the last id is the mask
+        self.vocab_size = 258  # the last id is the mask
 
     def batch(self, start: int, stop: int) -> Batch:
         tokens = super().batch(start, stop).tokens[:, :-1].long()

@@ -14,7 +14,6 @@ from conftest import events_of, rows
 
 import monitor
 from config import Config
-from data import Size
 from monitor import Monitor
 from steady.checkpoints.state import Progress
 from steady.models import device
@@ -85,8 +84,8 @@ def make(out_dir, **changes) -> Monitor:
 
 def step(m, step, loss=1.0, grad_norm=1.0, tokens=1000, real_tokens=1000):
     m.progress.tokens += real_tokens
-    m.step(step, 0.1, torch.tensor(loss), torch.tensor(grad_norm),
-           Size(tokens, real_tokens, real_tokens))
+    m.tokens += tokens
+    m.step(step, 0.1, torch.tensor(loss), torch.tensor(grad_norm))
 
 
 def spend(m, clock, **ms):
@@ -288,7 +287,7 @@ def test_numbers_go_to_the_device_in_one_copy(tmp_path, clock, monkeypatch):
 
     m.losses = m.grad_norms = [torch.tensor(3.0)]
     monkeypatch.setattr(torch, "tensor", tensor)
-    row, _ = m.gather_values(2)
+    row, *_ = m.gather_values(2)
     assert len(copies) == 1
     assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
     assert row["train/loss"] == 3.0
@@ -307,8 +306,8 @@ def test_ranks_are_averaged_in_one_collective(tmp_path, clock, monkeypatch):
     m.log("b", 2.0)
     m.log("a", torch.tensor(3.0))
     step(m, 1, 5.0, 7.0)
-    # by name, so all ranks agree; their weights; loss, gradient norm; own ms
-    expected = [3, 2, 1, 1, 5, 7, 3, 20, 0, 0, 0]
+    # by name, so all ranks agree; their weights; loss, gradient norm; tokens; own ms
+    expected = [3, 2, 1, 1, 5, 7, 1000, 3, 20, 0, 0, 0]
     assert len(sent) == 1 and sent[0].tolist() == pytest.approx(expected)
     row = rows(tmp_path)[0]
     assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)

@@ -22,7 +22,7 @@ from steady.guard import faults, memory
 from steady.guard.process import exit_code
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
-from steady.tokens.files import write_tokens
+from steady.tokens.files import IGNORE, write_tokens
 from tools import estimate
 
 FLAGS = ["--precision", "fp32", "--max_steps", "6", "--warmup_steps", "2", "--log_interval", "2",
@@ -210,8 +210,8 @@ def test_a_step_sends_what_the_estimate_says(corpus, tmp_path):
     def hook(rank):
         plain = train.update
 
-        def update(run, step_loss):
-            out = plain(run, step_loss)
+        def update(run, sums):
+            out = plain(run, sums)
             if run.progress.step == 2:  # from one update to the next, with no log between
                 count.__exit__(None, None, None)
                 print("sent", count.sent, flush=True)
@@ -233,7 +233,31 @@ def test_a_step_sends_what_the_estimate_says(corpus, tmp_path):
         micro_batch = memory.micro_batch_size(cfg, 2)
         _, said = estimate.simulate(cfg, torch.float32, micro_batch, cfg.batch_size // micro_batch
                                     // 2, train.make_optimizers, cfg.parallel, 2)
-        assert counted == said + 16  # the ranks' signals
+        assert counted == said + 16 + 12  # the ranks' signals; loss, targets and norm
+
+
+def test_the_loss_is_divided_by_the_targets_counted(run, tmp_path, monkeypatch):
+    """Also where a fork shortens and masks batches in the loop: on any ranks, and resumed."""
+    def changed(*args):
+        for batch in plain(*args):
+            tokens, targets = batch.tokens[:, :16], batch.targets[:, :16]
+            yield batch._replace(tokens=tokens, targets=targets.where(tokens % 3 > 0, IGNORE))
+
+    plain = train.loader
+    monkeypatch.setattr(train, "loader", changed)
+    ways = {"one": [], "ddp": [], "zero3": ["--parallel", "zero3"]}
+    for name, flags in ways.items():
+        run("--out_dir", name, "--micro_batch_size", 2, "--save_interval", 6, *flags,
+            ranks=1 + (name != "one"))
+    for name in ("ddp", "zero3"):
+        assert_equal_columns(tmp_path / "one", tmp_path / name, ["train/loss", "train/grad_norm"],
+                             rel=1e-5)
+    assert column(tmp_path / "one", "train/loss")[1] == pytest.approx(math.log(257), abs=0.1)
+    last, first = newest(tmp_path / "one"), tmp_path / "one/checkpoints/step_00000006.pt"
+    run("--out_dir", "one", "--resume", first, bare=True)
+    assert compare(last["model"], newest(tmp_path / "one")["model"])[1] == []
+    row = [row for row in rows(tmp_path / "ddp") if "perf/step_ms" in row][-1]
+    assert row["perf/tokens_per_second"] * row["perf/step_ms"] / 1e3 == pytest.approx(8 * 16)
 
 
 def test_copies_of_a_model_sum_their_gradients_once_a_step(monkeypatch):
@@ -332,11 +356,11 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
             if rank == 1 and next(steps) == 2:
                 self.pairs[0][1].grad.fill_(math.inf)
 
-        def update(run, step_loss):
-            norm = plain_update(run, step_loss)
+        def update(run, sums):
+            out = plain_update(run, sums)
             scales.append(run.ranks.scaler.get_scale())
             print("scales", scales, flush=True)
-            return norm
+            return out
 
         steps, scales, plain_update = iter(range(99)), [], train.update
         parallel.Shards.move_gradients, train.update = move_gradients, update

@@ -549,11 +549,11 @@ def update(optimizers, parameters, scaler, clip):
     """`train.update` of a run that consists of these."""
     cfg, shards = tiny_config(grad_clip=clip), parallel.Shards()
     shards.parameters = {str(i): p for i, p in enumerate(parameters)}
-    ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"), scaler=scaler)
+    ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"), scaler=scaler, world_size=1)
     run = SimpleNamespace(
         cfg=cfg, optimizers=optimizers, ranks=ranks, progress=Progress(),
         monitor=SimpleNamespace(before_update=lambda step: None), guard=train.Guard(cfg, ranks))
-    return train.update(run, torch.tensor(1.0))
+    return train.update(run, torch.tensor([1.0, cfg.batch_size * cfg.seq_len]))[1]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -77,8 +77,6 @@ def check_continuity(run, train):
     run.dir.saved = of_newest
     if found is None:
         return
-    if saved["machine"]["ranks"] != ranks.world_size:
-        trail, found = trail[:, 1:], found[:, 1:]  # losses are of rank 0's share of the samples
     if ranks.rank == 0:
         print(report(trail, found, earlier.step, differences), flush=True)
 

@@ -96,8 +96,9 @@ def padding(folder: Path, kind: str) -> float:
     if kind == "grouped":
         mixture.group_by_length(32, BATCH)
     batch, micro = (20, 10) if kind == "packed" else (BATCH, MICRO)
-    size = mixture.size(0, 192 * batch, micro)
-    return 1 - size.real_tokens / size.tokens
+    n = 192 * batch
+    computed = sum(mixture.batch(i, i + micro).tokens.numel() for i in range(0, n, micro))
+    return 1 - mixture.count_tokens(0, n) / computed
 
 
 def main(options) -> list[Figure]:

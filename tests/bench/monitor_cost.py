@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 import train
-from data import Size
 from steady.watch.proc import rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, train_steps
 
@@ -89,7 +88,6 @@ def empty_steps(run: train.Run, steps: int):
     monitor, device, progress = run.monitor, run.ranks.device, run.progress
     batch = run.train_data.batch(0, run.ranks.micro_batch).to(device)
     losses, norm = torch.ones(batch.targets.shape, device=device), torch.ones((), device=device)
-    size = Size(1000, 1000, 1000)
     for p in run.ranks.shards.parameters.values():
         p.grad = torch.zeros_like(p)
     for _ in range(steps):
@@ -101,7 +99,7 @@ def empty_steps(run: train.Run, steps: int):
         progress.step += 1
         monitor.phase("other")
         monitor.after_update(run.model, batch)
-        monitor.step(progress.step, 0.0, norm, norm, size)
+        monitor.step(progress.step, 0.0, norm, norm)
     run.model.zero_grad()
 
 

@@ -161,9 +161,9 @@ def test_an_item_in_the_loop_is_found(go):
         update = train.update
 
         def asking(*args):
-            norm = update(*args)
+            loss, norm = update(*args)
             norm.item()
-            return norm
+            return loss, norm
 
         train.update = asking
     _, steps = go(hook=hook)
