@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     start("tools.prepare:main")
 
+import hashlib
 import itertools
 from fractions import Fraction
 from functools import partial
@@ -283,6 +284,15 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
 def eval_samples(cfg: Config, data: Mixture) -> int:
     """How many samples one evaluation looks at: at most all, which is also what 0 steps mean."""
     return min(cfg.eval_steps * cfg.batch_size or data.n_samples, data.n_samples)
+
+
+def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
+    """What a validation loss is of: two are compared only where all of this is the same."""
+    if data is None or cfg.eval_only:
+        return {}
+    files = repr((data.fingerprint, [str(each.weight) for each in data.datasets]))
+    return {"validation data": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
+            "eval_steps": eval_samples(cfg, data), "seq_len": cfg.seq_len, "ema": cfg.ema > 0}
 
 
 # --- the loader ------------------------------------------------------------------------------

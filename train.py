@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import config
 from config import Config
-from data import IGNORE, Mixture, eval_batches, eval_samples, load_data, loader
+from data import IGNORE, Mixture, eval_batches, eval_samples, load_data, loader, what_is_evaluated
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
 from steady.checkpoints import run_dir as rundir
@@ -388,7 +388,8 @@ def set_up(argv: list[str]) -> Run:
     model = new_model()
     shards.hold(model)
     run = Run(
-        cfg, Progress(), ranks, run_dir, train_data, val_data, model,
+        cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
+        val_data, model,
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         guard=Guard(cfg, ranks),
@@ -465,7 +466,7 @@ def main(argv: list[str]) -> int:
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):
         if ranks.rank == 0:
-            if run_dir.lock:  # the run directory is ours to repair
+            if run_dir.lock and progress.best_step:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {screen.early_end(cfg, progress) or finished}; nothing to do")
@@ -502,7 +503,8 @@ def train_with_recovery(run: Run) -> str:
         run.monitor = Monitor(cfg, ranks, progress, run.dir.path, flops)
         ranks.stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
         order = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=progress.position)
-        run.monitor.write(progress.step, {"order": order})  # for `data.py show`
+        start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning
+        run.monitor.write(progress.step, start)
         ranks.watchdog.follow(progress, run.dir, rescue)
         batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,

@@ -177,6 +177,51 @@ def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
 
 
+@pytest.fixture
+def other_validation(corpus, tmp_path) -> Path:
+    """A copy of the corpus whose validation data are its training data."""
+    folder = Path(shutil.copytree(corpus, tmp_path / "other"))
+    for path in corpus.glob("train.bin*"):
+        shutil.copy(path, folder / path.name.replace("train", "val"))
+    return folder
+
+
+@pytest.mark.parametrize("flags, changed", [
+    (["--val_data", "other"], "validation data"),
+    ([], "validation data"),  # exchanged in place
+    (["--eval_steps", 3], "eval_steps"),
+    (["--ema", 0.9], "ema"),
+])
+def test_losses_of_something_else_are_not_compared(run, tmp_path, monkeypatch, corpus,
+                                                   other_validation, flags, changed):
+    """Each loss is above the best of before, yet the first of them is the best anew."""
+    shutil.copytree(corpus, tmp_path / "data")
+    monkeypatch.setattr(train, "evaluate", lambda run: run.progress.step / 100)
+    common = ["--data", "data", "--out_dir", "r", "--eval_interval", 4, "--patience", 2]
+    run(*common, "--max_steps", 4)
+    again = ["--auto_resume", "--out_dir", "r", "--max_steps", 20]
+    assert "anew" not in run(*again, "--max_steps", 5, bare=True)
+    if not flags:
+        shutil.copytree(other_validation, tmp_path / "data", dirs_exist_ok=True)
+    folder = tmp_path / "r/checkpoints"
+    told = run(*again, *flags, bare=True)
+    assert told.count(f"{changed} changed since step 5: the best validation loss") == 1
+    assert best(tmp_path / "r") == (0.08, 8) and list(folder.glob("best.pt.set-aside"))
+    end = torch.load(list_checkpoints(folder)[-1], weights_only=True)
+    assert (end["step"], end["best_step"], end["waited"]) == (16, 8, 2)  # patience ends it here
+    assert "anew" not in run(*again, bare=True) and best(tmp_path / "r") == (0.08, 8)
+
+
+def test_nothing_is_lost_where_a_finished_run_is_given_other_validation_data(
+        run, tmp_path, other_validation):
+    run("--out_dir", "r", "--eval_interval", 4)
+    before = best(tmp_path / "r")
+    run("--auto_resume", "--out_dir", "r", "--val_data", "other", bare=True)
+    assert best(tmp_path / "r") == before
+    told = run("--eval_only", "--resume", "r/checkpoints/best.pt", "--val_data", "other", bare=True)
+    assert "anew" not in told
+
+
 # --- state that decides the trajectory ---
 
 

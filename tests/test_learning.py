@@ -101,6 +101,9 @@ def test_a_validation_loss_that_is_too_high(values, since):
         learning.add({"step": 100 * (i + 1), "val/loss": value})
     assert [(f.code, f.since) for f in learning.findings()] == (
         [("validation", since)] if since else [])
+    for data in ("a", "b", "b"):  # losses of other data are not compared
+        learning.add({"step": 400, "evaluated": {"validation data": data}})
+    assert [f.code for f in learning.findings()] == []
 
 
 def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch):

@@ -358,6 +358,9 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monke
     assert first["step"] == second["step"] == 40 and set(OUTSIDE_PHASES) < set(first["seconds"])
     assert sum(first["seconds"].values()) == pytest.approx(first["wall_s"])
     assert second["seconds"]["forward"] > 2 * first["seconds"]["forward"]
+    run("--max_steps", 2, "--out_dir", "wider", "--d_model", 64)
+    assert main(["a", "wider"]) == 0 and main(["a", "wider", "--fail_on_regression", "50"]) == 2
+    assert "d_model 32 and 64" in capsys.readouterr().err
     (tmp_path / "c").mkdir()  # it crashed before its first log
     (tmp_path / "c/metrics.jsonl").write_text('{"step": 0, "order": {}}\n')
     assert main(["a", "c", "b"]) == 0 and main(["a", "b", "c", "--fail_on_regression", "900"]) == 3

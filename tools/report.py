@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from config import Config
 from steady.guard.process import run_command
-from steady.options import ConfigError, Parser, read_flags
-from steady.watch.report import report, report_text
+from steady.options import ConfigError, Parser, fixed_options, read_flags
+from steady.watch.report import read_config, report, report_text
 from steady.watch.slowdowns import worth_saying
 from tools.page import write_page
 
@@ -54,6 +55,19 @@ def regression_percent(reports: list[dict]) -> float:
     return max(lasting, default=0.0)
 
 
+def refuse_other_models(run_dirs: list[Path]):
+    """Raise ConfigError where times of the runs say nothing of one another."""
+    first = read_config(run_dirs[0])
+    for path in run_dirs[1:]:
+        other = read_config(path)
+        changed = [f"{name} {first[name]} and {other[name]}"
+                   for name in (*fixed_options(Config, "weights"), "seq_len")
+                   if name in first and name in other and first[name] != other[name]]
+        if changed:
+            raise ConfigError(f"--fail_on_regression: {run_dirs[0]} and {path} train different "
+                              f"models: {', '.join(changed)}")
+
+
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
     if argv[:1] == ["compare"]:
@@ -78,6 +92,8 @@ def print_reports(argv: list[str]) -> int:
     for path in run_dirs:
         if not (path / "metrics.jsonl").is_file():  # a FIFO would block
             raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
+    if args.fail_on_regression is not None:
+        refuse_other_models(run_dirs)
     try:
         reports = [report(path) for path in run_dirs]
     except OSError as e:

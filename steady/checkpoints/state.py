@@ -42,6 +42,7 @@ class Progress:
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
     waited: int = 0  # evaluations since that of best_step
+    evaluated: dict = field(default_factory=dict)  # what best_loss is of
     max_steps: int = UNKNOWN  # as --max_minutes or the schedule `plateau` has set it
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
 
@@ -143,9 +144,17 @@ def load_checkpoint(run, checkpoint: Checkpoint):
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
+    evaluated, first = progress.evaluated, progress.step == 0
     max_steps = progress.max_steps  # as this process has set it, where it goes back
     for name, value in vars(progress).items():
         setattr(progress, name, state.get(name, value))
+    changed = [name for name in evaluated if progress.evaluated.get(name) != evaluated[name]]
+    if changed:  # losses of which the old ones say nothing
+        if progress.best_step and first and run.ranks.rank == 0:
+            print(f"resume  {', '.join(changed)} changed since step {progress.step}: the best "
+                  "validation loss and --patience begin anew", flush=True)
+        progress.best_loss, progress.best_step, progress.waited = math.inf, 0, 0
+        progress.evaluated = evaluated
     mine = progress.state()
     if not run.ranks.minimum(int(run.ranks.broadcast(mine) == mine)):
         raise ConfigError(f"{checkpoint}: was replaced while the ranks read it; start again")
@@ -192,7 +201,7 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
     if progress.best_step and read_best(wanted) == expected:
         wanted.link_as_best()
         return expected
-    if found and found[1] <= progress.step:
+    if found and 0 < progress.best_step and found[1] <= progress.step:
         print(f"warning: the weights of the best validation loss, at step {progress.best_step}, "
               f"were lost; {best} is of step {found[1]}", flush=True)
         return found

@@ -41,9 +41,14 @@ class Learning:
         self.before = 0  # the step before the first log, as of a run that goes on elsewhere
         self.bad, self.bad_since, self.bad_losses = 0, 0, False  # not finite: not gradients alone
         self.val, self.best_val = None, (math.inf, 0)  # (validation loss, step)
+        self.evaluated = None  # what these are of
 
     def add(self, row: dict) -> Finding | None:
         """The finding if the run has begun to diverge with this row."""
+        if "evaluated" in row:  # other data, for one: losses that are not compared
+            if self.evaluated not in (None, row["evaluated"]):
+                self.val, self.best_val = None, (math.inf, 0)
+            self.evaluated = row["evaluated"]
         if "val/loss" in row:
             loss = math.nan if row["val/loss"] is None else row["val/loss"]
             self.val = loss, row["step"]

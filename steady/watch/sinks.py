@@ -114,8 +114,8 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 ENCODER = json.JSONEncoder(default=str)
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, inf
-NESTED = dict(end=dict, order=dict, profile=dict, ranks_ms=list, anomaly=str, runs_out=str,
-              hang=str, sample=str, busiest_thread=str, trace=str, positions=list,
+NESTED = dict(end=dict, order=dict, evaluated=dict, profile=dict, ranks_ms=list, anomaly=str,
+              runs_out=str, hang=str, sample=str, busiest_thread=str, trace=str, positions=list,
               value=(int, float), median=(int, float))
 
 
