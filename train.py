@@ -33,6 +33,7 @@ from config import Config
 from data import IGNORE, Mixture, eval_batches, eval_samples, load_data, loader, what_is_evaluated
 from model import Transformer, flops_per_token, generate
 from monitor import Monitor
+from steady.checkpoints import opening
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.run_dir import open_run_dir
@@ -49,7 +50,6 @@ from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
 from steady.ranks.watchdog import Watchdog, patience
-from steady.watch import screen
 from steady.watch.evaluation import Means
 from steady.watch.report import summary
 
@@ -469,7 +469,7 @@ def main(argv: list[str]) -> int:
             if run_dir.lock and progress.best_step:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
-            print(f"{run_dir.path}: {screen.early_end(cfg, progress) or finished}; nothing to do")
+            print(f"{run_dir.path}: {opening.early_end(cfg, progress) or finished}; nothing to do")
             if cfg.json:
                 print(json.dumps(summary(run_dir.path)))
         return 0
@@ -483,7 +483,7 @@ def main(argv: list[str]) -> int:
         if ranks.world_size > 1:
             dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves
     if ranks.rank == 0:
-        print(*filter(None, (report, screen.early_end(cfg, progress, stop.signal))), sep="\n")
+        print(*filter(None, (report, opening.early_end(cfg, progress, stop.signal))), sep="\n")
     if not stop.signal and cfg.sample_interval != 0:
         with faults.only_warning("no sample"):
             show_sample(run, "sample  of what it writes:\n\n")

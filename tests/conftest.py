@@ -28,9 +28,9 @@ import config  # noqa: E402
 import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
+from steady.checkpoints import opening  # noqa: E402
 from steady.guard.process import exit_code, leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
-from steady.watch import screen  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
 # times slower on two cores.
@@ -42,7 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # or what a run prints would depend on what else the machine does
-whole_crowded, screen.crowded = screen.crowded, lambda: ""
+whole_crowded, opening.crowded = opening.crowded, lambda: ""
 
 # One of 40 tokens takes a seventh of a run of 12 steps, and a third where weights are gathered.
 whole_sample = train.sample

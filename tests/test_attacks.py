@@ -1,5 +1,6 @@
 """Promises that hostile or unlucky use once broke: each test was seen to fail before."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -286,6 +287,40 @@ def test_training_goes_on_when_the_screen_is_gone(tmp_path, corpus, closed):
     flags = [*TINY, "--data", corpus, "--log_interval", 1, "--max_steps", 30, "--out_dir", "r"]
     assert Process(tmp_path, [], hook).code() == 0
     assert len(column(tmp_path / "r", "train/loss")) == 30
+
+
+@pytest.mark.parametrize("what", ["full pipe", "full disk"])
+def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what):
+    """Until step 10 nothing can be written; a pipe that does not block has been full since then."""
+    def hook():
+        reader, pipe = os.pipe()
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(BlockingIOError):
+            while what == "full pipe":
+                os.write(pipe, bytes(4096))
+        os.dup2(pipe if what == "full pipe" else full, 1)
+        sys.stdout = open(1, "w", closefd=False)
+
+        def works_again(run):
+            if run.progress.step == 10:
+                os.dup2(pipe, 1)
+                if what == "full pipe":
+                    os.read(reader, 1 << 20)
+
+        after_updates(works_again)
+        try:
+            process.run(lambda argv: train.main([str(flag) for flag in flags]))
+        except SystemExit as end:
+            Path("shown").write_bytes(os.read(reader, 1 << 20))
+            os._exit(end.code)
+
+    flags = [*TINY, "--data", corpus, "--log_interval", 1, "--max_steps", 20, "--out_dir", "r"]
+    assert Process(tmp_path, [], hook).code() == 0
+    lost, *lines = (tmp_path / "shown").read_text().splitlines()
+    assert lost.startswith("[lost: ") and "[lost: " not in "".join(lines)
+    steps = [line.split("/")[0] for line in lines if " lr " in line]
+    assert steps == [f"step {step}" for step in range(10, 21)]
 
 
 def test_sigusr1_during_start_up_is_remembered_and_sigusr2_ignored(tmp_path, corpus):

@@ -22,12 +22,11 @@ from conftest import (
 )
 
 import train
+from steady.checkpoints import opening, sealed
 from steady.checkpoints import run_dir as rundir
-from steady.checkpoints import sealed
 from steady.checkpoints.checkpoint import list_checkpoints
 from steady.options import ConfigError
 from steady.ranks import hangs
-from steady.watch import screen
 
 FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
@@ -38,7 +37,7 @@ slow = pytest.mark.slow
 def dies_in(name: str, rank: int):
     """A hook: the first attempt is killed as it calls this function."""
     torchrun_sets(0)
-    module = screen if name == "describe" else rundir
+    module = opening if name == "describe" else rundir
     setattr(module, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
 
 

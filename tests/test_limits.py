@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import tiny_config, whole_crowded
 
+from steady.checkpoints import opening
 from steady.guard.deadline import UNKNOWN
-from steady.watch import machine, proc, screen
+from steady.watch import machine, proc
 from steady.watch import trends as limits
 from steady.watch.trends import MOST, Allocations, Resources, read_resources
 
@@ -47,10 +48,10 @@ def watch(value, name=HOST, rows=1000, every=10, resources=None, first=0, also=N
 
 
 def test_a_newer_torch_is_mentioned(monkeypatch):
-    assert not screen.untested()
+    assert not opening.untested()
     for version, newer in (("2.11.0", False), ("2.15.1+cu132", False), ("2.16.0a0+git12", True)):
         monkeypatch.setattr(torch, "__version__", version)
-        assert (version in screen.untested()) == newer
+        assert (version in opening.untested()) == newer
 
 
 # --- an alarm ---
@@ -318,8 +319,8 @@ def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch
         return f"9.1 9.2 9.3 {running.pop()}/90 8697\n" if running else ""
 
     plain = proc.read
-    monkeypatch.setattr(screen, "crowded", whole_crowded)
-    monkeypatch.setattr(screen.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(screen.proc, "read", read)
+    monkeypatch.setattr(opening, "crowded", whole_crowded)
+    monkeypatch.setattr(opening.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(opening.proc, "read", read)
     told = run("--max_steps", 1, "--warmup_steps", 1)
     assert said in told if said else "other threads" not in told

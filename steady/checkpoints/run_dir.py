@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from steady.checkpoints import opening
 from steady.checkpoints.backup import Backup, download, id_in
 from steady.checkpoints.checkpoint import (
     BEST,
@@ -40,7 +41,6 @@ from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
-from steady.watch import screen
 
 # Written to by a run, where no link may lead elsewhere.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
@@ -256,7 +256,7 @@ def open_run_dir(run):
                 raise
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
         best = reconcile_best(progress, run.dir)
-        print(screen.describe(run), flush=True)
+        print(opening.describe(run), flush=True)
     run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)

@@ -15,6 +15,8 @@ import threading
 import time
 import traceback
 
+from steady.watch.screen import Screen
+
 # Workers are forks, as before Python 3.14: those of its server import all anew and outlive a parent
 # that is killed.
 FORK = "fork" if sys.platform == "linux" else None
@@ -74,44 +76,14 @@ def leave_to_parent(worker: int):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class Screen:
-    """A standard stream that drops output it cannot write, instead of ending the training.
-
-    On a full disk, a closed pipe or terminal, or for characters that its encoding lacks.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-    def write(self, text: str) -> int:
-        with self.or_nowhere():
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with self.or_nowhere():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def or_nowhere(self):
-        try:
-            yield
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):  # or flushing it at exit fails again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
 # --- the end ---------------------------------------------------------------------------------
 
 
 def run(main):
     """End this process, which trains, with the exit code of `main`, given the command line."""
-    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    for name in "stdout", "stderr":
+        with contextlib.suppress(OSError):  # as of a notebook, which is no file
+            setattr(sys, name, Screen(getattr(sys, name)))
     gc.freeze()  # what was imported stays
     gc.enable()
     leave(exit_code(main, sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""What the screen shows of a run before its first step, and where it ends early."""
+
+import os
+import re
+import signal
+import time
+
+import torch
+
+from steady.guard.deadline import UNKNOWN
+from steady.models.device import DTYPE_NAMES, attention_backend, device_name
+from steady.watch import proc
+from steady.watch.sinks import si
+
+TESTED = 2, 15  # the newest torch that all tests have passed with
+
+
+def early_end(cfg, progress, signal_number: int = 0) -> str:
+    """Why training has ended before max_steps; nothing if it has not."""
+    if signal_number:
+        return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
+                "--auto_resume continues from there")
+    if progress.step < cfg.max_steps:
+        return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
+                f"had a lower loss (--patience {cfg.patience})")
+    return ""
+
+
+def describe(run) -> str:
+    """Device, model, data and step of a run, in a few lines for the screen."""
+    cfg, data, ranks, progress = run.cfg, run.train_data, run.ranks, run.progress
+    parameters = sum(p.numel() for p in run.model.parameters())
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    of_those = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
+    samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
+    steps = f"{cfg.max_steps} steps"
+    if cfg.max_steps == UNKNOWN and cfg.max_minutes:  # which an audit leaves out
+        samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
+    weights = sum(d.weight for d in data.datasets)
+    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.details}"
+               for d, epochs in zip(data.datasets, data.order.epochs(samples), strict=True)]
+    at_most = "at most " if data.row_lengths_vary else ""
+    foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
+    sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
+    optimizers = dict.fromkeys(type(o).__name__.lower() for o in run.optimizers)  # as they are
+    lines = [
+        f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
+        f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
+        f"attention, compile {'on' if run.compiled else 'off'}{sharded}",
+        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
+        f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
+        f"vocabulary {cfg.vocab_size}{foreign}",
+        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {steps}, "
+        f"{ranks.workers} loader processes per rank",
+        f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
+        f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
+        f"{ranks.micro_batch}, {', '.join(optimizers)}",
+        f"run     {run.dir.path}",
+    ]
+    if run.dir.resumed_from:
+        lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
+    return "\n".join(filter(None, (*lines, crowded(), untested())))
+
+
+def untested() -> str:
+    """A line if this torch is newer than all that were tested; or ""."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    newest = ".".join(map(str, TESTED))
+    return f"torch   {torch.__version__}: tested up to {newest}" if version > TESTED else ""
+
+
+def crowded() -> str:
+    """A line for the start of a run on a machine whose cores are all in use by others; or "".
+
+    By the threads that are runnable now, the median of five readings: load averages lag by minutes.
+    """
+    runnable = []
+    for _ in range(5):
+        runnable.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
+        time.sleep(0.01)
+    others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
+    if others < os.cpu_count():
+        return ""
+    return (f"load    {others} other threads compete for {os.cpu_count()} cores: steps will be "
+            "slow and uneven; OMP_NUM_THREADS=1 suffers least")
