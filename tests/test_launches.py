@@ -27,6 +27,7 @@ from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import list_checkpoints
 from steady.options import ConfigError
 from steady.ranks import hangs
+from steady.ranks.ranks import LAUNCHERS
 
 FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
@@ -187,3 +188,12 @@ def test_a_launch_with_the_same_port_does_not_end_the_first(corpus, tmp_path):
     time.sleep(1.5)  # in which the watchdogs of the first look at their notes
     (tmp_path / "ended").touch()
     assert [process.code() for process in first] == [0, 0], first[0].text()
+
+
+@pytest.mark.parametrize("name, launcher", LAUNCHERS.items())
+def test_tasks_without_torchrun_are_refused(run, tmp_path, monkeypatch, name, launcher):
+    monkeypatch.setenv(name, "2")
+    told = run("--max_steps", 2, expect=2)
+    assert f"{name}=2" in told and launcher in told and not any(tmp_path.iterdir())
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it
+    run("--max_steps", 2, "--eval_interval", 0)

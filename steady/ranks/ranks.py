@@ -80,6 +80,21 @@ class Ranks:
         return int(box)
 
 
+LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun",
+             "PMI_SIZE": "mpiexec"}  # what each says of how many processes it has started
+
+
+def refuse_lone_tasks():
+    """Raise ConfigError where each of several processes would train the whole run by itself."""
+    for name, launcher in LAUNCHERS.items():
+        tasks = os.environ.get(name, "")
+        if tasks.isdecimal() and int(tasks) > 1 and not os.environ.get("WORLD_SIZE"):
+            raise ConfigError(f"{name}={tasks} in the environment, and no WORLD_SIZE: {launcher} "
+                              f"has started {tasks} processes, and each would train the whole run "
+                              "by itself. Let it start one torchrun on each host, as docs/slurm.sh "
+                              f"does; to train in one process, unset {name}")
+
+
 class RanksMissing(Failed):
     """Some ranks have not started."""
 
@@ -92,6 +107,7 @@ def meet(rank: int, world_size: int, patience: float):
     Raises RanksMissing, which names the others, after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
+        refuse_lone_tasks()
         return None
     if not meet.store:
         if not os.environ.get("MASTER_ADDR"):
