@@ -27,7 +27,7 @@ from steady.tokens.files import TokenFile, TokenWriter, write_tokens
 from steady.tokens.tokenizers import load_tokenizer
 from tools import prepare
 from tools import read as read_module
-from tools.encode import Encoder
+from tools.encode import IN_PIECES, Encoder
 
 
 def strings(folder, split="train"):
@@ -178,6 +178,37 @@ def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, n
         assert "left out         " in told and "(1)" in told
 
 
+def packed(content: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        return pytest.importorskip("zstandard").compress(content)
+    return gzip.compress(content) if suffix else content
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_is_named(tmp_path, made, suffix):
+    path, found = tmp_path / f"a.jsonl{suffix}", texts(40)
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in found]
+    first, second = (packed(b"".join(half), suffix) for half in (lines[:20], lines[20:]))
+    path.write_bytes(first + second)
+    made(path)
+    assert strings(tmp_path / "o") == found
+    for end in (3, len(first) - 1, len(first) + 3, len(first + second) - 1):
+        path.write_bytes((first + second)[:end])
+        told = made(path, expect=2)
+        assert f"{path}: cannot be read: " in told and told.count("\n") == 1
+    told = made(path, "--skip_bad")  # what comes before is kept
+    assert strings(tmp_path / "o") == found[: len(strings(tmp_path / "o"))] >= found[:20]
+    assert f"left out         {path}: cannot be read" in told
+
+
+def test_files_without_a_document_are_named(tmp_path, made):
+    (tmp_path / "a.txt").write_text("a")
+    for name, content in {"b.txt": "", "c.jsonl": "", "d.json": "[]"}.items():
+        (tmp_path / name).write_text(content)
+    told = made(tmp_path)
+    assert all(f"{tmp_path / name} (1)" in told for name in ("b.txt", "c.jsonl", "d.json"))
+
+
 # --- one of many that is of no use ---
 
 
@@ -248,6 +279,27 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
         alone(text)["input_ids"] for text in [*short, long, *short]]
 
 
+def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(read_module, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(read_module, "PIECE_BYTES", 64)
+    text, sizes, plain = "猫xé" * 1000, [], Encoder.tokenize
+    monkeypatch.setattr(Encoder, "tokenize", lambda encoder, texts, *args: (
+        sizes.extend(len(text.encode()) for text in texts) or plain(encoder, texts, *args)))
+    (tmp_path / "a.txt").write_text(text)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": text}])
+    made(tmp_path / "a.txt", tmp_path / "b.jsonl", "--workers", 1)
+    assert strings(tmp_path / "o") == [text, text] and max(sizes) <= 64 + 16
+    assert max(map(len, IN_PIECES.findall("x" * 100_000))) < 10_000
+
+
+def test_a_line_that_is_too_long_is_not_read(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(read_module, "LINE_BYTES", 1000)
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "short"}, {"text": "x" * 2000}])
+    assert "a.jsonl:2: a line of 1,000 bytes or more" in made(source, expect=2)
+    made(source, "--skip_bad")
+    assert strings(tmp_path / "o") == ["short"]
+
+
 def test_a_text_without_a_place_to_cut_is_searched_once(monkeypatch):
     searched, plain = [], read_module.piece_end
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
@@ -256,6 +308,29 @@ def test_a_text_without_a_place_to_cut_is_searched_once(monkeypatch):
     text = b" \n" * 5000
     [piece] = read_module.pieces("a", io.BytesIO(text), 0, None, "train")
     assert piece.data.encode() == text and sum(searched) == len(text)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("text, before, after", [
+    ("ab cde " * 9000, "", " "),
+    ("a line\n" * 300 + "of words " * 9000, "", " "),
+    ("a line\n" * 9000 + "the last one, longer than it should be", "\n", ""),
+    ("猫é" * 9000, "", ""),
+], ids=["one line", "a long last line", "lines", "no white space"])
+def test_the_end_of_any_text_is_for_validation(tmp_path, made, text, before, after, suffix):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(packed(codecs.BOM_UTF8 + text.encode(), suffix))
+    for share in (0.01, 0.5):
+        made(path, "--val_fraction", share)
+        [train], [val] = strings(tmp_path / "o"), strings(tmp_path / "o", "val")
+        assert train + val == text and train.endswith(before) and val.startswith(after)
+        assert 0.5 * share < len(val) / len(text) < 1.01 * share
+
+
+def test_where_all_is_drawn_for_validation_it_is_said(tmp_path, made):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world"}] * 3)  # one draw for all
+    told = made(source, "--val_fraction", 0.99, expect=2)
+    assert "the 3 are drawn for validation" in told
 
 
 # --- several processes ---

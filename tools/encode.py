@@ -20,7 +20,7 @@ from tools.chat import Part, chat_documents
 from tools.read import Chunk, find_keys
 
 # For the library, which takes 200 times the size of a text, and is slower beyond the cache.
-IN_PIECES = re.compile(rf".{{2048,}}?(?:{read.LINE}|{read.SPACE})|.+", re.DOTALL)
+IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
 
 
 class Document(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -146,8 +146,9 @@ def check(files: list[Path], encoder: Encoder):
 
     By its first document, or the first piece of a text. --skip_bad leaves it out when it is read.
     """
-    for path in [] if encoder.options.skip_bad else files:
-        for chunk in itertools.islice(read_file(path, encoder.options), 1):
+    options = replace(encoder.options, val_fraction=0.0)  # which would look for a place to cut
+    for path in [] if options.skip_bad else files:
+        for chunk in itertools.islice(read_file(path, options), 1):
             encoder.documents(chunk if isinstance(chunk.data, str)
                               else chunk._replace(data=chunk.data[:1]))
 
@@ -168,7 +169,8 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
             bar.update(train.bytes + val.bytes - bar.n)
     inputs = f"{files[0]}{' …' * (len(files) > 1)}"
     if not train.tokens:
-        raise ConfigError(f"{inputs}: no document to train on")
+        drawn = f": the {val.documents:,} are drawn for validation; try another --val_fraction"
+        raise ConfigError(f"{inputs}: no document to train on{drawn if val.tokens else ''}")
     if counts["without a reply", "train"] == train.documents:
         raise ConfigError(f"{inputs}: no document to train on has a reply, so the loss would count "
                           "nothing; expected replies of an assistant")

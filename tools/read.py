@@ -4,6 +4,7 @@ import codecs
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,8 @@ RECORDS = {  # keys that hold a document; those that are read with them
     ("instruction", "output"): ("input", "system"),
 }
 CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
+PIECE_BYTES = 1 << 20  # of text without white space, at most: the library takes 200 times as much
+LINE_BYTES = 1 << 27  # of JSON, at most
 CUT_BYTES = 100_000  # a text file of this size, or the only one, is cut in two
 
 
@@ -123,9 +126,53 @@ def decompressed(path: Path, raw):
         try:
             from compression import zstd  # Python 3.14
         except ImportError:
-            import zstandard as zstd
+            return io.BufferedReader(Zstd(raw))
         return io.BufferedReader(zstd.open(raw, "rb"))
     return raw
+
+
+class Zstd(io.RawIOBase):
+    """Decompresses `raw`. zstandard's own reader takes half a frame for the end of the file."""
+
+    def __init__(self, raw):
+        self.raw, self.at = raw, 0
+        self.pieces, self.left = zstd_pieces(raw), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.left and (piece := next(self.pieces, None)) is not None:
+            self.left = memoryview(piece)
+        n = min(len(buffer), len(self.left))
+        buffer[:n], self.left = self.left[:n], self.left[n:]
+        self.at += n
+        return n
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        to = (to, self.at + to, float("inf"))[whence]
+        if to < self.at:
+            self.raw.seek(0)
+            self.__init__(self.raw)
+        while self.at < to and self.read(min(CHUNK_BYTES, to - self.at)):
+            pass
+        return self.at
+
+
+def zstd_pieces(raw) -> Iterator[bytes]:
+    import zstandard
+
+    frame = None
+    # 256 bytes decompress to 8 MB at most
+    while data := (frame and frame.unused_data) or raw.read(256):
+        if frame is None or frame.eof:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+        yield frame.decompress(data)
+    if frame is None or not frame.eof:
+        raise EOFError("ended before the end of its last frame")
 
 
 def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
@@ -138,6 +185,8 @@ def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
         try:
             for chunk in read_file(path, options, large=len(files) == 1):
                 yield chunk
+            if chunk is None:
+                counts["empty", str(path)] += 1
         except ConfigError as e:
             if not options.skip_bad or isinstance(e.__cause__, ImportError):
                 raise
@@ -150,7 +199,7 @@ def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
     """The pieces of one file. large: cut a text in two, whatever its size. Raises ConfigError."""
     try:
         with open(path, "rb") as raw, decompressed(path, raw) as file:
-            yield from chunks_of(path, raw, file, options, large)
+            yield from chunks_of(path, file, options, large)
     except ConfigError:
         raise
     except ImportError as e:
@@ -161,8 +210,8 @@ def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
-def chunks_of(path: Path, raw, file, options, large: bool) -> Iterator[Chunk]:
-    """The pieces of `file`, which is `raw`, the file at `path`, decompressed where it has to be."""
+def chunks_of(path: Path, file, options, large: bool) -> Iterator[Chunk]:
+    """The pieces of `file`, the file at `path`, decompressed where it has to be."""
     kind, first = kind_of(path), 1
     if kind == "parquet":
         lists = read_parquet(path, options.text_field)
@@ -174,32 +223,65 @@ def chunks_of(path: Path, raw, file, options, large: bool) -> Iterator[Chunk]:
         if start.startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
         if kind == "text":
-            yield from read_text(path, raw, file, options.val_fraction, large)
+            yield from read_text(path, file, options.val_fraction, large)
             return
         if kind == "json" and start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             items = json.load(file)
             lists = (items[i : i + 100] for i in range(0, len(items), 100))
         else:
-            lists = iter(lambda: file.readlines(CHUNK_BYTES), [])
+            lists = read_lines(path, file)
     for data in lists:
         yield Chunk(str(path), data, first)
         first += len(data)
 
 
-def read_text(path: Path, raw, file, share: float, large: bool) -> Iterator[Chunk]:
+def read_lines(path: Path, file) -> Iterator[list]:
+    """Lines, about CHUNK_BYTES at a time. Raises ConfigError for one that is too long."""
+    lines, size = [], 0
+    for number in itertools.count(1):
+        try:
+            line = file.readline(LINE_BYTES)
+            if len(line) == LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; "
+                                  "expected shorter documents")
+        except Exception:
+            yield lines  # that were read
+            raise
+        lines += filter(None, [line])
+        size += len(line)
+        if lines and (size >= CHUNK_BYTES or not line):
+            yield lines
+            lines, size = [], 0
+        if not line:
+            return
+
+
+def read_text(path: Path, file, share: float, large: bool) -> Iterator[Chunk]:
     """Pieces of one document, or of two where the end of the file is for validation."""
-    start, size, cut, split = file.tell(), path.stat().st_size, None, "train"
-    if file is not raw or not large and size < CUT_BYTES:
+    start, cut, split = file.tell(), None, "train"
+    if not large and path.stat().st_size < CUT_BYTES:
         split = "val" if share_of(path.name.encode()) < share else "train"
     elif share:
-        file.seek(int(size * (1 - share)))
-        file.readline()
-        cut = file.tell()
+        cut = find_cut(file, start, share)
         file.seek(start)
     yield from pieces(path, file, start, cut, split)
     if cut is not None:
         yield from pieces(path, file, cut, None, "val")
 
+
+def find_cut(file, start: int, share: float) -> int:
+    """Where to cut off the last `share` of a text: after a line, before a space or a character.
+
+    At the first such place in the first half of it.
+    """
+    size = file.seek(0, io.SEEK_END)
+    at = file.seek(max(start, int(size * (1 - share))))
+    text = file.read(min(CHUNK_BYTES, max(4, (size - at) // 2)))
+    places = text.find(b"\n") + 1 or -1, text.find(b" "), len(text) - len(text.lstrip(INSIDE))
+    return at + next(place for place in places if place >= 0)
+
+
+INSIDE = bytes(range(0x80, 0xC0))  # bytes of a character in UTF-8 but its first
 
 # Places that no token of a tokenizer in use spans: after a line end, before a space.
 LINE, SPACE = r"\S\n(?=\w)", r"[^\s>](?= \w)"
@@ -209,7 +291,7 @@ def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterat
     """The document from byte `start`, where `file` is, to `stop`.
 
     It is cut at the last LINE or, where there is none, the last SPACE, so the tokens of the pieces
-    are those of the document.
+    are those of the document. PIECE_BYTES without either are cut between two characters.
     """
     at, block, searched, more = start, b"", 0, True
     while more:
@@ -217,6 +299,8 @@ def pieces(path: Path, file, start: int, stop: int | None, split: str) -> Iterat
         more = file.read(min(CHUNK_BYTES, left))
         block += more
         end = piece_end(block, searched) if more else len(block)
+        if not end and len(block) >= PIECE_BYTES:
+            end = len(block.rstrip(INSIDE)) - 1
         if end:
             try:
                 text = block[:end].decode()
