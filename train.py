@@ -127,6 +127,17 @@ def set_learning_rate(optimizers, lr: float) -> float:
     return lr
 
 
+def rate_jump(run: "Run") -> str:
+    """A line where the newest update had another rate than the schedule says; or ""."""
+    group, step = run.optimizers[0].param_groups[0], run.progress.step
+    before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
+                   for at in (step - 1, step))
+    lr = group.get("lr", before)
+    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
+        return ""
+    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed"
+
+
 def seed_everything(seed: int, step: int, rank: int):
     """Make the random numbers of a step a function of (seed, step, rank), as its samples are.
 
@@ -476,6 +487,8 @@ def main(argv: list[str]) -> int:
     open_run_dir(run)
     with stop, ranks.watchdog:
         if run_dir.resumed_from:
+            if ranks.rank == 0 and (jump := rate_jump(run)):
+                print(jump, flush=True)
             from tools.continuity import check_continuity
 
             check_continuity(run, train)

@@ -27,7 +27,7 @@ from steady.tokens.files import split_weight
 
 # Options of a group of parameters that flags and the device decide. Others are the optimizer's
 # own, such as the step size that Prodigy estimates: state, as a checkpoint holds it.
-OF_THIS_RUN = {"params", "lr", "lr_scale", "weight_decay", "betas", "momentum", "eps",
+OF_THIS_RUN = {"params", "lr_scale", "weight_decay", "betas", "momentum", "eps",
                "foreach", "fused", "capturable"}
 
 
