@@ -14,6 +14,7 @@ from test_prepare import command, made, read, write_jsonl
 
 from steady.options import ConfigError
 from tools import prepare
+from tools.chat import FLAGS
 from tools.encode import Encoder
 from tools.read import Chunk
 
@@ -38,6 +39,13 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
+
+
+def counts(tokenizer, *records) -> dict:
+    """What the summary counts."""
+    encoder = Encoder(None, prepare.Options(val_fraction=0))
+    encoder.tokenizer = tokenizer
+    return +encoder.documents(Chunk("a", [*records]))[1]
 
 
 def runs(document) -> list[list[int]]:
@@ -106,6 +114,10 @@ def test_replies_of_weight_0_do_not_count():
         assert texts[1] + texts[2] == texts[0] and len(texts[0]) == 2  # marks have the header, too
         none = dict(messages=[dict(m, weight=0) for m in TALK])
         assert [runs(document) for document in documents(tokenizer, none)] == [[]]
+        for flag in FLAGS:
+            flagged = dict(messages=[*TALK[:1], {**TALK[1], flag: False}, TALK[2],
+                                     {**TALK[3], flag: True}])
+            assert documents(tokenizer, flagged) == documents(tokenizer, dict(messages=last))
         everything = dict(messages=[dict(m, weight=None if m is TALK[0] else 1.0) for m in TALK])
         assert documents(tokenizer, everything) == documents(tokenizer, dict(messages=TALK))
 
@@ -159,20 +171,45 @@ def test_what_answers_nobody_and_what_nobody_answers():
     (dict(messages=CHATS["a tool"]), "leaves out tool calls"),
     (dict(conversations=[{"from": "robot", "value": "x"}]), "from 'robot': expected one of system"),
     (dict(messages=[dict(role="user", content=[dict(type="image", url="x")])]), "no 'text'"),
-    (dict(messages="hello"), "messages: expected a list of messages, found 'hello'"),
-    (dict(messages=[]), "messages: expected a list of messages, found []"),
+    (dict(messages="hello"), "messages: expected a list, found text"),
+    (dict(messages=[]), "messages: expected a message, found an empty list"),
     (dict(messages=[{"content": "a"}]), "no 'role'"),
     (dict(question="a", answer="b"), "has question, answer; expected text (see --text_field), or "
      "prompt and completion, messages"),
-    (dict(instruction="a", output=3), "expected text, found int"),
-    (dict(messages=TALK, tools={"name": "clock"}), "tools: expected a list, found dict"),
-    (dict(conversations=None, system="x"), "`conversations` is null"),
+    (dict(instruction="a", output=3), "output: expected text, found int"),
+    (dict(messages=TALK, tools={"name": "clock"}), "tools: expected a list, found an object"),
+    (dict(conversations=None, system="x"), "has conversations: null, system; expected"),
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
+    (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
+    (dict(instruction=["a"], output=["b"]), "instruction: expected text, found a list"),
+    (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
+    (dict(prompt="Hello", completion=TALK[1:2]), "completion: expected text, found a list"),
+    (dict(prompt={}, completion=[]), "prompt: expected a list, found an object"),
+    (dict(messages=["Hello"]), "messages: expected an object, found text"),
+    (TALK, "record: expected an object, found a list"),
+    (dict(text=b"a"), "text: expected text, found bytes"),
+    (dict(messages=TALK, system=[1]), "system: expected text, found a list"),
+    (dict(messages=SYSTEM_TALK, system="x"), "system: expected one system prompt"),
+    (dict(messages=[dict(role=3, content="a")]), "role: expected text, found int"),
+    (dict(messages=[dict(role="user", content=["a"])]), "user.content: expected an object, found"),
+    (dict(messages=[dict(role="user", content=[dict(type="thought", text="a")])]),
+     "user.content: expected parts of type text, found type, text"),
+    (dict(messages=[dict(role="user", content=7)]), "user.content: expected text, found int"),
+    (dict(messages=[dict(role="assistant", tool_calls=CALL)]), "tool_calls: expected a list"),
+    (dict(messages=[dict(role="assistant", tool_calls=[dict(function=dict(
+        name="add", arguments="1, 2"))])]), "arguments: expected an object, found text"),
+    (dict(messages=[*TALK[:1], dict(TALK[1], function_call=CALL["function"])]),
+     "assistant.function_call: expected tool_calls in its place"),
+    (dict(messages=[*TALK[:1], dict(TALK[1], mask=1)]), "assistant.mask: expected weight"),
+    (dict(messages=[dict(TALK[1], weight=0.5)]), "assistant.weight: expected 0 or 1"),
+    (dict(messages=[dict(TALK[0], content="\ud83d")]), "messages.content: expected whole"),
+    (dict(text="\udfff"), "text: expected whole characters"),
 ])
 def test_what_cannot_be_written_is_refused(record, words):
-    with pytest.raises(ConfigError) as e:
-        documents(tokenizer_of("llama3"), record)
-    assert words in str(e.value)
+    for family in ("llama3", "smollm3"):  # without and with marks in the template
+        with pytest.raises(ConfigError) as e:
+            documents(tokenizer_of(family), record)
+        assert words in str(e.value)
 
 
 @pytest.mark.parametrize("template, words", [
@@ -208,6 +245,52 @@ def test_the_summary_counts_chats_that_teach_nothing(tmp_path, made_of):
     told = made_of("qwen2", [asked] * 3, expect=2)
     assert "no document to train on has a reply" in told
     assert (tmp_path / "o/train.bin").read_bytes() == before
+
+
+def test_what_a_template_leaves_out_is_counted_by_name(made_of):
+    call = dict(CALL, id="call_17")
+    result = dict(role="tool", content="3", tool_call_id="call_17")
+    told = made_of("qwen3", [
+        dict(messages=[dict(TALK[0], weight=1), dict(TALK[1], thoughts="Greet.", name="b")]
+             * 2),
+        dict(messages=[TALK[0], dict(role="assistant", tool_calls=[call]), result, TALK[3]])])
+    found = re.search("not in the text  (.*)", told)[1].split(", ")
+    assert found == ["user.weight (2)", "assistant.thoughts (2)", "assistant.name (2)",
+                     "assistant.tool_calls.type (1)", "assistant.tool_calls.id (1)",
+                     "tool.tool_call_id (1)"]
+    tools = [dict(type="function", function=dict(name="clock", description="tells the hour"))]
+    told = made_of("gemma3", [dict(messages=TALK, tools=tools)])
+    assert "tools.function.name (1), tools.function.description (1)" in told
+    unsaid = make_tokenizer(THOUGHTLESS.replace("{% else %}", "{% elif m.role != 'system' %}"),
+                            ["<U>", "<A>", "<T>"], None, "</s>")
+    assert counts(unsaid, dict(messages=TALK, system=SYSTEM)) == {
+        ("not in the text", "system.content"): 1}
+    thought = dict(messages=[*TALK[:1], dict(TALK[1], reasoning_content="c\nd")] * 2)
+    rewritten = dict(messages=chat("user:  a\n b ", "assistant: <think>c</think>\n\n d"))
+    assert not counts(tokenizer_of("qwen3"), thought, rewritten)
+
+
+def test_an_empty_reply_is_not_learned(made_of):
+    for family in ("qwen3", "smollm3"):  # without and with marks in the template
+        tokenizer, empty = tokenizer_of(family), dict(role="assistant", content=" ")
+        (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], empty]))
+        (reply,) = map(tokenizer.decode, runs(found))
+        assert reply.strip().endswith("Hi.<|im_end|>")
+    (thought,) = documents(tokenizer_of("qwen3"), dict(
+        messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")]))
+    assert len(runs(thought)) == 1
+    told = made_of("qwen3", [dict(instruction="Hello", output=text) for text in ("", "Hi.", "")])
+    assert "empty replies    not in the loss (2)\nwithout a reply  train (2)" in told
+
+
+def test_a_chat_goes_before_the_text_beside_it(tmp_path, made_of):
+    records = [dict(TALK=1, messages=TALK[:2], text="Hello Hi."), dict(text="Hi.", messages=None)]
+    told = made_of("qwen2", records)
+    assert "ignored keys     TALK (1), text (1), messages (1)" in told
+    chat, text = read(tmp_path / "o")
+    assert len(runs(chat)) == 1 and 0 in chat[1] and all(text[1])
+    assert "ignored keys     messages (2)" in made_of("qwen2", records, "--text_field", "text")
+    assert all(all(mask) for _, mask in read(tmp_path / "o"))
 
 
 def test_documents_of_one_conversation_are_in_one_split(tmp_path, made_of):

@@ -1,7 +1,10 @@
 """Conversations as a tokenizer's chat template writes them; what assistants say counts."""
 
+import contextlib
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 
 from steady.options import ConfigError
@@ -11,11 +14,13 @@ Part = tuple[str, bool]  # text, and whether the loss counts it
 PLACE = "\0the reply\0"  # stands where a template puts the content of a message
 ROLES = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant",
              tool="tool")  # of a message with `from` and `value`
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # 0: not in the loss
+TYPES = {str: "text", list: "a list", dict: "an object"}
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def chat_documents(tokenizer, record: dict, keys: tuple) -> list[list[Part]]:
-    """The documents of a conversation.
+def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part]], Counter]:
+    """The documents of a conversation; counts for the summary.
 
     keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated.
     Where it has no marks, a reply begins where the template, asked for the next one, leaves off;
@@ -23,39 +28,92 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> list[list[Part]]:
     thoughts, each reply ends a document of its own. Raises ValueError where none of this works.
     """
     if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template")
-    messages, tools = read_messages(record, keys), read_tools(record.get("tools"))
+        raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
+                          + ", or --text_field text" * ("text" in record))
+    messages = read_messages(record, keys)
+    tools = without_none(expect(list, record.get("tools") or [], "tools")) or None
     try:
-        documents = write_documents(tokenizer, messages, tools)
+        documents, counts = write_documents(tokenizer, messages, tools)
     except TypeError:  # DeepSeek's template takes the arguments of a call as JSON
         for message in messages:
             for call in message.get("tool_calls", ()):
                 arguments = call["function"]["arguments"]
                 call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        documents = write_documents(tokenizer, messages, tools)
-    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents]
+        documents, counts = write_documents(tokenizer, messages, tools)
+    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], counts
 
 
-def write_documents(tokenizer, messages: list[dict], tools: list | None) -> list[list[Part]]:
-    """As chat_documents; replies of weight 0 are prompt."""
+def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Counter]:
+    """As chat_documents; replies of weight 0, and empty ones, are prompt."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     counted = [i for i in replies if messages[i].get("weight", 1)]
+    empty = [i for i in counted if is_empty(tokenizer, messages[: i + 1], tools)]
+    counted = [i for i in counted if i not in empty]
+    counts = Counter({("empty replies", "not in the loss"): len(empty)})
     whole = apply(tokenizer, messages, tools)
+    parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
+    if not parts:
+        # a greeting, at 0, answers nobody
+        turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
+        parts = one_document(whole, turns, tokenizer.eos_token)
+    documents = [parts] if parts else [
+        [(before, False), (after[len(before) :], True)] for before, after in turns]
+    text = whole + "".join(text for parts in documents for text, _ in parts)
+    counts.update(("not in the text", name)
+                  for name in left_out([*messages, dict(tools=tools)], text))
+    return documents, counts
+
+
+def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
+    """Whether the last message is a reply that says nothing, also beside its content."""
+    reply = messages[-1]
+    if reply["content"].strip() or reply.get("tool_calls"):
+        return False
+    bare = dict(role="assistant", content=reply["content"])
+    return bare == reply or (apply(tokenizer, [*messages[:-1], bare], tools)
+                             == apply(tokenizer, messages, tools))
+
+
+def left_out(messages: list[dict], text: str) -> Iterator[str]:
+    """The names of all values of the messages that are not in the text, such as user.name.
+
+    But for white space, and as they are or in JSON. Raises ValueError where that makes another
+    conversation: system prompts and thoughts may be rewritten, questions and calls may not.
+    """
+    text = squeeze(text)
     for message in messages:
-        said = message["content"].strip()
-        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # as some write results of tools
-        if (message["role"] not in ("system", "assistant")
-                and said not in whole and as_json not in whole):
-            raise ValueError(f"the chat template leaves out what {message['role']} says")
-        if any(call["function"]["name"] not in whole for call in message.get("tool_calls", ())):
-            raise ValueError("the chat template leaves out tool calls")
-    if counted == replies and (parts := marked(tokenizer, messages, tools, whole)):
-        return [parts]
-    # a greeting, at 0, answers nobody
-    turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
-    if parts := one_document(whole, turns, tokenizer.eos_token):
-        return [parts]
-    return [[(before, False), (after[len(before) :], True)] for before, after in turns]
+        role = message.get("role", "")
+        for name, value in leaves(message, role):
+            if name == f"{role}.role" or name == f"{role}.weight" and not value:
+                continue
+            if is_in(value, text):
+                continue
+            if name == f"{role}.content" and role not in ("system", "assistant"):
+                raise ValueError(f"the chat template leaves out what {role} says")
+            if name == f"{role}.tool_calls.function.name":
+                raise ValueError("the chat template leaves out tool calls")
+            yield name
+
+
+def is_in(value, text: str) -> bool:
+    as_json = json.dumps(value, ensure_ascii=False)
+    return squeeze(str(value)) in text or squeeze(as_json).strip('"') in text
+
+
+def leaves(x, name: str = "") -> Iterator[tuple[str, object]]:
+    """All values inside, each with its name, which has the keys on the way to it."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from leaves(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(x, list):
+        for value in x:
+            yield from leaves(value, name)
+    elif x is not None:
+        yield name, x
+
+
+def squeeze(text: str) -> str:
+    return "".join(text.split())
 
 
 def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
@@ -87,47 +145,78 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
 # --- records ---------------------------------------------------------------------------------
 
 
+def expect(kind: type, value, name: str):
+    """The value of this name, if it is of this kind. Raises ValueError.
+
+    Lists and objects may be in JSON, as they often are in Parquet.
+    """
+    if kind is not str and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = without_none(json.loads(value))
+    if not isinstance(value, kind):
+        found = TYPES.get(type(value), type(value).__name__)
+        raise ValueError(f"{name}: expected {TYPES[kind]}, found {found}")
+    return value
+
+
 def read_messages(record: dict, keys: tuple) -> list[dict]:
     """The messages of a record as templates take them."""
+    record = without_none(record)
+    messages, system = [], expect(str, record.get("system", ""), "system")
     if keys[0] == "instruction":
-        asked = filter(None, (record["instruction"], record.get("input")))
-        messages = [dict(role="user", content="\n\n".join(asked)),
-                    dict(role="assistant", content=record["output"])]
-    elif keys[0] == "prompt":
-        messages = [message | dict(weight=0) for message in record["prompt"]]
-        messages += record["completion"]
+        asked = [expect(str, record.get(name, ""), name) for name in ("instruction", "input")]
+        messages = [dict(role="user", content="\n\n".join(filter(None, asked))),
+                    dict(role="assistant", content=expect(str, record["output"], "output"))]
     else:
-        messages = record[keys[0]]
-    if not messages or not isinstance(messages, list) or not isinstance(messages[0], dict):
-        raise ValueError(f"{keys[0]}: expected a list of messages, found {messages!r:.50}")
-    messages = [read_message(message) for message in messages]
-    if record.get("system") and messages[0]["role"] != "system":
-        messages.insert(0, dict(role="system", content=record["system"]))
+        for name in keys:
+            for message in expect(list, record[name], name):
+                message = read_message(expect(dict, message, name))
+                messages.append(message | dict(weight=0) if name == "prompt" else message)
+    if not messages:
+        raise ValueError(f"{keys[0]}: expected a message, found an empty list")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, dict(role="system", content=system))
+    elif system and messages[0]["content"] != system:
+        raise ValueError(f"system: expected one system prompt, found another in {keys[0]}")
     return messages
 
 
 def read_message(message: dict) -> dict:
-    """With role and content, and with the arguments of tool calls as objects.
-
-    weight 0, as in OpenAI's format, is of a reply that the loss leaves out.
-    """
-    message = without_none(message)
-    if "from" in message:
-        role = message.pop("from")
+    """With role and content, with the arguments of tool calls as objects, and with weight 0 for a
+    reply that one of FLAGS leaves out of the loss."""
+    if "from" in message and "role" not in message:
+        role = expect(str, message.pop("from"), "from")
         if role not in ROLES:
             raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
         message |= dict(role=ROLES[role], content=message.pop("value"))
-    if message.get("tool_calls"):
-        message.setdefault("content", "")
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"].setdefault("arguments", {})
-        if isinstance(arguments, str):
-            call["function"]["arguments"] = json.loads(arguments)
-    role, content = message["role"], message["content"]
-    if isinstance(content, list):  # of parts, which many templates would drop
-        message["content"] = "".join(part["text"] for part in content)
-    elif not isinstance(content, str):
-        raise ValueError(f"{role}: expected text, found {type(content).__name__}")
+    role = expect(str, message["role"], "role")
+    for name, other in dict(function_call="tool_calls", mask="weight, 0 or 1,").items():
+        if name in message:  # an older form; of two meanings
+            raise ValueError(f"{role}.{name}: expected {other} in its place")
+    flags = {name: message.pop(name) for name in FLAGS if name in message}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise ValueError(f"{role}.{name}: expected 0 or 1, false or true")
+    if role != "assistant":  # whose flags of 1 have no effect, and are found to be left out
+        message |= {name: True for name, value in flags.items() if value}
+    elif not all(flags.values()):
+        message["weight"] = 0
+    name = f"{role}.tool_calls"
+    calls = [expect(dict, call, name) for call in expect(list, message.get("tool_calls", []), name)]
+    for call in calls:
+        function = call["function"] = expect(dict, call["function"], f"{name}.function")
+        expect(str, function["name"], f"{name}.function.name")
+        arguments = function.get("arguments") or {}
+        function["arguments"] = expect(dict, arguments, f"{name}.function.arguments")
+    if calls:
+        message = dict(content="") | message | dict(tool_calls=calls)
+    name = f"{role}.content"
+    if isinstance(message["content"], list):  # of parts, which many templates would drop
+        for part in message["content"]:
+            if {"type": "text"} | expect(dict, part, name) != dict(type="text", text=part["text"]):
+                raise ValueError(f"{name}: expected parts of type text, found {', '.join(part)}")
+        message["content"] = "".join(expect(str, part["text"], name) for part in message["content"])
+    expect(str, message["content"], name)
     return message
 
 
@@ -136,14 +225,6 @@ def without_none(x):
     if isinstance(x, dict):
         return {k: without_none(v) for k, v in x.items() if v is not None}
     return [without_none(v) for v in x] if isinstance(x, list) else x
-
-
-def read_tools(tools) -> list | None:
-    """The `tools` of a record; Parquet often has them as JSON."""
-    tools = json.loads(tools) if tools and isinstance(tools, str) else tools
-    if tools and not isinstance(tools, list):
-        raise ValueError(f"tools: expected a list, found {type(tools).__name__}")
-    return without_none(tools) or None
 
 
 # --- templates -------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT, share_of
 from steady.tokens.tokenizers import load_tokenizer, text_start
 from tools import read
-from tools.chat import Part, chat_documents
+from tools.chat import Part, chat_documents, expect, leaves
 from tools.read import Chunk, find_keys
 
 # For the library, which takes 200 times the size of a text, and is slower beyond the cache.
 IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
+LONE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 
 
 class Document(NamedTuple):
@@ -71,18 +72,21 @@ class Encoder:
         for number, item in enumerate(chunk.data, chunk.first):
             if isinstance(item, bytes) and not item.strip():
                 continue
+            record = None
             try:
                 record = json.loads(item.decode()) if isinstance(item, bytes) else item
-                documents, used, is_chat = self.read(record)
+                documents, used, is_chat, told = self.read(record)
                 key = "\0".join(text for parts in documents for text, _ in parts).encode()
             except ConfigError as e:
                 raise ConfigError(f"{chunk.file}: {e}") from None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+                why = reason(e, record)
                 if not self.options.skip_bad:
-                    raise ConfigError(f"{chunk.file}:{number}: {reason(e)}; --skip_bad leaves such "
+                    raise ConfigError(f"{chunk.file}:{number}: {why}; --skip_bad leaves such "
                                       "lines out") from None
-                counts["left out", reason(e)] += 1
+                counts["left out", why] += 1
                 continue
+            counts += told
             for name in record:
                 if name not in used:
                     counts["ignored keys", name] += 1
@@ -92,29 +96,23 @@ class Encoder:
                 counts["without a reply", split] += not any(counted for _, counted in parts)
         return found, counts
 
-    def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool]:
-        """The documents of a record, the keys it was read from, and whether it is a chat.
+    def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool, Counter]:
+        """The documents of a record, the keys it was read from, whether it is a chat, and counts.
 
         Documents have no empty parts. Raises ValueError for a record of an unknown kind.
         """
-        if not isinstance(record, dict):
-            raise ValueError("expected an object with keys")
-        keys, used = find_keys(tuple(record), self.options.text_field)
-        texts = [record[key] for key in keys]
-        if None in texts:
-            raise ValueError(f"`{keys[texts.index(None)]}` is null")
-        is_chat = False
-        if keys == (self.options.text_field,):
-            documents = [[(*texts, True)]]
-        elif keys[0] == "prompt" and not isinstance(texts[0], list):
-            used, documents = keys, [[*zip(texts, (False, True), strict=True)]]
+        names = (name if value is not None else f"{name}: null"
+                 for name, value in expect(dict, record, "record").items())
+        keys, used = find_keys(tuple(names), self.options.text_field)
+        is_chat, told = False, Counter()
+        if len(keys) == 1 and keys[0] == (self.options.text_field or "text"):
+            documents = [[(expect(str, record[keys[0]], keys[0]), True)]]
+        elif keys[0] == "prompt" and isinstance(record["prompt"], str):
+            used = keys
+            documents = [[(expect(str, record[key], key), key != "prompt") for key in keys]]
         else:
-            is_chat, documents = True, chat_documents(self.tokenizer, record, keys)
-        for parts in documents:
-            for text, _ in parts:
-                if not isinstance(text, str):
-                    raise ValueError(f"expected text, found {type(text).__name__}")
-        return [[part for part in parts if part[0]] for parts in documents], used, is_chat
+            is_chat, (documents, told) = True, chat_documents(self.tokenizer, record, keys)
+        return ([[part for part in parts if part[0]] for parts in documents], used, is_chat, told)
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
@@ -178,12 +176,16 @@ def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bo
         yield [(piece.data, counted)], piece.begins, piece.ends
 
 
-def reason(error: Exception) -> str:
+def reason(error: Exception, record) -> str:
     """Why a record is left out, in the same words for all of a kind."""
     if isinstance(error, json.JSONDecodeError):
-        return "not JSON"
-    if isinstance(error, UnicodeError):
+        return "not JSON; expected an object on each line, or in .json an array of objects"
+    if isinstance(error, UnicodeDecodeError):
         return "not UTF-8"
+    if isinstance(error, (UnicodeEncodeError, TypeError)):
+        for name, value in leaves(record):
+            if isinstance(value, str) and LONE.search(value):
+                return f"{name}: expected whole characters, found half of one (a lone surrogate)"
     if isinstance(error, KeyError):
         return f"no {error}"
     return " ".join(str(error).split())[:300]

@@ -65,7 +65,8 @@ class Options:
     val_fraction: float = option(
         0.01, "share for validation: of documents, and of a text file of 100 kB or more its end",
         at_least=0, below=1)
-    text_field: str = option("text", "key or column of a document's text")
+    text_field: str | None = option(
+        None, "key or column of a document's text (default: text, where there is no chat)")
     workers: int | None = option(
         None, "processes that tokenize (default: one per core)", at_least=1, at_most=1000)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")

@@ -43,14 +43,20 @@ class Chunk(NamedTuple):
 
 
 @lru_cache  # of all records, few differ in this
-def find_keys(names: tuple, text_field: str) -> tuple[tuple, tuple]:
-    """Which of these keys or columns hold a document; all that are read. Raises ValueError."""
-    for keys, more in ({(text_field,): ()} | RECORDS).items():
+def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
+    """Which of these keys or columns hold a document; all that are used. Raises ValueError.
+
+    A chat goes before the text beside it, in which nothing says where replies are, unless
+    --text_field asks for that.
+    """
+    kinds = {(text_field,): ()} | RECORDS if text_field else RECORDS | {("text",): ()}
+    for keys, more in kinds.items():
         if set(keys) <= set(names):
-            return keys, keys + tuple(name for name in more if name in names)
+            return keys, keys + more
     known = ", ".join(" and ".join(keys) for keys in RECORDS)
     found = ", ".join(map(str, names)) or "no key"
-    raise ValueError(f"has {found:.200}; expected {text_field} (see --text_field), or {known}")
+    raise ValueError(f"has {found:.200}; expected {text_field or 'text'} (see --text_field), or "
+                     f"{known}")
 
 
 # --- which files -----------------------------------------------------------------------------
@@ -329,10 +335,12 @@ def read_parquet(path: Path, text_field: str) -> Iterator[list]:
 
     file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
     names = file.schema_arrow.names
-    _, columns = find_keys(tuple(names), text_field)
-    others = {name: None for name in names if name not in columns}
+    find_keys(tuple(names), text_field)
+    known = {text_field or "text"}.union(*(keys + more for keys, more in RECORDS.items()))
+    columns = [name for name in names if name in known]  # each row may have nulls in others
+    others = {name: None for name in names if name not in known}
     about = file.metadata
     n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
     batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-    for batch in file.iter_batches(batch_size, columns=[*columns], use_threads=False):
+    for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
         yield [others | row for row in batch.to_pylist()]
