@@ -448,7 +448,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     if not whole:
         model.to_empty(device=device)
     torch.manual_seed(cfg.seed)
-    with parallel.WholeDraws(shards):
+    with parallel.WholeDraws(shards), parallel.all_set(model, buffers=not whole):
         model.init_weights()
         lora.init_weights(model)
     if cfg.init_from and not checkpoint:

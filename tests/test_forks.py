@@ -15,6 +15,8 @@ import torch
 from conftest import ROOT, TINY, in_clone, tiny_config
 from test_readme import SNIPPETS, copy_files
 
+import model
+import train
 from steady.checkpoints.checkpoint import compare
 from steady.tokens import packing
 
@@ -142,17 +144,40 @@ def test_a_window_holds_in_packed_rows_too(monkeypatch):
     changed = types.ModuleType("changed")
     monkeypatch.setitem(sys.modules, "changed", changed)
     exec((ROOT / file).read_text().replace(old, new), vars(changed))
-    model = changed.Transformer(tiny_config(n_layer=1)).eval()
-    torch.nn.init.normal_(model.blocks[0].attention.out.weight)
+    net = changed.Transformer(tiny_config(n_layer=1)).eval()
+    torch.nn.init.normal_(net.blocks[0].attention.out.weight)
     tokens, packed = torch.arange(24)[None], torch.tensor([[0] * 4 + [1] * 20])
     for documents, reached in ((None, {0: 15, 3: 18, 4: 19, 15: 23}),
                                (packed, {0: 3, 3: 3, 4: 19, 15: 23})):
-        before = model.predict(tokens, documents)
+        before = net.predict(tokens, documents)
         for first, last in reached.items():
-            after = model.predict(tokens + (tokens == first), documents)
+            after = net.predict(tokens + (tokens == first), documents)
             assert (after != before).any(-1)[0].nonzero()[-1] == last, (documents, first)
     with pytest.raises(TypeError, match="takes_boundaries = False"):
-        model.predict(tokens, packing.boundaries(packed))
+        net.predict(tokens, packing.boundaries(packed))
+
+
+def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):
+    """Of a model that is built on the meta device, buffers as well."""
+    class Scaled(model.FeedForward):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.scale = torch.nn.Parameter(torch.ones(cfg.d_ff))
+            self.register_buffer("kept", torch.ones(cfg.d_ff, dtype=torch.bool), persistent=False)
+
+    class Changed(model.Transformer):
+        def init_weights(self):
+            super().init_weights()
+            for block in self.blocks:
+                block.mlp.scale.data.fill_(1.0)
+
+    monkeypatch.setattr(model, "FeedForward", Scaled)
+    for how in ({}, dict(ranks=2)):
+        flags = ["--parallel", "zero3"] if how else []
+        assert "init_weights: does not set blocks.0.mlp.scale and " in run(*flags, expect=2, **how)
+    monkeypatch.setattr(train, "Transformer", Changed)
+    run()
+    assert "does not set blocks.0.mlp.kept and 1 o" in run("--parallel", "zero3", expect=2, ranks=2)
 
 
 @pytest.mark.slow

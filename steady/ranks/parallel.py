@@ -251,6 +251,30 @@ class Uninitialized(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
+    """Raises ConfigError, at its end, for parameters (and buffers) that were not set meanwhile.
+
+    Values that a module's `__init__` has given them are lost: see `Uninitialized`.
+    """
+    def tensors() -> dict[str, Tensor]:
+        found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+        return {name: local_part(tensor.detach()) for name, tensor in found}
+
+    for tensor in tensors().values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    before = {name: (t.data_ptr(), t._version) for name, t in tensors().items()}
+    yield
+    left = [name for name, t in tensors().items()
+            if (t.isnan().any() if t.is_floating_point()  # may be set in part
+                else before.get(name) == (t.data_ptr(), t._version))]
+    if left:
+        raise ConfigError(f"{type(model).__name__}.init_weights: does not set {left[0]}"
+                          f"{f' and {len(left) - 1} others' if len(left) > 1 else ''}; set it "
+                          "there: values given in __init__ are discarded")
+
+
 class WholeDraws(TorchFunctionMode):
     """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
