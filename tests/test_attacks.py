@@ -78,6 +78,36 @@ def test_overwrite_moves_the_old_run_and_deletes_nothing(run, corpus, tmp_path):
     assert "holds the data" in run(*flags, expect=2)
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_directory_may_be_a_link_that_leads_nowhere_yet(run, tmp_path, moved):
+    """As --overwrite leaves one where it is killed."""
+    (tmp_path / "r").symlink_to("disk/r")
+    flags = ["--out_dir", "r", "--max_steps", 2, "--eval_interval", 0]
+    run(*flags)
+    if moved:
+        (tmp_path / "disk/r").rename(tmp_path / "disk/r.old")
+    run(*flags, "--overwrite")
+    for name in ("r", "r.old"):
+        assert len(list_checkpoints(tmp_path / "disk" / name / "checkpoints")) == 1
+    (tmp_path / "runs").symlink_to("disk/runs")
+    run(*flags[2:])
+    assert len(list_checkpoints(tmp_path / "disk/runs/001/checkpoints")) == 1
+
+
+def test_a_name_that_torch_cannot_read_from_is_refused(run, tmp_path):
+    assert "UTF-8" in run("--out_dir", os.fsdecode(b"r\xff"), expect=2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_runs_are_numbered_without_an_end(run, tmp_path):
+    (tmp_path / "runs/999999999").mkdir(parents=True)
+    for number in (10**9, 10**9 + 1):
+        run("--max_steps", 2, "--eval_interval", 0)
+        assert len(list_checkpoints(tmp_path / f"runs/{number}/checkpoints")) == 1
+    run("--auto_resume", "--max_steps", 4, "--eval_interval", 0)
+    assert [c.step for c in list_checkpoints(tmp_path / f"runs/{number}/checkpoints")] == [2, 4]
+
+
 def test_links_are_refused_before_anything_changes(run, tmp_path):
     """Through them a run would write to, or delete, what its lock does not cover."""
     run("--out_dir", "r", "--eval_interval", 4)

@@ -51,7 +51,7 @@ OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks",
 
 def numbered_folders() -> list[Path]:
     """The folders runs/001, runs/002, …, in the order of their numbers."""
-    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]{1,9}", path.name))
+    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]+", path.name))
     return sorted(found, key=lambda path: int(path.name))
 
 
@@ -71,9 +71,13 @@ def find_run(cfg) -> Path | None:
         same_run = source.run_dir and out_dir.resolve() == source.run_dir.resolve()
     elif cfg.auto_resume and not out_dir:
         out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
+    try:
+        str(out_dir).encode()
+    except UnicodeEncodeError:  # torch.load takes no such path
+        raise ConfigError(f"--out_dir {out_dir}: expected a name in UTF-8") from None
     if cfg.eval_only:
         return out_dir  # only reads
-    place = out_dir or Path("runs")
+    place = Path(os.path.realpath(out_dir or "runs"))
     while not place.exists():
         place = place.parent
     if not (place.is_dir() and os.access(place, os.W_OK)):
@@ -210,10 +214,10 @@ def claim(out_dir: Path | None):
         newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
         with contextlib.suppress(FileExistsError):  # another run was quicker
-            new.mkdir(parents=True)
+            os.makedirs(os.path.realpath(new))  # also through a link that leads nowhere yet
             out_dir = new
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        os.makedirs(os.path.realpath(out_dir), exist_ok=True)
         lock = acquire_lock(out_dir)
         (out_dir / "checkpoints").mkdir(exist_ok=True)
         return out_dir, lock
