@@ -256,6 +256,24 @@ def test_which_split_a_text_is_for(tmp_path, made):
     assert "for validation: try a larger --val_fraction" in told
 
 
+def test_of_a_folder_of_the_hub_the_records_for_training_are_taken(tmp_path, made):
+    for name in ("README.md", "data/train-0.jsonl", "data/Test-0.jsonl", "val/0.jsonl",
+                 "dataset_infos.json", "latest.jsonl", "train/test.md"):
+        path = tmp_path / "hub" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path, [{"text": name}])
+    told = made(tmp_path / "hub")
+    for skipped in ("README.md (1)", "test split (1)", "val split (1)", "dataset_infos.json (1)"):
+        assert skipped in told.split("skipped ")[1]
+    found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
+    assert found == ["data/train-0.jsonl", "latest.jsonl", '{"text": "train/test.md"}\n']
+    made(tmp_path / "hub/val", tmp_path / "hub/README.md")  # where it is named, or nothing else is
+    assert len(read(tmp_path / "o")) == 2
+    (tmp_path / "hub/data/data-00000-of-00001.arrow").touch()
+    told = made(tmp_path / "hub", expect=2)
+    assert "00001.arrow: Arrow, as of datasets.save_to_disk; expected Parquet" in told
+
+
 def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
     other = AutoTokenizer.from_pretrained(tokenizer)
     other.add_special_tokens({"bos_token": "<s>"})

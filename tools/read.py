@@ -25,6 +25,9 @@ RECORDS = {  # keys that hold a document; those that are read with them
     ("conversations",): ("tools", "system"),
     ("instruction", "output"): ("input", "system"),
 }
+CARDS = ("readme.md", "dataset_infos.json", "dataset_info.json")  # beside the records of the hub
+TRAINING = {"train", "training"}  # words in the names of splits
+OTHERS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 CHUNK_BYTES = 1 << 18  # of input that are read, tokenized and written at a time
 PIECE_BYTES = 1 << 20  # of text without white space, at most: the library takes 200 times as much
 LINE_BYTES = 1 << 27  # of JSON, at most
@@ -114,10 +117,29 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
         for path in (Path(directory, name) for name in names):
             if not path.is_file():
                 counts["skipped", "not regular"] += 1
+            elif path.suffix.lower() == ".arrow":
+                raise ConfigError(f"{path}: Arrow, as of datasets.save_to_disk; expected Parquet, "
+                                  "as of load_from_disk(FOLDER).to_parquet(FILE)")
             elif kind_of(path):
                 found.append(path)
             else:
                 counts["skipped", "".join(suffixes(path)) or "without a suffix"] += 1
+    return without_others(folder, found, counts)
+
+
+def without_others(folder: Path, files: list[Path], counts: Counter) -> list[Path]:
+    """As datasets takes a folder of the hub: without its README, and only training splits, where
+    names say so."""
+    records = any(kind_of(path) != "text" for path in files)
+    words = {path: {*re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())} for path in files}
+    training, found = any(TRAINING & of for of in words.values()), []
+    for path in files:
+        if records and path.name.lower() in CARDS:
+            counts["skipped", path.name] += 1
+        elif training and (other := OTHERS & words[path]) and not TRAINING & words[path]:
+            counts["skipped", f"{min(other)} split"] += 1
+        else:
+            found.append(path)
     return found
 
 
