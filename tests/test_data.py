@@ -3,9 +3,12 @@
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
+import sysconfig
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from steady.tokens.files import (
     find_files,
     find_sources,
     split_weight,
+    stdlib,
 )
 from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
@@ -357,7 +361,7 @@ def test_evaluation_takes_every_sample_once(tmp_path, world_size):
 
 
 def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
-    code = "from steady.tokens.files import stdlib; print(stdlib())"
+    code = "from steady.tokens.files import stdlib; print(stdlib('train'))"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE,
                              text=True) for _ in range(2)]
@@ -376,6 +380,39 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
     told = subprocess.run([sys.executable, "-c", code], env=env | {"XDG_CACHE_HOME": "/proc/none"},
                           stderr=subprocess.PIPE, text=True).stderr
     assert "ConfigError: /proc/none/steady: cannot hold the default data" in told
+
+
+def test_the_default_data_recover(tmp_path, monkeypatch):
+    """From any damage, a draft that was left behind and a full disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    for i in range(99):
+        (tmp_path / f"lib/{i}.py").write_text(f"print({i})\n" * 50)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    draft = tmp_path / "steady/tmpabc"
+    draft.mkdir(parents=True)
+    os.utime(draft, (0, 0))
+    folder = Path(stdlib("train"))
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert not draft.exists()
+    for split in ("train", "val"):
+        for name in (f"{split}.bin", f"{split}.bin.json", f"{split}.bin.docs"):
+            n = len(whole[name])
+            for damaged in (whole[name][: n // 2], b"", bytes(n), None):
+                (folder / name).unlink()
+                if damaged is not None:
+                    (folder / name).write_bytes(damaged)
+                assert stdlib(split) == str(folder)
+                assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    (folder / "val.bin").unlink()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{tmp_path}/steady: cannot hold the default data"):
+            stdlib("val")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert os.listdir(tmp_path / "steady") == [folder.name]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where forks are safe")

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     for path, weight in sources:
         if optional and Path(os.path.expanduser(path)).is_file():
             continue  # a training file has no validation data beside it
-        files = find_files(stdlib() if path == "stdlib" else path, split, option)
+        files = find_files(stdlib(split) if path == "stdlib" else path, split, option)
         if files:
             found.append((path, files, weight))
         elif not optional:
@@ -303,8 +304,18 @@ def share_of(text: bytes, digest=hashlib.blake2b) -> float:
     return int.from_bytes(digest(text).digest()[:8], "big") / 2**64
 
 
-def stdlib() -> str:
-    """Folder with the source of Python's standard library as bytes, made at the first call.
+def is_whole(path: Path) -> bool:
+    """Whether every byte of a token file is what its sidecar says, and its documents fit."""
+    try:
+        file = TokenFile(path, 1)
+        file.documents()
+        return hashlib.sha256(file.tokens).hexdigest() == file.meta.get("checksum")
+    except (ConfigError, OSError, ValueError):
+        return False
+
+
+def stdlib(split: str) -> str:
+    """Folder with the source of Python's standard library as bytes; made where `split` is damaged.
 
     Every machine with Python has it, so a first run needs no download. One file in twenty, picked
     by a hash of its name, is for validation.
@@ -312,7 +323,7 @@ def stdlib() -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     folder = cache / f"stdlib-2-{python}"
-    if folder.exists():
+    if is_whole(folder / f"{split}.bin"):
         return str(folder)
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -321,18 +332,19 @@ def stdlib() -> str:
         subdirectories[:] = sorted(set(subdirectories) - skip)
         for file in sorted(Path(directory) / name for name in names if name.endswith(".py")):
             name = file.relative_to(root).as_posix().encode()
-            split = "val" if share_of(name, hashlib.sha256) < 13 / 256 else "train"
-            documents[split].append(file.read_bytes())
+            part = "val" if share_of(name, hashlib.sha256) < 13 / 256 else "train"
+            documents[part].append(file.read_bytes())
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=cache))
+        folder.mkdir(parents=True, exist_ok=True)
+        for draft in cache.glob("tmp*"):
+            if time.time() - os.path.getmtime(draft) > 3600:  # of a process that was killed
+                shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=cache) as draft:
+            for part, texts in documents.items():
+                write_tokens(Path(draft, f"{part}.bin"), texts)
+            for file in Path(draft).iterdir():  # two processes make the same files
+                os.replace(file, folder / file.name)
     except OSError as e:
         raise ConfigError(f"{cache}: cannot hold the default data ({e.strerror}); name a folder "
                           "in XDG_CACHE_HOME, or your data with --data") from None
-    for split, texts in documents.items():
-        write_tokens(draft / f"{split}.bin", texts)
-    try:
-        draft.rename(folder)  # all of it appears at once, also when two processes do this
-    except OSError:
-        shutil.rmtree(draft)
     return str(folder)
