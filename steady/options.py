@@ -208,6 +208,18 @@ def nearest(name: str, names) -> str:
 # --- YAML ------------------------------------------------------------------------------------
 
 
+class UniqueKeys(yaml.BaseLoader):
+    """Refuses a key given twice, of which yaml itself takes the last."""
+
+    def construct_mapping(self, node, deep=False) -> dict:
+        names = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in names:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {name} is given twice")
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
                ours: bool = False) -> list[str]:
     """The options in a YAML file as flags; where it names a model, except those in `drop`.
@@ -219,7 +231,7 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
     """
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, Loader=yaml.BaseLoader) or {}
+            values = yaml.load(file, UniqueKeys) or {}
     except OSError as e:
         raise ConfigError(f"--config {path}: {e.strerror}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as e:

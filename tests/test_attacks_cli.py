@@ -153,6 +153,7 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
      "'\\t' that cannot start any token in \"c.yaml\", line 2"),
     (b"\xff\xfe\x00", "not YAML"),
     (b"seed: *x\n", "not YAML"),
+    (b"seed: 1\nmax_steps: 2\nseed: 3\n", "line 3: seed is given twice"),
     (b"[1, 2]: 3\n", "not YAML"),
     (b"[" * 5000, "not YAML"),
     (b"- 1\n- 2", "`name: value`"),
