@@ -452,6 +452,23 @@ def test_a_tokenizer_without_a_token_for_a_letter(made, tmp_path):
     assert read(tmp_path / "o") == [([2, 1, 0], [1, 1, 1])]
 
 
+def test_what_a_tokenizer_does_not_know_is_counted(made, tmp_path):
+    """Unknown tokens, characters without any, and documents without text."""
+    source = write_jsonl(tmp_path / "s.jsonl", [dict(text="abxéé"), dict(text="xx c"),
+                                                *[dict(text="")] * 3])
+    vocab = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4, " ": 5}
+    told = []
+    for unknown in ("<unk>", None):
+        built = Tokenizer(models.BPE(vocab, [], unk_token=unknown))
+        PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
+                                ).save_pretrained(tmp_path / "t")
+        told.append(made(source, "--tokenizer", tmp_path / "t"))
+        assert "empty            documents (3)\n" in told[-1]
+    assert [ids for ids, _ in read(tmp_path / "o")] == [[2, 3, 1], [5, 4, 1]]
+    assert "unknown tokens   5 (45.5%)\n" in told[0] and "no token for" not in told[0]
+    assert "no token for     'x' (3), 'é' (2)\n" in told[1] and "unknown" not in told[1]
+
+
 def letters(folder, **parts):
     """A tokenizer whose tokens are letters; returns them by id. parts: its normalizer and so on."""
     words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]

@@ -24,6 +24,9 @@ IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}
 LONE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 
 
+UNKNOWN = "unknown tokens"
+
+
 class Document(NamedTuple):
     split: str
     parts: list[Part]
@@ -41,6 +44,7 @@ class Encoder:
         self.adds_space = False  # before every text, as SentencePiece's do
         self.before = "\n"  # a text that is continued, which then gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
+        self.unknown, self.dropped = None, {}  # id; by character, whether it gets no token
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
             self.tokenizer = load_tokenizer(str(folder))
@@ -54,12 +58,29 @@ class Encoder:
             if tokenize("a") == tokenize("\na"):  # T5's, to which the line end is that space
                 self.before = ""
             self.prefix = array("I", text_start(self.tokenizer))
+            model = self.tokenizer.backend_tokenizer.model
+            unknown = getattr(model, "unk_token", self.tokenizer.unk_token)  # Unigram's has none
+            self.unknown = unknown and model.token_to_id(unknown)
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
         """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
         documents, counts = self.documents(chunk)
-        return {split: self.encode([d for d in documents if d.split == split], chunk)
-                for split in {document.split for document in documents}}, counts
+        found = {split: self.encode([d for d in documents if d.split == split], chunk)
+                 for split in {document.split for document in documents}}
+        if self.tokenizer:
+            counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
+            text = "".join(text for document in documents for text, _ in document.parts)
+            of_letter = np.bincount(np.frombuffer(text.encode("utf-32-le"), np.uint32))
+            for letter in np.flatnonzero(of_letter):
+                if self.drops(chr(letter)):
+                    counts["no token for", repr(chr(letter))] += int(of_letter[letter])
+        return found, counts
+
+    def drops(self, letter: str) -> bool:
+        if letter not in self.dropped:
+            ids = self.tokenizer.backend_tokenizer.encode(letter, add_special_tokens=False).ids
+            self.dropped[letter] = not ids and not letter.isspace()
+        return self.dropped[letter]
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
         """The documents of a chunk; counts for the summary.
@@ -91,6 +112,7 @@ class Encoder:
                 if name not in used:
                     counts["ignored keys", name] += 1
             split = "val" if share_of(key) < self.options.val_fraction else "train"
+            counts["empty", "documents"] += documents.count([])
             for parts in filter(None, documents):
                 found.append(Document(split, parts, is_chat))
                 counts["without a reply", split] += not any(counted for _, counted in parts)

@@ -40,7 +40,7 @@ from steady.tokens.tokenizers import (
     require_ours,
 )
 from steady.watch.proc import usable_cores
-from tools.encode import IN_PIECES, Encoder
+from tools.encode import IN_PIECES, UNKNOWN, Encoder
 from tools.read import Chunk, find_inputs, read_chunks, read_file
 
 TRAINING_BYTES = 1 << 30  # of input, at most, that a tokenizer is trained on
@@ -183,6 +183,8 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
         f"vocabulary {encoder.vocab_size:,} ({name})",
         f"bytes per token  {(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
     ]
+    if unknown := counts.pop(UNKNOWN, 0):
+        lines.append(f"{UNKNOWN:16} {unknown:,} ({unknown / (train.tokens + val.tokens):.1%})")
     names = {}  # by kind
     for (kind, name), n in (+counts).most_common():
         names.setdefault(kind, []).append(f"{name} ({n:,})")
