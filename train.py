@@ -198,8 +198,11 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
     parameters: what this rank holds of those of the model, in their order.
     """
-    in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # also stacks of matrices, as of experts; not the kernels of convolutions
+    in_blocks = {id(p) for m in model.blocks.modules() for p in m.parameters(recurse=False)
+                 if p.ndim == 2 or p.ndim == 3 and min(p.shape[1:]) > 1
+                 and not hasattr(m, "kernel_size")} - embeddings
     embeddings.discard(id(model.head.weight))  # where they are tied
     names, tables = ({name for name, p in model.named_parameters() if id(p) in these}
                      for these in (in_blocks, embeddings))

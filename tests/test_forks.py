@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, in_clone, tiny_config
+from conftest import ROOT, TINY, column, in_clone, tiny_config
 from test_readme import SNIPPETS, copy_files
 
 import model
@@ -178,6 +178,42 @@ def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):
     monkeypatch.setattr(train, "Transformer", Changed)
     run()
     assert "does not set blocks.0.mlp.kept and 1 o" in run("--parallel", "zero3", expect=2, ranks=2)
+
+
+def test_experts_go_to_muon_and_decay(run, tmp_path, monkeypatch):
+    """Sharded as whole, where not each rank has one; kernels of convolutions do not."""
+    class Experts(model.FeedForward):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.experts = torch.nn.Parameter(torch.empty(3, cfg.d_model, cfg.d_model))
+            self.scale = torch.nn.Parameter(torch.empty(1, 1, cfg.d_model))
+            self.mix = torch.nn.Conv1d(cfg.d_model, cfg.d_model, 3, groups=8, padding=1, bias=False)
+
+        def forward(self, x):
+            y = torch.einsum("btc,ecd->btd", x, self.experts)
+            return super().forward(x) + y + self.scale * self.mix(x.mT).mT
+
+    class Changed(model.Transformer):
+        def init_weights(self):
+            super().init_weights()
+            for block in self.blocks:
+                for p in (block.mlp.experts, block.mlp.scale, block.mlp.mix.weight):
+                    torch.nn.init.normal_(p, std=0.1)
+
+    monkeypatch.setattr(model, "FeedForward", Experts)
+    monkeypatch.setattr(train, "Transformer", Changed)
+    flags = ["--max_steps", 6, "--grad_clip", 0, "--batch_size", 8]
+    told = run(*flags, "--out_dir", "one")
+    muon, adamw = (re.search(f"^{name} .*", told, re.M)[0] for name in ("muon", "adamw"))
+    assert "mlp.experts" in muon and "decay 0.1" in muon and "mlp.experts" not in adamw
+    assert "blocks.*.mlp.scale blocks.*.mlp.mix" in adamw and "embedding" in adamw
+    run(*flags, "--out_dir", "zero3", "--parallel", "zero3", ranks=4)
+    run("--resume", "zero3/checkpoints/step_00000006", "--out_dir", "zero3", "--max_steps", 8,
+        "--save_interval", 8, ranks=2, bare=True)
+    run("--resume", "one/checkpoints/step_00000006.pt", "--out_dir", "one", "--max_steps", 8,
+        bare=True)
+    one, zero3 = (column(tmp_path / out, "train/loss") for out in ("one", "zero3"))
+    assert one == pytest.approx(zero3, rel=1e-4) and max(one) == 8
 
 
 @pytest.mark.slow

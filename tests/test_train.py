@@ -746,8 +746,29 @@ def test_muon_has_a_bounded_number_of_numbers_in_hand(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("most", [2**24, 50])
+def test_muon_updates_a_stack_as_its_matrices(monkeypatch, most):
+    """Also a few of them at a time, after a restart, and without a gradient in between."""
+    monkeypatch.setattr("steady.ranks.muon.MOST", most)
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(5, 6, 4, generator=generator))
+    apart = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    one, other = (Muon(weights, lr=0.1, weight_decay=0.1) for weights in ([stack], apart))
+    for step in range(4):
+        grad = None if step == 2 else torch.randn(5, 6, 4, generator=generator)
+        stack.grad = grad
+        for i, w in enumerate(apart):
+            w.grad = None if grad is None else grad[i].clone()
+        one.step()
+        other.step()
+        again = Muon([stack], lr=0.1, weight_decay=0.1)
+        again.load_state_dict(one.state_dict())
+        one = again
+        torch.testing.assert_close(stack.detach(), torch.stack([*map(torch.detach, apart)]))
+
+
 def test_muon_refuses_what_is_no_matrix():
-    for shape in ((8,), (8, 8, 3), (0, 8)):
+    for shape in ((8,), (8, 8, 3, 3), (0, 8), (4, 0, 8)):
         with pytest.raises(AssertionError, match="expected a matrix"):
             Muon([torch.nn.Parameter(torch.zeros(shape))], lr=0.1)
 

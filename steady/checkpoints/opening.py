@@ -42,7 +42,6 @@ def describe(run) -> str:
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    optimizers = dict.fromkeys(type(o).__name__.lower() for o in run.optimizers)  # as they are
     lines = [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
@@ -54,12 +53,29 @@ def describe(run) -> str:
         f"{ranks.workers} loader processes per rank",
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}, {', '.join(optimizers)}",
+        f"{ranks.micro_batch}",
+        *optimizer_lines(run),
         f"run     {run.dir.path}",
     ]
     if run.dir.resumed_from:
         lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
     return "\n".join(filter(None, (*lines, crowded(), untested())))
+
+
+def optimizer_lines(run) -> list[str]:
+    """What each optimizer has, and at which rates: parameters without the numbers of layers."""
+    cfg, lines = run.cfg, []
+    names = {id(p): re.sub(r"\.\d+\b", ".*", name.removesuffix(".weight"))
+             for name, p in run.ranks.shards.parameters.items()}
+    for optimizer in run.optimizers:
+        found = {}  # by rate and decay: names, each once, in order
+        for group in optimizer.param_groups:
+            rate = cfg.learning_rate * group.get("lr_scale", 1.0)
+            how = f"lr {rate:.3g}, decay {group.get('weight_decay', 0.0):g}"
+            found.setdefault(how, {}).update(dict.fromkeys(names[id(p)] for p in group["params"]))
+        parts = [f"{how}: {' '.join(each)}" for how, each in found.items() if each]
+        lines.append(f"{type(optimizer).__name__.lower():7} {'; '.join(parts)}")
+    return lines
 
 
 def untested() -> str:

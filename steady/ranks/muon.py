@@ -3,6 +3,7 @@
 Keller Jordan 2024, kellerjordan.github.io/posts/muon; rows normalized as in arXiv:2510.05491.
 """
 
+import math
 from itertools import accumulate, groupby
 
 import torch
@@ -22,13 +23,15 @@ POLAR = ((7.5598, -20.8383, 14.7169), (3.1523, -2.2721, 0.4540), (2.1748, -1.502
 class Muon(torch.optim.Optimizer):
     """Muon with updates of the size of AdamW's, so that both take the same learning rate.
 
-    Matrices of one shape are a stack, orthogonalized in a dtype that the device multiplies
-    fast, and non-finite gradients are skipped on the device. Then each row is divided by the root
-    of a running mean of its squares, so that all rows move alike (NorMuon, arXiv:2510.05491).
+    Matrices of one shape are a stack, and so is a weight of three dimensions, such as the experts
+    of a layer. They are orthogonalized in a dtype that the device multiplies fast, and non-finite
+    gradients are skipped on the device. Then each row is divided by the root of a running mean of
+    its squares, so that all rows move alike (NorMuon, arXiv:2510.05491).
 
     Several ranks share the work (shards: parallel.Shards). Where each holds some rows of every
     matrix, an all-to-all gives each rank some whole matrices to orthogonalize, and another one
-    brings the rows back; where all hold the same matrices on one host, each does some of them.
+    brings the rows back; where all hold the same matrices on one host, each does some of them. Of a
+    stack a rank holds whole matrices, which it does alone.
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
@@ -42,17 +45,18 @@ class Muon(torch.optim.Optimizer):
         self.helpers = shards.helpers if shards else 1
         self.grad_scale = self.found_inf = None
         self.average, self.apply, self.compiled = average, apply, False
-        self.stacks = []  # of each group: momenta and row_squares
+        self.stacks = []  # of some matrices each: see `parts`
         ranks, given, groups = self.shards.size if self.shards else 1, list(params), []
         for group in given if given and isinstance(given[0], dict) else [dict(params=given)]:
             by_shape = {}
             for p in group["params"]:
-                assert p.ndim == 2 and whole_rows(p) * p.shape[1], (
-                    f"Muon: a weight of shape {[*p.shape]}; expected a matrix")
-                by_shape.setdefault((whole_rows(p), p.shape[1]), []).append(p)
-            for (rows, columns), same in by_shape.items():
+                shape = whole_rows(p), *p.shape[1:]
+                assert p.ndim in (2, 3) and math.prod(shape), (
+                    f"Muon: a weight of shape {[*p.shape]}; expected a matrix or a stack of them")
+                by_shape.setdefault(shape, []).append(p)
+            for shape, same in by_shape.items():
                 # as many matrices for each rank: one that has none waits for the others
-                n = ranks * max(1, MOST // (rows * columns))
+                n = ranks * max(1, MOST // math.prod(shape)) if len(shape) == 2 else 1
                 groups += [group | dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       beta2=beta2))
@@ -68,50 +72,58 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         if not self.stacks:
-            self.stacks = [self.stack_state(group["params"]) for group in self.param_groups]
+            self.stacks = [part for group in self.param_groups for part in self.parts(group)]
         go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
-        ends = accumulate(momentum.numel() for momentum, _ in self.stacks)
-        groups = zip(self.param_groups, self.stacks, ends, strict=True)
-        for _, alike in groupby(groups, lambda group: self.batch(group[1][0], group[2])):
-            batch, directions = list(alike), []
-            for group, (momentum, _), _ in batch:
+        ends = accumulate(momentum.numel() for *_, momentum, _ in self.stacks)
+        parts = zip(self.stacks, ends, strict=True)
+        for _, alike in groupby(parts, lambda part: self.batch(part[0][2], part[1])):
+            batch, directions = [part for part, _ in alike], []
+            for group, some, momentum, _ in batch:
                 params = group["params"]
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-                directions.append(self.average(grads, momentum, group["momentum"],
+                directions.append(self.average(matrices(grads)[some], momentum, group["momentum"],
                                                self.grad_scale, go, self.dtype))
-            if self.shards:
+            if self.shards and params[0].ndim == 2:
                 directions = [self.orthogonalize_together(directions[0], whole_rows(params[0]))]
             elif self.helpers > 1 and momentum.numel() >= LARGE:
                 directions = [self.orthogonalize_some(directions[0])]
             else:
                 directions = self.orthogonalize(directions)
-            for (group, (_, squares), _), direction in zip(batch, directions, strict=True):
+            for (group, some, _, squares), direction in zip(batch, directions, strict=True):
                 # compiled, a tensor on the CPU: as a number, each would be compiled anew
                 lr = torch.tensor(group["lr"]) if self.compiled else group["lr"]
-                self.apply(group["params"], direction, squares, group["beta2"], lr,
-                           lr * group["weight_decay"], go)
+                self.apply(matrices(group["params"])[some], direction, squares, group["beta2"],
+                           lr, lr * group["weight_decay"], go)
 
     def batch(self, momentum: Tensor, end: int) -> tuple:
-        """The same for groups in a row that are done together: small ones of one smaller side.
+        """The same for parts in a row that are done together: small ones of one smaller side.
 
-        end: numbers of all groups up to this one.
+        end: numbers of all parts up to this one.
         """
         alone = self.shards or momentum.numel() >= LARGE
         return (id(momentum),) if alone else (min(momentum.shape[1:]), end // MOST)
 
-    def stack_state(self, params: list[Tensor]) -> list[Tensor]:
-        """Momenta [n, rows, columns] and means of squares [n, rows, 1] of a group.
+    def parts(self, group: dict) -> list[tuple]:
+        """(group, slice of its matrices, their momenta [n, rows, columns], means of squares
+        [n, rows, 1]), several where a stack has more than MOST numbers.
 
-        The state of each matrix is a view of them.
+        The state of each weight is a view of them.
         """
-        ranks, stacks = self.shards.size if self.shards else 1, []
-        for name, shape, value in (("momentum", slice(None), 0), ("row_squares", slice(1), 1)):
-            new = value / max(whole_rows(params[0]), params[0].shape[1])
-            first = [self.state[p].get(name, torch.full_like(p[:, shape], new)) for p in params]
-            stacks.append(stacked(first, -(-whole_rows(params[0]) // ranks)))
-            for p, each in zip(params, stacks[-1], strict=True):
-                self.state[p][name] = each[: len(p)]
-        return stacks
+        params, stacks = group["params"], []
+        (first, *_), ranks = params, self.shards.size if self.shards else 1
+        side = max(first.shape[1:] if first.ndim == 3 else (whole_rows(first), first.shape[1]))
+        for name, shape, new in (("momentum", slice(None), 0), ("row_squares", slice(1), 1 / side)):
+            held = [self.state[p].get(name, torch.full_like(p[..., shape], new)) for p in params]
+            stack = held[0]
+            if first.ndim == 2:
+                stack = stacked(held, -(-whole_rows(first) // ranks))
+                held = [each[: len(p)] for p, each in zip(params, stack, strict=True)]
+            for p, each in zip(params, held, strict=True):
+                self.state[p][name] = each
+            stacks.append(stack)
+        n = len(params) if first.ndim == 2 else max(1, MOST // math.prod(first.shape[1:]))
+        return [(group, slice(i, i + n), *(stack[i : i + n] for stack in stacks))
+                for i in range(0, len(stacks[0]), n)]
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
@@ -178,6 +190,11 @@ class Muon(torch.optim.Optimizer):
 def whole_rows(p: Tensor) -> int:
     """The rows of a parameter of which this rank may hold only some."""
     return getattr(p, "whole_rows", len(p))
+
+
+def matrices(weights: list[Tensor]) -> list[Tensor]:
+    """Those of a list of matrices or of stacks of them."""
+    return [each for w in weights for each in (w.unbind() if w.ndim == 3 else (w,))]
 
 
 def stacked(parts: list[Tensor], rows: int) -> Tensor:
