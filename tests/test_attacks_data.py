@@ -149,15 +149,15 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
 
 @pytest.mark.parametrize("name, content, words, left", [
     ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read", []),
-    ("a.json", b'[{"text": "a"}, 5]', "a.json:2: expected an object with keys", ["a"]),
+    ("a.json", b'[{"text": "a"}, 5]', "a.json:2: record: expected an object", ["a"]),
     ("a.json", b'{"data": [{"text": "a"}]}', "a.json:1: has data; expected text", []),
     ("a.jsonl", b"[" * 100_000, "a.jsonl:1: ", []),
     ("a.json", b'[{"text": "a"}, {"text": "na\xefve"}]', "cannot be read", []),
     ("a.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "a.jsonl:2: not UTF-8", ["a"]),
-    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON; --skip_bad", ["a"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "a.jsonl:2: expected text, found int", ["a"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": null}', "a.jsonl:2: `text` is null", ["a"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: not UTF-8", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "a.jsonl:2: text: expected text, found int", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": null}', "a.jsonl:2: has text: null", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: text: expected whole", ["a"]),
     ("a.jsonl", b'{"messages": [{"role": "user"}]}', "chats (messages): add --tokenizer", None),
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
@@ -402,6 +402,33 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
         TokenFile(path, 32)
     told = str(refused.value)
     assert told.startswith(f"{path}.json: ") and "\n" not in told
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+@pytest.mark.parametrize("most", [65, 50_000, 200_000])
+def test_ids_of_4_or_8_bytes_are_not_read_as_2(tmp_path, run, dtype, most):
+    """Where nothing says how wide they are."""
+    ids = np.random.default_rng(0).integers(0, most, 6000)
+    path = tmp_path / "train.bin"
+    ids.astype(dtype).tofile(path)
+    told = run("--data", path, "--vocab_size", 65_536, bare=True, expect=2)
+    assert f"{path}: read as uint16" in told and told.count("\n") == 1
+    if dtype == "<u4":
+        (tmp_path / "train.bin.json").write_text('{"dtype": "uint32"}')
+        assert (TokenFile(path, 8).tokens == ids).all()
+
+
+def test_other_ids_without_a_type(tmp_path, run):
+    path, ids = tmp_path / "train.bin", np.random.default_rng(0).integers(0, 65, 6000)
+    for content in (ids % 4, ids, ids * 0):
+        content.astype(np.uint16).tofile(path)
+        assert (TokenFile(path, 8).tokens == content).all()
+    with open(path, "wb") as file:
+        np.save(file, ids.astype(np.uint16))
+    assert "is an .npy file" in run("--data", path, bare=True, expect=2)
+    ids.astype(np.uint16).tofile(path)
+    told = run("--data", path, "--vocab_size", 65_537, bare=True, expect=2)
+    assert "the vocabulary has 65,537 ids" in told
 
 
 # --- files that change while they are read ---

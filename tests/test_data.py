@@ -140,6 +140,7 @@ def test_mixture_proportions_of_the_samples_themselves(tmp_path):
 
 def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
     narrow = token_folder(tmp_path, "narrow")
+    (narrow / "train.bin.json").write_text(json.dumps(dict(dtype="uint16")))
     wide = tmp_path / "wide"
     wide.mkdir()
     (100_000 + np.arange(1000)).astype(np.uint32).tofile(wide / "train.bin")

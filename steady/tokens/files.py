@@ -19,6 +19,8 @@ from steady.options import ConfigError
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
 SHARD_HEADER_BYTES = 256 * 4
 BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
+WIDTH_SAMPLE = 1 << 15  # tokens of a file, to see how wide its ids are
+CONVERT = "np.asarray(ids, np.uint32).tofile(PATH)"
 GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # of a file, to notice that its content was replaced
 MANY_FILES, FEW_BLOCKS = 16, 4  # of more files than these, each is sampled in so few places
@@ -100,6 +102,13 @@ class TokenFile:
                 f"header of {self.offset} bytes: is the file complete?")
         mapped = np.memmap(path, self.dtype, "r", self.offset, (self.n_tokens,))
         self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
+        self.is_typed = "dtype" in self.meta or self.offset > 0
+        if header[:2].tobytes().startswith(b"\x93NUMPY"):
+            raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
+        if not self.is_typed:  # every second uint16 of larger ids is their upper half: 0, or little
+            start = self.tokens[:WIDTH_SAMPLE]
+            if len(start) >= 64 and start[1::2].max() <= 3 < start.max():
+                self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
         self.blocks = np.empty((0, seq_len + 1), self.dtype)
         if self.n_tokens > seq_len:
             self.blocks = sliding_window_view(self.tokens, seq_len + 1)[::seq_len]
@@ -114,6 +123,11 @@ class TokenFile:
 
     def __reduce__(self):  # a loader process that is not forked maps the file itself
         return TokenFile, (self.path, self.seq_len)
+
+    def refuse_type(self, reason: str):
+        raise ConfigError(f"{self.path}: read as uint16, for nothing says its type, but {reason}; "
+                          f'name it in {self.path.name}.json: {{"dtype": "uint32"}} or "uint16"; '
+                          f"ids of 8 bytes first become uint32: {CONVERT}")
 
     def require_complete(self):
         """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
@@ -212,6 +226,9 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     if vocab_size and of_data > vocab_size:
         raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} "
                           "ids; --resize_embeddings adds rows to a model of --init_from")
+    for file in files:
+        if not file.is_typed and (largest := vocab_size or of_data) > 1 << 16:
+            file.refuse_type(f"the vocabulary has {largest:,} ids")
     named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
     if len(named) > 1:
         listed = ", ".join(f"{path} {name}" for name, path in named.items())
