@@ -107,6 +107,18 @@ def test_truncation_and_padding_of_a_tokenizer_are_switched_off(tmp_path, made, 
     assert later.truncation is None and later.padding is None
 
 
+def test_a_tokenizer_is_what_its_json_says_whatever_its_class(tmp_path, made, tokenizer):
+    shutil.copytree(tokenizer, tmp_path / "t")
+    about = tmp_path / "t/tokenizer_config.json"
+    settings = json.loads(about.read_text()) | dict(tokenizer_class="Qwen2Tokenizer")
+    about.write_text(json.dumps(settings))
+    expected = Tokenizer.from_file(str(tmp_path / "t/tokenizer.json"))
+    text = "the cat sat on 12345 mats"  # of which Qwen2's takes each digit apart
+    told = made(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "--tokenizer", tmp_path / "t")
+    assert read(tmp_path / "o")[0][0][:-1] == expected.encode(text).ids
+    assert told.count("t/tokenizer.json as Qwen2Tokenizer") == 1  # and the copy as what it is
+
+
 # --- folders of input ---
 
 

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -36,8 +35,9 @@ from steady.tokens.tokenizers import (
     MADE,
     byte_level_bpe,
     delete_tokenizer,
-    load_tokenizer,
+    keep_tokenizer,
     require_ours,
+    serve_version_4,
 )
 from steady.watch.proc import usable_cores
 from tools.encode import IN_PIECES, UNKNOWN, Encoder
@@ -264,11 +264,7 @@ def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[P
         return None, "bytes"
     else:
         # not by its name: transformers would retry the hub for a minute, with warnings
-        load_tokenizer(str(fetch_files(options.tokenizer, weights=False))).save_pretrained(folder)
-        about = folder / "tokenizer_config.json"
-        settings = {name: value for name, value in json.loads(about.read_text("utf-8")).items()
-                    if name not in ("is_local", "local_files_only")}  # where it was loaded from
-        about.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        keep_tokenizer(fetch_files(options.tokenizer, weights=False), folder)
         name = Path(options.tokenizer).name
     (folder / MADE).touch()
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*token*.json")))
@@ -298,3 +294,4 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)
+    serve_version_4(folder)

@@ -3,23 +3,33 @@
 import json
 import os
 import shutil
+import sys
 from functools import lru_cache
 from pathlib import Path
 
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT
 
+PROBE = "A cat sat on 12345 mats; naïve Ωmega 猫, and then\n  it's OFF, for (x == 1.5)!\n\n"
+
 
 def load_tokenizer(name: str, needs_end: bool = True):
-    """A tokenizer of transformers, by folder or hub name. Raises ConfigError.
+    """The tokenizer of transformers in a folder. Raises ConfigError.
 
     needs_end: refuse one without an end-of-text.
     """
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
 
+    file = Path(name) / "tokenizer.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer("a")
+        if tokenizer.is_fast and file.exists() and not alike(
+                tokenizer.backend_tokenizer, Tokenizer.from_file(str(file))):
+            print(f"note: transformers {__version__} reads {file} as {type(tokenizer).__name__}, "
+                  "which encodes otherwise; read as a PreTrainedTokenizerFast", file=sys.stderr)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # a panic in Rust is not even an Exception
@@ -39,6 +49,22 @@ def text_start(tokenizer) -> list[int]:
     What it puts after a text, as an end-of-text, must not end a prompt.
     """
     return os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
+
+
+def alike(*backends) -> bool:
+    """Whether tokenizers of the tokenizers library encode and decode a text alike.
+
+    But for its beginning, where tokenizer_config.json may ask for a space.
+    """
+    ids = []
+    for backend in backends:
+        backend.no_truncation()
+        backend.no_padding()
+        ids.append(backend.encode(PROBE, add_special_tokens=False).ids)
+    n = max(min(map(len, ids)) - 3, 1)
+    read = {(*some[-n:], backend.decode(some).strip())
+            for backend, some in zip(backends, ids, strict=True)}
+    return len(read) == 1
 
 
 def byte_level_bpe(model, split_words: bool = True):
@@ -84,6 +110,37 @@ def loaded_tokenizer(folder: str):
 
 
 MADE = "steady-files.json"  # is in a tokenizer folder that we made
+GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
+SETTINGS = "tokenizer_config.json"
+OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
+
+
+def keep_tokenizer(source: Path, target: Path):
+    """Copy the tokenizer files of a model, and add those that it lacks. Raises ConfigError."""
+    load_tokenizer(str(source)).save_pretrained(target)
+    made = read_json(target / SETTINGS)
+    for file in {file for pattern in OWN for file in source.glob(pattern)}:
+        shutil.copyfile(file, target / file.name)
+    own = read_json(target / SETTINGS)
+    changes = {} if "tokenizer_class" in own else made | own  # else it follows the config.json
+    if made["tokenizer_class"] == GENERIC:
+        changes["tokenizer_class"] = GENERIC
+    serve_version_4(target, changes)
+
+
+def serve_version_4(folder: Path, changes: dict | None = None):
+    """Let transformers 4, too, load a tokenizer that version 5 has saved."""
+    found = read_json(folder / SETTINGS) | (changes or {})
+    if found.get("tokenizer_class") == GENERIC:
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(extra := found.get("extra_special_tokens"), list):
+        known = found.get("additional_special_tokens") or []
+        found["additional_special_tokens"] = known + [each for each in extra if each not in known]
+        del found["extra_special_tokens"]
+    for name in ("backend", "is_local", "local_files_only"):  # how it was loaded
+        found.pop(name, None)
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    (folder / SETTINGS).write_text(text + "\n", "utf-8")
 
 
 def copy_tokenizer(source: Path, target: Path):
@@ -115,11 +172,17 @@ def require_ours(folder: Path):
 def end_of_text_ids(folder: Path) -> list[int]:
     """All ids that end a text, as a model's own files list them; none where they do not."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
+        ids = read_json(folder / name).get("eos_token_id")
         ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
         if ids:
             return ids
     return []
+
+
+def read_json(file: Path) -> dict:
+    """The object in a file of a model; empty where there is none."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
