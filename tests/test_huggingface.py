@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import families
 import pytest
 import torch
 from conftest import TINY, column
@@ -212,6 +213,65 @@ def test_transformers_loads_what_is_exported(run, tmp_path):
     ours, _ = generation.open_model(tmp_path / "r", 100)
     expected = theirs.generate(prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(generate(ours, prompt, 8, temperature=0), expected)
+
+
+@pytest.mark.parametrize("family", ["llama3 rope", "gpt2"])
+def test_an_export_keeps_what_training_leaves_alone(tmp_path, tune, family):
+    """And has the keys that transformers 4 reads."""
+    found = FAMILIES["llama3 rope"]() if family != "gpt2" else GPT2Config(
+        vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=256)
+    save_random(tmp_path / "m", found)
+    usual = dict(bos_token_id=7, pad_token_id=8, eos_token_id=[9, 256], repetition_penalty=1.05,
+                 min_p=0.1, do_sample=True, temperature=0.6)
+    (tmp_path / "m/generation_config.json").write_text(json.dumps(usual))
+    for more in ([], ["--lora_rank", 4]) if family != "gpt2" else ([],):
+        tune("--init_from", "m", "--max_steps", 2, "--out_dir", "r", "--overwrite", *more)
+        shutil.rmtree("out", ignore_errors=True)
+        assert generation.main(["export", "r", "out", "--dtype", "bf16"]) == 0
+        base, new = (json.loads((tmp_path / name / "config.json").read_text())
+                     for name in ("m", "out"))
+        changed = {name for name in base | new if base.get(name) != new.get(name)}
+        old = set() if family == "gpt2" else {"rope_theta", "rope_scaling"}
+        assert changed == {"dtype", "torch_dtype", "eos_token_id", *old}
+        assert new["dtype"] == new["torch_dtype"] == "bfloat16"
+        if old:
+            assert new["rope_theta"] == 500000.0 and new["rope_scaling"]["rope_type"] == "llama3"
+        written = json.loads((tmp_path / "out/generation_config.json").read_text())
+        assert written == usual | dict(eos_token_id=[256, 9])
+        settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
+    """Where the template ends a reply with another token than the tokenizer's end-of-text."""
+    tokenizer = families.make_tokenizer(families.QWEN2, families.CHATML, None, "<|endoftext|>")
+    talk = dict(messages=families.CHATS["one turn"])
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
+    for family in ("qwen3", "gemma3"):
+        save_random(tmp_path / family, families.config_of(family, tokenizer))
+        tokenizer.save_pretrained(family)
+        assert prepare.main(["a.jsonl", "--out", "chats", "--tokenizer", family]) == 0
+        run("--init_from", family, "--data", "chats", "--max_steps", 1, "--out_dir", "r",
+            "--overwrite", *FINE[:4], bare=True)
+        assert generation.main(["export", "r", f"{family}-out"]) == 0
+        found = AutoModelForCausalLM.from_pretrained(f"{family}-out").generation_config
+        saved = AutoTokenizer.from_pretrained(f"{family}-out")
+        ends = saved.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+        assert ends[0] != ends[1] and {*ends} <= {*found.eos_token_id}
+
+
+def test_weights_that_a_dtype_cannot_hold_are_not_exported(run, tmp_path, capsys):
+    run("--out_dir", "r", "--max_steps", 2)
+    path = tmp_path / "r/checkpoints/step_00000002.pt"
+    state = torch.load(path, weights_only=True)
+    state["model"]["blocks.1.mlp.down.weight"][0, 0] = 1e5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "find_corruption", lambda p: None)
+        torch.save(state, path)
+        for dtype, code in (("fp16", 2), ("bf16", 0)):
+            assert generation.main(["export", str(path), f"out-{dtype}", "--dtype", dtype]) == code
+    assert "blocks.1.mlp.down.weight are too large" in capsys.readouterr().err
+    assert not (tmp_path / "out-fp16").exists()
 
 
 def test_a_changed_model_warns_where_it_is_exported(run, tmp_path, capsys):

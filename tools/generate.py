@@ -1,6 +1,5 @@
 """python model.py generate|chat|export: text from a model, and its weights for Hugging Face."""
 
-import json
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ from steady.tokens.tokenizers import (
     byte_tokenizer,
     end_of_text_ids,
     load_tokenizer,
+    read_json,
+    serve_version_4,
     text_start,
 )
 from tools.chat import apply, end_of_turn
@@ -126,8 +127,7 @@ class Writer:
         self.device = pick_device(options.device, 0)
         self.model, self.tokenizer = open_model(source, sys.maxsize, options.trust_remote_code)
         folder = files_of(source)
-        ends = self.tokenizer.eos_token_id, *end_of_text_ids(folder), end_of_turn(self.tokenizer)
-        self.stop = tuple(dict.fromkeys(i for i in ends if i is not None))
+        self.stop = tuple(ends_of(self.tokenizer, folder))
         given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
         self.sampling = SAMPLING | usual_sampling(folder) | given
         self.model.to(self.device).eval()
@@ -187,16 +187,24 @@ def files_of(source: Path) -> Path:
     return huggingface.fetch(str(source))
 
 
+def ends_of(tokenizer, folder: Path) -> list[int]:
+    """All ids that end an answer: by a tokenizer, if any, its template and a model's own files."""
+    ends = end_of_text_ids(folder)
+    if tokenizer:
+        ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
+    return list(dict.fromkeys(i for i in ends if i is not None))
+
+
 def usual_sampling(folder: Path) -> dict[str, float]:
     """What the generation_config.json of a model says of SAMPLING, if flags could say it too."""
     try:
-        found = json.loads((folder / "generation_config.json").read_text())
+        found = read_json(folder / "generation_config.json")
         if found.get("do_sample") is False:
             return dict(temperature=0)
         usual = {name: type(default)(found[name]) for name, default in SAMPLING.items()
                  if found.get(name) is not None}
         check_bounds(SamplingOptions(**usual))
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, ConfigError):
+    except (ValueError, TypeError, OverflowError, ConfigError):
         return {}
     return usual
 
@@ -227,12 +235,18 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     cfg = config_of(state, trust_remote_code)
     if cfg.max_position:  # learned before this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
-    model = model_of(state, cfg, checkpoint)
-    if state["tokenizer"] == "bytes":
-        return model, byte_tokenizer()
-    if not run_dir or not (run_dir / "tokenizer").is_dir():
+    model, tokenizer = model_of(state, cfg, checkpoint), tokenizer_of(state, run_dir)
+    if not tokenizer:
         raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
-    return model, load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
+    return model, tokenizer
+
+
+def tokenizer_of(state: dict, run_dir: Path | None):
+    """The tokenizer of a checkpoint in a run directory; None if there is none."""
+    if state["tokenizer"] == "bytes":
+        return byte_tokenizer()
+    folder = run_dir and run_dir / "tokenizer"
+    return load_tokenizer(str(folder), needs_end=False) if folder and folder.is_dir() else None
 
 
 def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
@@ -281,9 +295,6 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     checkpoint = checkpoint_of(source)
     state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
-    for name, tensor in state["model"].items():
-        if not tensor.isfinite().all():
-            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
@@ -300,28 +311,40 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
         model = model_of(state, cfg, checkpoint)
+    weights = state["model"]
+    if model and not adapter:
+        weights = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
+        if not tensor.to(dtype).isfinite().all():
+            raise ConfigError(f"{checkpoint}: weights in {name} are too large for this --dtype; "
+                              "choose bf16 or fp32")
+    kept, tokenizer = files_of(source), tokenizer_of(state, run_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if state["tokenizer"] == "bytes":
-            byte_tokenizer().save_pretrained(out)
-        elif run_dir and (run_dir / "tokenizer").is_dir():
+            tokenizer.save_pretrained(out)
+        elif tokenizer:
             shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
         else:
             print("note: without a tokenizer, as the run has none", file=sys.stderr)
+        if tokenizer:
+            serve_version_4(out)
         if adapter:
             pairs = lora.pairs_of(state["model"], huggingface.linear_parts(model), cfg)
             lora.save(out, pairs, cfg, dtype)
-        elif is_foreign:
-            model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
         else:
-            weights = model.state_dict() if model else state["model"]
-            warn_of_changes(weights, cfg)
-            kept = files_of(source)
-            ends = dict.fromkeys([state.get("end_of_text"), *end_of_text_ids(kept)])
+            if is_foreign:
+                model.save(out, dtype)
+            else:
+                warn_of_changes(weights, cfg)
+                huggingface.save_weights(weights, cfg, out, dtype)
+            ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, kept)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-            sampling = usual_sampling(kept)
-            sampling = dict(sampling, do_sample=True) if sampling.get("temperature") else {}
-            huggingface.save_weights(weights, cfg, out, dtype, ends, sampling)
+            huggingface.save_config(cfg, kept, out, dtype, ends)
+            if tokenizer:  # which transformers may take for that of the architecture: prints so
+                load_tokenizer(str(out), needs_end=False)
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None

@@ -110,6 +110,13 @@ class HFModel(nn.Module):
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
 
+    def save(self, out: Path, dtype: torch.dtype):
+        """Write it as transformers does, but for a generation_config.json."""
+        from transformers import GenerationConfig
+
+        self.module.generation_config = GenerationConfig()  # others' may not be valid
+        self.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
+
     def context(self) -> int:
         """How many tokens the model sees at once, at most."""
         found = self.module.config.get_text_config()

@@ -5,6 +5,7 @@ through their own module in transformers (steady/models/foreign.py).
 """
 
 import functools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from steady.models.weights import shorten, tensors_of, weight_files, with_mean_r
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
-from steady.tokens.tokenizers import byte_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer, read_json
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 # Our name of an option → that in a configuration of transformers.
@@ -303,19 +304,50 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
 
 
-def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: list[int],
-                 sampling: dict):
-    """Write our Transformer's state dict with the config.json that describes it.
-
-    sampling: for generation_config.json.
-    """
+def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
+    """Write our Transformer's state dict under the names of Hugging Face."""
     from huggingface_hub import save_torch_state_dict
-    from transformers import AutoConfig, GenerationConfig
 
-    first = next(iter(end_of_text), None)
-    ends = end_of_text if len(end_of_text) > 1 else first
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)
                for theirs, (ours, rows) in hf_key_map(cfg).items()}
+    save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
+
+
+# --- export ----------------------------------------------------------------------------------
+
+
+def save_config(cfg, kept: Path, out: Path, dtype: torch.dtype, ends: list[int]):
+    """Write the config.json and generation_config.json of an export, for transformers 4 and 5.
+
+    Where the run began from a model, they are its own, in `kept`, but for what training changed.
+    """
+    found, foreign = read_json(kept / "config.json"), cfg.model == "transformers"
+    made = read_json(out / "config.json") if foreign else describe(cfg)
+    if not found or foreign and made.get("architectures") != found.get("architectures"):
+        found = made  # the module may be only the text part of the model
+    if not foreign:
+        found["vocab_size"] = cfg.vocab_size  # of --resize_embeddings
+    for file in kept.glob("*.py"):
+        shutil.copyfile(file, out / file.name)
+    if not any(out.glob("*.py")):
+        found.pop("auto_map", None)
+    for part in filter(None, (found, found.get("text_config"))):
+        part["dtype"] = part["torch_dtype"] = str(dtype).removeprefix("torch.")
+        part |= {name: value for name, value in old_rope(part).items() if name not in part}
+    usual = {name: found[name] for name in ("bos_token_id", "pad_token_id") if name in found}
+    usual |= read_json(kept / "generation_config.json")
+    if ends:
+        found["eos_token_id"] = usual["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        if usual.get("pad_token_id") is None:
+            usual["pad_token_id"] = ends[0]
+    for name, content in (("config.json", found), ("generation_config.json", usual)):
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
+        file.chmod((out / "config.json").stat().st_mode)
+
+
+def describe(cfg) -> dict:
+    """The config.json of our Transformer."""
     kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
     scaled = next(name for name, values in ROPE.items() if len(values) == len(cfg.rope_scaling))
     rope = dict(zip(ROPE[scaled], cfg.rope_scaling, strict=True))
@@ -324,14 +356,21 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype, end_of_text: l
         rope["original_max_position_embeddings"] = int(cfg.rope_scaling[-1])
     shape = {theirs: getattr(cfg, ours) for ours, theirs in OPTIONS.items()}
     shape["max_position_embeddings"] = cfg.max_position or cfg.seq_len
-    AutoConfig.for_model(
-        kind, **shape, rope_parameters=rope, dtype=dtype, bos_token_id=None, eos_token_id=ends,
-        architectures=[f"{kind.capitalize()}ForCausalLM"],
-    ).save_pretrained(out)
-    GenerationConfig(eos_token_id=ends, pad_token_id=first, **sampling).save_pretrained(out)
-    save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
-    for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
-        file.chmod((out / "config.json").stat().st_mode)
+    return dict(shape, model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"],
+                hidden_act="silu", rope_parameters=rope, bos_token_id=None, eos_token_id=None)
+
+
+def old_rope(found: dict) -> dict:
+    """What transformers 4 reads in the place of a configuration's rope_parameters."""
+    rope = found.get("rope_parameters") or {}
+    local = rope.get("sliding_attention")  # Gemma 3 has one for each kind of layer
+    rope = dict(rope.get("full_attention") or rope)
+    old = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if local:
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        old["rope_scaling"] = rope
+    return old
 
 
 # --- adapters --------------------------------------------------------------------------------
