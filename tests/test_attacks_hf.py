@@ -76,6 +76,22 @@ def test_tensors_without_a_place_are_refused(tmp_path, found):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["ours", "foreign"])
+def test_a_tied_head_of_its_own_is_refused_and_can_be_untied(tmp_path, biased):
+    save_random(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=biased))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata=dict(format="pt"))
+    load(tmp_path)  # as older programs save what is tied
+    tensors["lm_head.weight"][200, 3] += 1
+    save_file(tensors, file, metadata=dict(format="pt"))
+    with pytest.raises(ConfigError, match="tie_word_embeddings to false"):
+        load(tmp_path)
+    change_json(tmp_path / "config.json", tie_word_embeddings=False)
+    assert torch.equal(load(tmp_path).head.weight[:257], tensors["lm_head.weight"])
+
+
 def test_only_the_files_of_the_index_are_read(tmp_path):
     theirs = save_random(tmp_path, FAMILIES["qwen3"](), max_shard_size="60KB")
     expected = theirs.state_dict()["model.norm.weight"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from steady.checkpoints.checkpoint import Checkpoint
 from steady.models.hub import reason
 from steady.models.huggingface import KEPT, fetch, merge_adapters
-from steady.models.weights import shorten
+from steady.models.weights import UNTIED, shorten
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
@@ -34,6 +34,10 @@ def module_with_weights(folder: Path, trust: bool) -> nn.Module:
     for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
         if names := sorted(found[f"{kind}_keys"]):
             raise ConfigError(f"{folder}: {problem} {shorten(names)}")
+    loaded = len(list(module.parameters()))
+    module.tie_weights()  # as a module made from the config.json is
+    if len(list(module.parameters())) < loaded:
+        raise ConfigError(f"{folder}: {UNTIED}")
     return module
 
 

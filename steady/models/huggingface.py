@@ -18,7 +18,14 @@ from steady.checkpoints.sealed import atomic_write
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.hub import fetch_files, reason
-from steady.models.weights import shorten, tensors_of, weight_files, with_mean_rows
+from steady.models.weights import (
+    UNTIED,
+    same_rows,
+    shorten,
+    tensors_of,
+    weight_files,
+    with_mean_rows,
+)
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
@@ -276,10 +283,12 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
     Raises ConfigError for a shape that is not as expected, for missing tensors, and for tensors
     that our model has no place for.
     """
-    missing, unused = hf_key_map(model.cfg), []
+    missing, unused, ends = hf_key_map(model.cfg), [], {}
     shapes, ours = model.state_dict(), shards.tensors_of(model)
     for file in weight_files(folder):
         for name, shape, rows in tensors_of(file):
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                ends[name] = shape, rows
             if name not in missing:
                 unused.append(name)
                 continue
@@ -297,7 +306,9 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
                 mine.copy_(rows[first - start : last - start])
     if missing:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
-    tied = model.cfg.tie_embeddings
+    tied = model.cfg.tie_embeddings and "lm_head.weight" in unused
+    if tied and not same_rows(*ends.values()):
+        raise ConfigError(f"{folder}: {UNTIED}")
     unused = [name for name in unused if not name.endswith("rotary_emb.inv_freq")
               and not (tied and name == "lm_head.weight")]
     if unused:

@@ -10,6 +10,17 @@ from torch import Tensor
 from steady.models.hub import reason
 from steady.options import ConfigError
 
+UNTIED = ("its config.json ties the head to the embedding, but the head has weights of its own; "
+          "set tie_word_embeddings to false there")
+
+
+def same_rows(a: tuple, b: tuple) -> bool:
+    """Whether two matrices, each its shape and what gives its rows, are equal, in small parts."""
+    (shape, rows), (other, others) = a, b
+    return shape == other and all(
+        torch.equal(rows[i : i + 4096].float(), others[i : i + 4096].float())
+        for i in range(0, shape[0], 4096))
+
 
 def shorten(names) -> str:
     names = list(names)
