@@ -154,11 +154,9 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the gradients of the mean over all targets, clipped to the global norm cfg.grad_clip.
 
     sums: losses and targets of this rank. Returns (its share of the mean loss, times the number of
-    ranks; the unclipped norm).
-
-    A non-finite norm or a spike skips the update, without a sync: the optimizers read a divisor and
-    a flag on the device, `grad_scale` and `found_inf`, as torch's fused kernels do. An optimizer
-    that does not read them costs one sync a step.
+    ranks; the unclipped norm). A non-finite norm or a spike skips the update, without a sync: the
+    optimizers read a divisor and a flag on the device, `grad_scale` and `found_inf`, as torch's
+    fused kernels do. An optimizer that does not read them costs one sync a step.
     """
     shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients()
@@ -492,9 +490,10 @@ def main(argv: list[str]) -> int:
         if run_dir.resumed_from:
             if ranks.rank == 0 and (jump := rate_jump(run)):
                 print(jump, flush=True)
-            from tools.continuity import check_continuity
+            if (Path(__file__).parent / "tools/continuity.py").exists():  # a fork may drop tools/
+                from tools.continuity import check_continuity
 
-            check_continuity(run, train)
+                check_continuity(run, train)
         report = train_with_recovery(run)
         if ranks.world_size > 1:
             dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves

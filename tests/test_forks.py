@@ -5,6 +5,7 @@ Nothing in a fork deals with checkpoints. `LINES` is what docs/hacking.md says o
 
 import os
 import re
+import shutil
 import signal
 import sys
 import types
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, column, in_clone, tiny_config
+from conftest import ROOT, TINY, column, free_port, in_clone, tiny_config
 from test_readme import SNIPPETS, copy_files
 
 import model
@@ -138,12 +139,18 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
     return code
 
 
-def test_a_window_holds_in_packed_rows_too(monkeypatch):
-    """And one that boundaries would hide, as on CUDA, is refused."""
-    (file, old, new), = FORKS["a sliding window"]
+def changed_model(name: str, monkeypatch) -> types.ModuleType:
+    """model.py as a fork has it."""
+    (file, old, new), = FORKS.get(name) or [snippet(name)]
     changed = types.ModuleType("changed")
     monkeypatch.setitem(sys.modules, "changed", changed)
     exec((ROOT / file).read_text().replace(old, new), vars(changed))
+    return changed
+
+
+def test_a_window_holds_in_packed_rows_too(monkeypatch):
+    """And one that boundaries would hide, as on CUDA, is refused."""
+    changed = changed_model("a sliding window", monkeypatch)
     net = changed.Transformer(tiny_config(n_layer=1)).eval()
     torch.nn.init.normal_(net.blocks[0].attention.out.weight)
     tokens, packed = torch.arange(24)[None], torch.tensor([[0] * 4 + [1] * 20])
@@ -155,6 +162,55 @@ def test_a_window_holds_in_packed_rows_too(monkeypatch):
             assert (after != before).any(-1)[0].nonzero()[-1] == last, (documents, first)
     with pytest.raises(TypeError, match="takes_boundaries = False"):
         net.predict(tokens, packing.boundaries(packed))
+
+
+@pytest.mark.parametrize("as_boundaries", [False, True])
+def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
+    net = changed_model("A second target", monkeypatch).Transformer(tiny_config(n_layer=1)).train()
+    torch.nn.init.normal_(net.head.weight)
+    numbers = torch.tensor([[0] * 4 + [1] * 20, [0] * 10 + [1] * 14])
+    tokens, targets = torch.randint(0, 257, (2, 2, 24), generator=torch.Generator().manual_seed(0))
+    documents = packing.boundaries(numbers) if as_boundaries else numbers
+    monkeypatch.setattr(net, "hidden", lambda tokens, documents: net.norm(net.embedding(tokens)))
+    before = net(tokens, targets, documents)
+    for row, first in ((0, 4), (1, 10)):  # of the second document
+        other = targets.clone()
+        other[row, first : first + 2] += 1 - 2 * (other[row, first : first + 2] > 0)
+        differs = (net(tokens, other, documents) != before).nonzero().tolist()
+        assert differs == [[row, first], [row, first + 1]]
+
+
+def ranks_of(clone: Path, corpus: Path, *flags) -> list:
+    """Two processes of train.py in `clone`, once they have ended."""
+    port = free_port()
+    group = [in_clone(clone, [*FLAGS, "--data", corpus, "--out_dir", "r", *flags], lambda r=rank:
+                      os.environ.update(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2",
+                                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                                        MASTER_PORT=str(port))) for rank in (0, 1)]
+    return [process.code() for process in group]
+
+
+def test_a_second_backward_pass_is_shared_by_all_ranks(tmp_path, corpus):
+    """Or the refusal says why."""
+    file, old, new = snippet("A second backward pass")
+    clone = copy_files(tmp_path / "clone")
+    text = (clone / file).read_text()
+    flags = ["--max_steps", 4, "--save_interval", 0, "--eval_interval", 0, "--micro_batch_size", 2]
+    (clone / file).write_text(text.replace(old, new))
+    for way in ("ddp", "zero2"):
+        assert ranks_of(clone, corpus, *flags, "--parallel", way, "--overwrite") == [0, 0]
+    late = "        finish_copy(run)\n        run.model(*batch[:3]).sum().backward()\n"
+    (clone / file).write_text(text.replace("        finish_copy(run)\n", late))
+    assert ranks_of(clone, corpus, *flags, "--overwrite") == [1, 1]
+    assert "a backward pass beside run.ddp" in (clone / "log.txt").read_text()
+
+
+def test_a_fork_without_tools_resumes(tmp_path, corpus):
+    clone = copy_files(tmp_path / "clone")
+    shutil.rmtree(clone / "tools")
+    assert go(clone, corpus, "r", "--max_steps", 10) == 0
+    assert go(clone, corpus, "r", "--max_steps", 20, "--auto_resume") == 0
+    assert max(column(clone / "r", "train/loss")) == 20
 
 
 def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):

@@ -212,7 +212,8 @@ def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int
 def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
     """The losses of the program as it is."""
     assert [what for what, *_ in SNIPPETS] == [
-        "optimizer", "block", "attention", "loss", "evaluation", "Generated data", "metric"]
+        "optimizer", "block", "attention", "loss", "A scalar auxiliary loss", "A second target",
+        "A length that changes", "A second backward pass", "evaluation", "Generated data", "metric"]
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
 
@@ -230,7 +231,7 @@ def test_snippets_apply_and_train(tmp_path, corpus, unchanged, what, file, old, 
         assert len(column(clone / "r", name)) == n
     else:
         assert after != unchanged
-    if what in ("loss", "Generated data"):
+    if what in ("loss", "Generated data", "A length that changes"):
         resumed = train_in(clone, corpus, "s", "--resume", "r/checkpoints/step_00000006.pt")
         assert resumed == {step: loss for step, loss in after.items() if step > 6}
 

@@ -78,7 +78,8 @@ def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[
     where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
     if count == others[0][1]:
         return (f"{rank_list([*ranks])} hold different weights, in {where}; which of them is wrong "
-                "cannot be told"), True
+                "cannot be told; a backward pass beside run.ddp does this, whose gradients stay on "
+                "each rank, as do random numbers of its own in the update"), True
     hold = "holds" if len(odd) == 1 else "hold"
     rest = [rank for rank in ranks if rank not in odd]
     text = f"{rank_list(odd)} {hold} other weights than {rank_list(rest)}, in {where}"

@@ -54,6 +54,13 @@ def positions(begins: Tensor, shape: torch.Size) -> Tensor:
     return (place - begins[torch.searchsorted(begins, place, right=True) - 1]).view(shape)
 
 
+def begins_document(documents: Tensor, shape: torch.Size) -> Tensor:
+    """Which tokens begin a document, bool [B, T]; documents: numbers [B, T] or `boundaries`."""
+    if documents.ndim == 1:
+        return positions(documents, shape) == 0
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+
+
 def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
     """documents [B, T] → attention mask [B, 1, T, T], position of each token in its document.
 
@@ -62,7 +69,7 @@ def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.arange(documents.shape[1], device=documents.device)
     same = documents[:, None, :, None] == documents[:, None, None, :]
     mask = same & (place[:, None] >= place[None, :])
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    begins = begins_document(documents, documents.shape)
     first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
     return mask, place - first
 
