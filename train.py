@@ -441,7 +441,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
         model = foreign.HFModel(cfg, checkpoint)
         shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
-    memory.refuse_too_large(cfg, shards.size)
+    memory.refuse_too_large(cfg, device, shards.size)
     whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
     with torch.device(device if whole else "meta"), parallel.Uninitialized():
         model = huggingface.adapt(Transformer(cfg), cfg, dtype)

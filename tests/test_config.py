@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import get_args, get_origin
 
 import pytest
@@ -135,19 +136,29 @@ def test_yaml_values_are_read_as_written(tmp_path):
 
 
 def test_weights_larger_than_the_machine_are_refused(monkeypatch):
-    """Of each rank its part, in fp32 where they are trained, and in bf16 where they are frozen."""
+    """In fp32 where they are trained, and in bf16 where they are frozen; on a CPU those of all
+    ranks of the host, and on a GPU those of one in the GPU's memory."""
     cfg = parsed("--vocab_size", "512", "--rope_scaling", "2", "--log_interval", "0")
     weights = sum(p.numel() for p in Transformer(cfg).parameters())
     base = dataclasses.replace(cfg, lora_rank=8)
-    for options, ranks, needed in ((cfg, 1, 4), (cfg, 2, 2), (base, 1, 2), (base, 2, 1)):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for options, device, shards, local, needed in (
+        (cfg, cpu, 1, 1, 4), (cfg, cpu, 2, 1, 2), (cfg, cpu, 1, 8, 32), (cfg, cpu, 8, 4, 2),
+        (base, cpu, 1, 1, 2), (base, cpu, 2, 1, 1), (cfg, gpu, 1, 8, 4), (cfg, gpu, 8, 8, 0.5),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         for room, fits in ((0.98, False), (1.02, True)):
             memory_of = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": needed * weights * room}
+            if device is gpu:
+                properties = SimpleNamespace(total_memory=needed * weights * room)
+                monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
+                memory_of["SC_PHYS_PAGES"] = 0 if fits else 1e15
             monkeypatch.setattr(memory.os, "sysconf", memory_of.get)
             if fits:
-                memory.refuse_too_large(options, ranks)
+                memory.refuse_too_large(options, device, shards)
             else:
                 with pytest.raises(ConfigError, match="choose smaller sizes"):
-                    memory.refuse_too_large(options, ranks)
+                    memory.refuse_too_large(options, device, shards)
 
 
 def test_the_micro_batch_that_fits_is_of_the_largest_share():

@@ -15,6 +15,7 @@ from conftest import column, rows, tiny_config
 import data
 from data import Mixture, load_mixture
 from model import Transformer
+from steady.guard import memory
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenWriter
@@ -559,3 +560,14 @@ def test_which_packed_runs_go_without_a_mask():
                    dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN
+
+
+def test_a_mask_larger_than_the_memory_is_refused(run, monkeypatch):
+    """And none of T x T is made to ask for the backend: here of 69 GB."""
+    long = tiny_config(data_mode="packed", seq_len=2**18)
+    assert attention_backend(long, CPU, torch.float32) == attention_backend(
+        replace(long, seq_len=64), CPU, torch.float32)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 10**9)
+    told = run("--data_mode", "packed", "--seq_len", 2**18, "--out_dir", "r", expect=2)
+    assert "--seq_len 262144: the attention mask of a packed row takes 206 GB" in told
+    assert told.count("\n") == 1

@@ -8,6 +8,7 @@ import os
 import torch
 
 from steady.options import ConfigError, due
+from steady.ranks.ranks import rank_and_world
 from steady.tokens.packing import trial_documents
 from steady.watch.sinks import si
 
@@ -67,22 +68,42 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def refuse_too_large(cfg, ranks: int = 1):
-    """Raise ConfigError if one of `ranks` parts of the weights exceeds this machine's memory."""
-    weights = parameter_count(cfg)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (2 if cfg.lora_rank else 4) * weights / ranks > memory:
+def memory_bytes(device: torch.device) -> int:
+    """Of a GPU, or of this machine; free or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_too_large(cfg, device: torch.device, shards: int = 1):
+    """Raise ConfigError if the weights, in `shards` parts, exceed the memory of the device.
+
+    On a CPU those of all ranks of this host; each GPU has one rank.
+    """
+    weights, memory = parameter_count(cfg), memory_bytes(device)
+    copies = (1 if device.type == "cuda" else rank_and_world()[3]) / shards
+    if (2 if cfg.lora_rank else 4) * weights * copies > memory:
         raise ConfigError(f"a model of {si(weights)} parameters takes {weights * 4e-9:,.0f} GB in "
-                          f"fp32; expected less than the {memory / 1e9:,.0f} GB of this machine; "
-                          "choose smaller sizes")
+                          f"fp32, here in {copies:g} copies; expected less than the "
+                          f"{memory / 1e9:,.0f} GB of memory; choose smaller sizes")
+
+
+def refuse_large_mask(cfg, device: torch.device):
+    """Raise ConfigError if the mask of one packed row, made of two others, exceeds the memory."""
+    needed, memory = 3 * cfg.seq_len**2, memory_bytes(device)
+    if cfg.data_mode == "packed" and needed > memory:
+        raise ConfigError(f"--seq_len {cfg.seq_len}: the attention mask of a packed row takes "
+                          f"{needed / 1e9:,.0f} GB; expected less than the {memory / 1e9:,.0f} GB "
+                          "of memory; choose a shorter --seq_len, or --data_mode documents")
 
 
 def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
     """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
-    on_gpu = ranks.device.type == "cuda"
+    if not varlen:
+        refuse_large_mask(cfg, ranks.device)
     # of all of a GPU's memory, free or not, so that a resume finds the same
     most = usual_micro_batch(
-        cfg, torch.cuda.get_device_properties(ranks.device).total_memory if on_gpu else 0)
+        cfg, memory_bytes(ranks.device) if ranks.device.type == "cuda" else 0)
     if cfg.micro_batch_size == "auto":
         most = largest_micro_batch(new_model, cfg, ranks.world_size, ranks.autocast, ranks.device,
                                    varlen)

@@ -171,7 +171,9 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
             SDPAParams(q, kv, kv, None, 0.0, True, grouped)):
         return VARLEN
-    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device) if packed else None
+    mask = None
+    if packed:  # of which one row is allocated
+        mask = torch.ones(1, 1, 1, T, dtype=torch.bool, device=device).expand(1, 1, T, T)
     used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
         choice = private.sdpa_choice(q, kv, kv, mask, dropout_p=cfg.dropout,
