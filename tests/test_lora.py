@@ -11,7 +11,7 @@ import torch
 from conftest import column
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, SMALL, relative, save_random, tune
-from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
+from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3MoeConfig
 
 import config
 import train
@@ -130,6 +130,10 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, capsys):
     assert "down_proj gate_proj" in tune(*LORA, "--lora_targets", "q_prj", expect=2)
     save_random(tmp_path / "gpt2", GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
     assert "has none" in tune("--init_from", "gpt2", "--lora_rank", 4, expect=2)
+    save_random(tmp_path / "experts", Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16))
+    told = tune("--init_from", "experts", "--lora_rank", 4, "--max_steps", 2)
+    assert "M trained; no adapters in 0.05 M outside linear layers" in told  # 2 x 4 x 3 x 32 x 64
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
     tune(*LORA[2:], "--init_from", "full", "--max_steps", 2, "--out_dir", "second")
     for run, words in (("full", "trained without --lora_rank"), ("second", "its base is a run")):
