@@ -197,3 +197,20 @@ def test_tasks_without_torchrun_are_refused(run, tmp_path, monkeypatch, name, la
     assert f"{name}=2" in told and launcher in told and not any(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it
     run("--max_steps", 2, "--eval_interval", 0)
+
+
+# --- threads ---
+
+
+@pytest.mark.parametrize("command", [
+    ["train.py"], pytest.param(["model.py", "generate"], marks=slow)])
+@pytest.mark.parametrize("given, spins", [
+    ({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
+def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(command, given, spins):
+    """As libgomp itself says while torch loads it."""
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=TRAIN.parent, text=True,
+                          env=environment() | {"OMP_DISPLAY_ENV": "VERBOSE"} | given,
+                          capture_output=True)
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this torch has another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
