@@ -407,7 +407,7 @@ def test_tensorboard_has_every_scalar(tmp_path, clock):
         m.phase("forward")
         step(m, n, float(n))
     m.close()
-    events = events_of(tmp_path / "tb")
+    events = events_of(tmp_path / "tb" / tmp_path.name)
     for row in rows(tmp_path):
         shown = {name for name in row if not name.startswith("limit/")}
         for name in shown - {"step", "end", "busiest_thread"}:

@@ -26,6 +26,8 @@ def fake_wandb(tmp_path, monkeypatch):
 import json, sys, time
 Settings = dict
 def init(**settings):
+    with open({str(tmp_path / "inits.jsonl")!r}, "a") as file:
+        print(json.dumps({{k: v for k, v in settings.items() if k != "settings"}}), file=file)
     {init or 'return sys.modules[__name__]'}
 def define_metric(*args, **how): pass
 def log(row):
@@ -51,6 +53,26 @@ def test_wandb_gets_each_row_once_and_the_end(run, tmp_path, fake_wandb):
     losses = [(row["step"], row["train/loss"]) for row in got if "train/loss" in row]
     assert losses == list(column(tmp_path / "r", "train/loss").items())
     assert got.count({"end": 1}) == 2 and got[-1] == {"end": 1}
+
+
+def test_a_run_is_one_run_of_wandb_and_of_a_shared_tensorboard_dir(
+        run, tmp_path, fake_wandb, monkeypatch):
+    """Also after a resume, and with the project that the user has set."""
+    fake_wandb()
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, steps in (("a", 8), ("a", 12), ("b", 4)):
+        run("--out_dir", name, "--wandb", "--auto_resume", "--max_steps", steps,
+            "--tensorboard", "--tensorboard_dir", "tb")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run("--out_dir", "b", "--wandb", "--auto_resume", "--max_steps", 8)
+    inits = [json.loads(line) for line in (tmp_path / "inits.jsonl").read_text().splitlines()]
+    a, again, b, mine = inits
+    assert a["id"] == again["id"] != b["id"] == mine["id"] and a["name"].endswith("/a")
+    assert {call["resume"] for call in inits} == {"allow"}
+    assert a["project"] == "steady" and "project" not in mine
+    curves = [[event.step for event in events_of(folder).Scalars("train/loss")]
+              for folder in sorted((tmp_path / "tb").iterdir()) if folder.name[:2] in ("a-", "b-")]
+    assert curves == [[1, 4, 8, 9, 12], [1, 4]]
 
 
 @pytest.mark.parametrize("bodies", [

@@ -283,7 +283,7 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
     with atomic_write(out_dir / "config.yaml") as draft:
-        run = run_id(out_dir) if run_dir.resumed_from else None  # if it goes on
+        run = run_id(out_dir)  # if it goes on
         # with --max_minutes, each run has its own number of steps
         again = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg
         write_yaml(again, draft, {"run": run or secrets.token_hex(8), **provenance()})

@@ -36,7 +36,10 @@ class Sinks:
         file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open["metrics.jsonl"] = file
         if cfg.tensorboard:
-            folder = Path(cfg.tensorboard_dir or out_dir / "tensorboard")
+            folder = out_dir / "tensorboard"
+            if cfg.tensorboard_dir:  # maybe of several runs
+                name = f"{out_dir.resolve().name}-{wandb_sink.run_id(out_dir)[:6]}".rstrip("-")
+                folder = Path(cfg.tensorboard_dir) / name
             self.open["TensorBoard"] = TensorBoard(folder, start_step + 1,
                                                    cfg.tensorboard_flush_secs)
         if cfg.wandb:

@@ -6,8 +6,11 @@ It sends the rows that are added to metrics.jsonl after the byte FROM until its 
 with the process that trains. SETTINGS: JSON.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,6 +26,21 @@ def scalars(row: dict) -> dict:
     return {} if "anomaly" in row else {
         name: value for name, value in row.items()
         if isinstance(value, (int, float)) and not name.startswith("limit/")}
+
+
+def run_id(run_dir: Path) -> str:
+    """The id in its config.yaml, the same after a resume; "" where there is none."""
+    file = run_dir / "config.yaml"
+    text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    found = re.search(r"^# run: (\w+)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def identity(run_dir: Path) -> dict:
+    """One run of W&B over resumes and rollbacks; what the user's environment sets is kept."""
+    ours = dict(project="steady", id=run_id(run_dir) or None, name="/".join(run_dir.parts[-2:]))
+    names = dict(project="WANDB_PROJECT", id="WANDB_RUN_ID", name="WANDB_NAME")
+    return {k: v for k, v in ours.items() if not os.environ.get(names[k])}
 
 
 def start(run_dir: Path, settings: dict) -> subprocess.Popen:
@@ -54,8 +72,10 @@ def main(run_dir: str, first_byte: str, settings: str):
     try:
         import wandb
 
+        with contextlib.suppress(OSError):  # until a predecessor has sent its rows
+            fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX)
         run = wandb.init(
-            project="steady", dir=run_dir, config=json.loads(settings),
+            **identity(Path(run_dir)), resume="allow", dir=run_dir, config=json.loads(settings),
             settings=wandb.Settings(init_timeout=START_SECONDS, console="off"),
         )
         run.define_metric("*", step_metric="step")  # W&B's own steps cannot go back
