@@ -25,6 +25,7 @@ import data
 from steady.options import ConfigError
 from steady.tokens.files import TokenFile, TokenWriter, write_tokens
 from steady.tokens.tokenizers import load_tokenizer
+from steady.watch.screen import Screen
 from tools import prepare
 from tools import read as read_module
 from tools.encode import IN_PIECES, Encoder
@@ -536,3 +537,23 @@ def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, monkeypat
     (tmp_path / "s.txt").write_text("cat\n" * 30)
     made(tmp_path / "s.txt", "--tokenizer", tmp_path / "t")
     assert "".join(words[i] for i in read(tmp_path / "o")[0][0]) == "▁" + "cat\n" * 30 + "</s>"
+
+
+# --- the screen ---
+
+
+def test_data_and_names_cannot_control_a_terminal(tmp_path, made, command):
+    said, name = "a\x1b]0;title\x07b\x9b31m\x7f\té\n", "\x1b[31m\udcff"
+    write_jsonl(tmp_path / f"{name}a.jsonl", [{"text": said, "key\x1b[2J": 1}])
+    (tmp_path / f"{name}b.txt").touch()
+    told = made(tmp_path) + command("show", tmp_path / "o", 1)
+    (tmp_path / f"{name}c.json").write_text("{")
+    told += made(tmp_path, expect=2)
+    shown = "\\x1b[31m\\udcff"
+    for words in (f"{shown}b.txt (1)", "key\\x1b[2J (1)", f"{shown}c.json:1: not JSON",
+                  "a\\x1b]0;title\\x07b\\x9b31m\\x7f\té\n"):
+        assert words in told
+    log = tmp_path / "log"
+    with open(log, "w", encoding="utf-8") as file:
+        print(said, end="", file=Screen(file))
+    assert log.read_text("utf-8") == "a\\x1b]0;title\\x07b\\x9b31m\\x7f\té\n"

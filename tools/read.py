@@ -288,7 +288,7 @@ def read_text(path: Path, file, share: float, large: bool) -> Iterator[Chunk]:
     """Pieces of one document, or of two where the end of the file is for validation."""
     start, cut, split = file.tell(), None, "train"
     if not large and path.stat().st_size < CUT_BYTES:
-        split = "val" if share_of(path.name.encode()) < share else "train"
+        split = "val" if share_of(os.fsencode(path.name)) < share else "train"
     elif share:
         cut = find_cut(file, start, share)
         file.seek(start)

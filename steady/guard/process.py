@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 
-from steady.watch.screen import Screen
+from steady.watch.screen import Printable, Screen
 
 # Workers are forks, as before Python 3.14: those of its server import all anew and outlive a parent
 # that is killed.
@@ -106,7 +106,9 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
             return 0
 
-    return exit_code(print_all, argv, prog, interrupted)
+    with (contextlib.redirect_stdout(Printable(sys.stdout)),
+          contextlib.redirect_stderr(Printable(sys.stderr))):
+        return exit_code(print_all, argv, prog, interrupted)
 
 
 def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =

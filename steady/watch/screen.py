@@ -7,6 +7,24 @@ Where output gets through again, it says first how much was lost, and why.
 import os
 from threading import get_ident
 
+# Characters that control a terminal, or that no encoding has, as data and names may hold.
+CONTROLS = {*range(32), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {*map(ord, "\t\n\r")}
+SHOWN = {code: ascii(chr(code))[1:-1] for code in CONTROLS}
+
+
+class Printable:
+    """Takes the place of sys.stdout or sys.stderr; shows characters that would control it."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(text.translate(SHOWN))
+        return len(text)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
 
 class Screen:
     """Takes the place of sys.stdout or sys.stderr; writes whole lines, or what `flush` finds."""
@@ -23,7 +41,8 @@ class Screen:
         return len(text)
 
     def flush(self):
-        data = self.begun.pop(get_ident(), "").encode(self.stream.encoding, "replace")
+        text = self.begun.pop(get_ident(), "").translate(SHOWN)
+        data = text.encode(self.stream.encoding, "replace")
         try:
             if data and self.lost:
                 os.write(self.fd, f"[lost: {self.lost} bytes, {self.reason}]\n".encode())
