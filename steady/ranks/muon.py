@@ -81,7 +81,8 @@ class Muon(torch.optim.Optimizer):
             for group, some, momentum, _ in batch:
                 params = group["params"]
                 grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-                directions.append(self.average(matrices(grads)[some], momentum, group["momentum"],
+                grads = grads if some is None else [grads[0][some]]
+                directions.append(self.average(grads, momentum, group["momentum"],
                                                self.grad_scale, go, self.dtype))
             if self.shards and params[0].ndim == 2:
                 directions = [self.orthogonalize_together(directions[0], whole_rows(params[0]))]
@@ -92,8 +93,9 @@ class Muon(torch.optim.Optimizer):
             for (group, some, _, squares), direction in zip(batch, directions, strict=True):
                 # compiled, a tensor on the CPU: as a number, each would be compiled anew
                 lr = torch.tensor(group["lr"]) if self.compiled else group["lr"]
-                self.apply(matrices(group["params"])[some], direction, squares, group["beta2"],
-                           lr, lr * group["weight_decay"], go)
+                params = group["params"] if some is None else [group["params"][0][some]]
+                self.apply(params, direction, squares, group["beta2"], lr,
+                           lr * group["weight_decay"], go)
 
     def batch(self, momentum: Tensor, end: int) -> tuple:
         """The same for parts in a row that are done together: small ones of one smaller side.
@@ -104,7 +106,7 @@ class Muon(torch.optim.Optimizer):
         return (id(momentum),) if alone else (min(momentum.shape[1:]), end // MOST)
 
     def parts(self, group: dict) -> list[tuple]:
-        """(group, slice of its matrices, their momenta [n, rows, columns], means of squares
+        """(group, slice of its stack or None, momenta [n, rows, columns], means of squares
         [n, rows, 1]), several where a stack has more than MOST numbers.
 
         The state of each weight is a view of them.
@@ -121,7 +123,9 @@ class Muon(torch.optim.Optimizer):
             for p, each in zip(params, held, strict=True):
                 self.state[p][name] = each
             stacks.append(stack)
-        n = len(params) if first.ndim == 2 else max(1, MOST // math.prod(first.shape[1:]))
+        if first.ndim == 2:
+            return [(group, None, *stacks)]
+        n = max(1, MOST // math.prod(first.shape[1:]))
         return [(group, slice(i, i + n), *(stack[i : i + n] for stack in stacks))
                 for i in range(0, len(stacks[0]), n)]
 
@@ -192,14 +196,12 @@ def whole_rows(p: Tensor) -> int:
     return getattr(p, "whole_rows", len(p))
 
 
-def matrices(weights: list[Tensor]) -> list[Tensor]:
-    """Those of a list of matrices or of stacks of them."""
-    return [each for w in weights for each in (w.unbind() if w.ndim == 3 else (w,))]
-
-
 def stacked(parts: list[Tensor], rows: int) -> Tensor:
-    """[n, rows, columns] of n matrices, with zeros added where a last rank has fewer rows."""
-    stack = torch.stack(parts)
+    """[n, rows, columns] of n matrices, with zeros added where a last rank has fewer rows.
+
+    Of a single stack a copy.
+    """
+    stack = torch.stack(parts) if parts[0].ndim == 2 else parts[0].clone()
     return F.pad(stack, (0, 0, 0, rows - stack.shape[1])) if rows > stack.shape[1] else stack
 
 
@@ -227,4 +229,6 @@ def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float
     squares.lerp_(mean, (1 - beta2) * go)
     torch._foreach_mul_(params, 1 - decay * go)
     direction *= (squares + 1e-16).rsqrt_() * (RMS * rate * go)
-    torch._foreach_sub_(params, list(direction[:, : len(params[0])].unbind()))
+    whole = params[0].ndim == 3  # of a stack
+    moves = [direction] if whole else [*direction[:, : len(params[0])].unbind()]
+    torch._foreach_sub_(params, moves)
