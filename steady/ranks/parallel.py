@@ -270,9 +270,9 @@ def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
             if (t.isnan().any() if t.is_floating_point()  # may be set in part
                 else before.get(name) == (t.data_ptr(), t._version))]
     if left:
-        raise ConfigError(f"{type(model).__name__}.init_weights: does not set {left[0]}"
-                          f"{f' and {len(left) - 1} others' if len(left) > 1 else ''}; set it "
-                          "there: values given in __init__ are discarded")
+        others = f" and {len(left) - 1} others" if len(left) > 1 else ""
+        raise ConfigError(f"init_weights: does not set {left[0]}{others}; set it there: values "
+                          "given in __init__ are discarded")
 
 
 class WholeDraws(TorchFunctionMode):
