@@ -1,8 +1,8 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
 train.py calls `model(tokens, targets, documents) -> losses`, as of any module in its place, and
-reads `blocks` and `head`; --monitor full calls `predict`, samples call `generate`. The model knows
-nothing of ranks, devices or precision: train.py applies those from outside.
+reads `blocks` and `head`; --monitoring full calls `predict`, samples call `generate`. The model
+knows nothing of ranks, devices or precision: train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """

@@ -36,9 +36,9 @@ def option(default, help: str, **marks):
     """A dataclass field with its help text. A list default is copied for each instance.
 
     Marks: group (title of a group of options that begins here); at_least, above, at_most, below
-    (bounds); may_be_empty=True (of text); metavar; fixed (see `fixed_options`); saved=False
-    (belongs to one command, so `write_yaml` leaves it out); command_line=True (a file may not set
-    it).
+    (bounds); may_be_empty=True (of text); metavar; flag (its name on the command line, where
+    the field's is accepted, too); fixed (see `fixed_options`); saved=False (belongs to one command,
+    so `write_yaml` leaves it out); command_line=True (a file may not set it).
     """
     metadata = {"help": help, **marks}
     if isinstance(default, list):
@@ -167,6 +167,9 @@ def add_option(group, f: dataclasses.Field):
     else:
         words = {str: "TEXT", int: "N", float: "X"}
         how |= dict(type=kind, metavar=f.metadata.get("metavar", words[kind]))
+    if flag := f.metadata.get("flag"):
+        group.add_argument(f"--{flag}", **how)
+        how["help"] = argparse.SUPPRESS
     group.add_argument(f"--{f.name}", **how)
 
 
@@ -239,6 +242,8 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of the form `name: value`")
     marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
+    names = {mark.get("flag"): name for name, mark in marks.items()}
+    values = {names.get(name, name): value for name, value in values.items()}
     known = {name for name, mark in marks.items()
              if mark.get("saved", True) or mark.get("command_line")}  # which is refused below
     if gone := [name for name in values if ours and name not in known]:

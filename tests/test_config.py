@@ -121,6 +121,19 @@ def test_numbers_of_any_length_and_empty_texts_are_refused(options):
                 check_bounds(options(**{field.name: value}))
 
 
+def test_the_flag_that_torchrun_mistakes_for_its_own_has_another_name(tmp_path):
+    from torch.distributed.run import parse_args
+
+    flags = ["--monitoring", "full"]
+    assert parse_args(["train.py", *flags]).training_script_args == flags
+    assert parsed(*flags).monitor == parsed("--monitor", "full").monitor == "full"
+    for name in "monitor", "monitoring":  # in files of older runs, and as the flag
+        (tmp_path / "c.yaml").write_text(f"{name}: full\n")
+        assert parsed("--config", str(tmp_path / "c.yaml")).monitor == "full"
+    assert "--monitoring {off" in config.train_parser().format_help()
+    assert "--monitor " not in config.train_parser().format_help()
+
+
 def test_yaml_values_are_read_as_written(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("learning_rate: 1e-4\nout_dir: 007\ncompile: no\ntensorboard: off\n"
@@ -250,7 +263,8 @@ def test_help_shows_each_option_in_its_group_in_one_form(capsys):
     columns.remove("--help_all")
     for field, names in zip(fields, columns, strict=True):
         both = is_switch(field) and field.default is not False  # the other is to undo a file alone
-        forms = ", ".join([f"--{field.name}", *([f"--no_{field.name}"] if both else [])])
+        name = field.metadata.get("flag", field.name)
+        forms = ", ".join([f"--{name}", *([f"--no_{name}"] if both else [])])
         assert names == forms if is_switch(field) else re.fullmatch(rf"{forms} [^-\s].*", names)
     text = " ".join(text.split())
     assert all(field.metadata["help"][:20] in text for field in fields)

@@ -254,7 +254,7 @@ def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
     write_documents(tmp_path / "p", [*prompts[:5], last], "val")
     folder = write_documents(tmp_path / "p", [*prompts[:10], last])
     run("--data", folder, "--out_dir", "r", "--log_interval", 1, "--max_steps", 8,
-        "--monitor", "full", "--group_window", 0)
+        "--monitoring", "full", "--group_window", 0)
     losses = column(tmp_path / "r", "train/loss")
     assert all(loss is not None for loss in losses.values())
     assert 0 in losses.values() and max(losses.values()) > 0

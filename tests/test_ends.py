@@ -354,7 +354,7 @@ def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
     for found in (json.loads(line), json.loads(told.splitlines()[-1])):
         assert found["step"] == 12 and found["best"] == "r/checkpoints/best"
         assert found["checkpoint"] == "r/checkpoints/step_00000012"
-    told = run("--out_dir", "s", "--json", "--monitor", "off", "--log_interval", 0)
+    told = run("--out_dir", "s", "--json", "--monitoring", "off", "--log_interval", 0)
     assert json.loads(told.splitlines()[-1])["train_loss"] is None
     after_updates(lambda run: Path("t/metrics.jsonl").unlink(missing_ok=True), monkeypatch.setattr)
     found = json.loads(run("--out_dir", "t", "--json").splitlines()[-1])

@@ -318,7 +318,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
                        eos_token_id=256)
     save_random(tmp_path / "gpt2", found)
     flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
-    told = tune(*flags, "--out_dir", "r", "--monitor", "full")
+    told = tune(*flags, "--out_dir", "r", "--monitoring", "full")
     assert "through transformers' own module" in told and "health/output_entropy" not in told
     losses = column(tmp_path / "r", "train/loss")
     assert losses[20] < 0.9 * losses[1]

@@ -70,7 +70,7 @@ def test_losses_and_steps_that_are_not_finite():
     assert kinds((3.0, 0), (3.0, 0), (None, 1), (3.0, 0)) == [("not finite", 52)]
     assert kinds(*[(3.0, 0)] * 9, (3.0, 1)) == []  # a gradient alone, as in fp16
     assert kinds(*[(3.0, 0)] * 9, (3.0, 8)) == [("not finite", 402)]
-    assert kinds((None, None), (None, None)) == [("not finite", 1)]  # --monitor off
+    assert kinds((None, None), (None, None)) == [("not finite", 1)]  # --monitoring off
     learning = Learning(VOCAB)
     learning.add({"step": 100, "train/loss": None, "val/loss": None})
     assert [f.code for f in learning.findings()] == ["validation", "not finite"]

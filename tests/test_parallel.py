@@ -54,7 +54,7 @@ def assert_equal_runs(one, other, rel=0.0):
 
 @pytest.mark.parametrize("way, flags", [
     ("zero3", ["--optimizer", "muon", "--dropout", "0.1", "--activation_checkpointing", "full"]),
-    ("zero2", ["--optimizer", "muon", "--monitor", "full", "--tie_embeddings"]),
+    ("zero2", ["--optimizer", "muon", "--monitoring", "full", "--tie_embeddings"]),
     ("zero2", ["--optimizer", "adamw", "--micro_batch_size", "1"]),
 ], ids=["zero3", "tied", "accumulation"])
 def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
@@ -144,7 +144,7 @@ def documents(folder) -> Path:
 
 
 UNEVEN = [
-    (3, 8, ["--micro_batch_size", 1, "--monitor", "full"]),  # a rank's last micro-batch is a dummy
+    (3, 8, ["--micro_batch_size", 1, "--monitoring", "full"]),  # a rank's last is a dummy
     (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
     (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
     (3, 8, ["--micro_batch_size", 1, "--data_mode", "packed"]),
@@ -184,7 +184,7 @@ def test_a_new_run_whose_batch_does_not_divide_is_refused(run):
 def test_what_else_a_run_does(run, tmp_path):
     """Sampling, evaluation, the best checkpoint, its rotation, packing; tools that read it."""
     flags = [*FLAGS, "--parallel", "zero3", "--sample_interval", 3, "--save_interval", 1,
-             "--keep_checkpoints", 2, "--monitor", "full", "--out_dir", "z"]
+             "--keep_checkpoints", 2, "--monitoring", "full", "--out_dir", "z"]
     told = run(*flags, ranks=2)
     assert told.count("sample  of what it writes") == 1 and "zero3 over 2" in told
     folder = tmp_path / "z" / "checkpoints"

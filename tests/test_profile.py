@@ -100,7 +100,7 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     assert found and found.keys() <= {*PHASES}
     places = {name for lines in found.values() for name in lines}
     assert any("train.py:" in name for name in places), places
-    run("--out_dir", "off", "--monitor", "off")
+    run("--out_dir", "off", "--monitoring", "off")
     assert not add_profiles(rows(tmp_path / "off"))
 
 

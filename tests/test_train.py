@@ -792,7 +792,7 @@ def test_learning_rate_schedules():
     pytest.param(["--compile", "--micro_batch_size", "8"], marks=pytest.mark.slow),
     ["--preset", "debug"],
     ["--preset", "low_memory", "--seq_len", "16"],
-    ["--monitor", "off", "--eval_interval", "0", "--attention", "math",
+    ["--monitoring", "off", "--eval_interval", "0", "--attention", "math",
      "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"],
 ])
 def test_other_configurations_train(run, tmp_path, flags):
@@ -857,7 +857,7 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
 
 
 def test_full_measures_the_health_of_each_layer(run, tmp_path):
-    run("--out_dir", "r", "--monitor", "full", "--optimizer", "adamw", "--weight_decay", 0,
+    run("--out_dir", "r", "--monitoring", "full", "--optimizer", "adamw", "--weight_decay", 0,
         "--warmup_steps", 0)
     found = {row["step"]: row for row in rows(tmp_path / "r") if "perf/step_ms" in row}
     row = found[8]

@@ -380,7 +380,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
 
         faults.Stop.requested, faults.Stop.steps = requested, 0
 
-    flags = [*TINY, "--data", corpus, *FLAGS, "--monitor", "off", "--hang_seconds", "3"]
+    flags = [*TINY, "--data", corpus, *FLAGS, "--monitoring", "off", "--hang_seconds", "3"]
     group = processes(tmp_path, 2, flags, hook)
     assert [process.code() for process in group] == [1, -9]
     printed = group[0].text()

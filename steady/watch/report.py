@@ -106,7 +106,7 @@ def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[st
         "start-up": seconds["startup"],
         "data": seconds["data"],
         **{name: training * ms[name] / (measured or 1.0) for name in ms},
-        "training": 0.0 if measured else training,  # --monitor off has no phases
+        "training": 0.0 if measured else training,  # --monitoring off has no phases
         **{name: seconds[name] for name in (*OUTSIDE_PHASES, "lost")},
     }
 

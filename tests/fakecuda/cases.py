@@ -118,14 +118,14 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
 @pytest.mark.parametrize("flags", [
     [],
     ["--precision", "fp32"],
-    ["--precision", "fp16", "--monitor", "full"],
+    ["--precision", "fp16", "--monitoring", "full"],
     ["--precision", "fp16", "--optimizer", "adamw"],
-    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32", "--monitor", "off"],
+    ["--grad_clip", "0", "--optimizer", "adamw", "--precision", "fp32", "--monitoring", "off"],
     ["--dropout", "0.1", "--activation_checkpointing", "full"],
     ["--attention", "efficient", "--n_kv_head", "2", "--skip_spikes", "6"],
     ["--attention", "cudnn", "--n_kv_head", "2", "--check_replicas_interval", "3"],
-    ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitor", "full", "--num_workers", "2"],
-    ["--deterministic", "--monitor", "full", "--ema", "0.9"],
+    ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitoring", "full", "--num_workers", "2"],
+    ["--deterministic", "--monitoring", "full", "--ema", "0.9"],
     ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
 ], ids=" ".join)
 def test_an_ordinary_step_waits_for_nothing(go, flags):
@@ -229,7 +229,7 @@ def targets_count():
 
 
 def test_evaluation_and_health_of_packed_rows(go):
-    _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitor", "full",
+    _, steps = go("--data_mode", "packed", "--eval_interval", "3", "--monitoring", "full",
                   hook=targets_count)
     assert transfers(steps[2]) == {BATCH: 3}
     found = transfers(steps[3])
@@ -417,7 +417,7 @@ def no_comparison():
 def test_two_ranks(go, tmp_path, way):
     """torch's own DDP and fully_shard call a NCCL that moves nothing; gloo is real."""
     flags = ["--parallel", way, "--out_dir", tmp_path / "r", "--save_interval", "5",
-             "--eval_interval", "6", "--monitor", "full", "--check_replicas_interval", "3",
+             "--eval_interval", "6", "--monitoring", "full", "--check_replicas_interval", "3",
              "--skip_spikes", "6", "--micro_batch_size", "2", "--ema", "0.9", "--replay_interval",
              "5"]
     steps = go(*flags, ranks=2, hook=no_comparison)[1]
@@ -448,7 +448,7 @@ def compile_quickly():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--micro_batch_size", "2", "--monitor", "full", "--ema", "0.9", "--replay_interval", "5"],
+    ["--micro_batch_size", "2", "--monitoring", "full", "--ema", "0.9", "--replay_interval", "5"],
     ["--data_mode", "packed"],
 ], ids=" ".join)
 def test_compiled(go, flags):
