@@ -244,7 +244,8 @@ def chunks_of(path: Path, file, options, large: bool) -> Iterator[Chunk]:
     if kind == "parquet":
         lists = read_parquet(path, options.text_field)
     else:
-        start = file.peek(1024)[:1024]
+        start = file.read(1024)  # not peek, which sees as little as the first frame
+        file.seek(0)
         utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         if utf16 or 8 * start.count(0) > len(start):
             raise ConfigError(f"{path}: UTF-16, or no text; expected UTF-8")
