@@ -294,7 +294,7 @@ def test_a_resume_on_another_machine_repeats_some_steps(run, copied):
     assert [row["step"] for row in rows(Path("other")) if "train/loss" in row] == [
         row["step"] for row in rows(Path("same")) if "train/loss" in row]
 
-    reseal(newest, lambda state: state["trail"].mul_(1.001))
+    reseal(newest, lambda state: state["trail_of_all"].mul_(1.001))
     told = run("--auto_resume", "--out_dir", copied, bare=True)
     assert "differs by 0.001 from step 10 on, of steps 10 to 10 repeated here" in told
 
@@ -324,7 +324,7 @@ def test_the_run_that_another_continues_may_delete_the_checkpoint(run, copied, m
 
 
 STATE = (*audit.COMPARED, "evaluated_step", "waited", "best_loss", "best_step", "max_steps",
-         "trail", "trail_from")
+         "trail_of_all", "trail_from")
 
 
 def of_another_batch_size(state):

@@ -39,14 +39,14 @@ def check_continuity(run, train):
     # in this run, where all ranks find it: best.pt may have become an older one
     start = checkpoint_at(run.dir.path / "checkpoints", run.progress.step)
     saved = start.states(mmap=True)[0]
-    if "machine" not in saved:  # of an older version
+    if "trail_of_all" not in saved:  # of an older version, of rank 0 alone
         return
     differences, earlier = changed(saved["machine"], machine_of(ranks)), None
     then = dataclasses.asdict(type(run.cfg)()) | saved["config"]  # newer options were off
     comparable = all(then[name] == getattr(run.cfg, name) for name in DECIDING)
     if then["dropout"] and saved["machine"]["ranks"] != ranks.world_size:
         comparable = False  # each rank drops other units
-    trail = saved["trail"].clone()
+    trail = saved["trail_of_all"].clone()
     if differences and comparable and len(trail) and ranks.rank == 0:
         earlier = checkpoint_at(source.path.parent, saved["trail_from"])
         if earlier and (earlier.find_damage() or

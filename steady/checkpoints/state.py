@@ -92,7 +92,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
         machine=machine_of(run.ranks),
-        trail=run.guard.trail[: run.guard.trail_steps],
+        trail_of_all=run.guard.trail[: run.guard.trail_steps],
         trail_from=run.guard.trail_from,
     )
     run.guard.new_trail(progress.step)
