@@ -77,10 +77,12 @@ class Monitor:
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
         self.resources, self.anomalies = Resources(cfg, out_dir, device), AnomalyDetector()
-        for row in self.sinks.kept:  # of earlier processes, which have said what they found
-            self.learning.add(row)
-            self.slowdowns.add(row)
-            self.resources.find(row)
+        self.watching = True
+        with self.only_warning():  # earlier processes have said what they found in these rows
+            for row in self.sinks.kept:
+                self.learning.add(row)
+                self.slowdowns.add(row)
+                self.resources.find(row)
         self.gathered = {}  # name → (total, weight) since the last log
         self.update = None  # that is being made, where its norms are due
         self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
@@ -266,7 +268,20 @@ class Monitor:
         """To the screen and the files, with a warning where steps have become slower."""
         self.write(step, row)
         print(self.line(step, row), flush=True)
-        row = row | {"step": step}
+        if self.watching:
+            with self.only_warning():
+                self.diagnose(step, row | {"step": step})
+
+    @contextlib.contextmanager
+    def only_warning(self):
+        """An error in the diagnosis switches it off; training goes on."""
+        try:
+            yield
+        except Exception as e:
+            self.watching = False
+            print(f"warning: the diagnosis is off: {type(e).__name__}: {e}", flush=True)
+
+    def diagnose(self, step: int, row: dict[str, float]):
         if finding := self.learning.add(row):
             self.warn(step, str(finding))
         for event in self.slowdowns.add(row):
@@ -324,6 +339,6 @@ class Monitor:
         # with what came after the last log; where a process that begins earlier cuts it off
         self.write(self.last_step, {"end": self.goodput.row()})
         self.sinks.close()
-        with contextlib.suppress(OSError):  # metrics.jsonl is gone
+        with contextlib.suppress(Exception):  # metrics.jsonl is gone, or odd
             return report_text(report(self.out_dir)) if self.out_dir else ""
         return ""

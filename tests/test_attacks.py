@@ -1,8 +1,10 @@
 """Promises that hostile or unlucky use once broke: each test was seen to fail before."""
 
 import contextlib
+import json
 import math
 import os
+import random
 import shutil
 import signal
 import sys
@@ -351,6 +353,21 @@ def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what
     assert lost.startswith("[lost: ") and "[lost: " not in "".join(lines)
     steps = [line.split("/")[0] for line in lines if " lr " in line]
     assert steps == [f"step {step}" for step in range(10, 21)]
+
+
+def test_odd_rows_of_metrics_jsonl_never_block_a_resume(run, tmp_path):
+    run("--out_dir", "r", "--max_steps", 8, "--log_interval", 1)
+    file, draw = tmp_path / "r/metrics.jsonl", random.Random(0)
+    odd = 0, 0.0, -1, 1e99, 1 << 52, None, True, "x", [], {}, [1, "x"], {"x": None}
+    lines = file.read_text().splitlines()
+    for steps in range(9, 15):
+        for _ in range(40):
+            row = json.loads(draw.choice(lines))
+            for name in draw.sample(list(row), min(len(row), 3)):
+                row[name] = draw.choice(odd)
+            lines.append(json.dumps(row | {"step": draw.choice((row["step"], 4))}))
+        file.write_text("\n".join(lines) + "\n")
+        run("--out_dir", "r", "--auto_resume", "--max_steps", steps)
 
 
 def test_sigusr1_during_start_up_is_remembered_and_sigusr2_ignored(tmp_path, corpus):
