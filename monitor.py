@@ -77,7 +77,6 @@ class Monitor:
         self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
         self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
         self.resources, self.anomalies = Resources(cfg, out_dir, device), AnomalyDetector()
-        self.watching = True
         with self.only_warning():  # earlier processes have said what they found in these rows
             for row in self.sinks.kept:
                 self.learning.add(row)
@@ -268,9 +267,8 @@ class Monitor:
         """To the screen and the files, with a warning where steps have become slower."""
         self.write(step, row)
         print(self.line(step, row), flush=True)
-        if self.watching:
-            with self.only_warning():
-                self.diagnose(step, row | {"step": step})
+        with self.only_warning():
+            self.diagnose(step, row | {"step": step})
 
     @contextlib.contextmanager
     def only_warning(self):
@@ -278,7 +276,7 @@ class Monitor:
         try:
             yield
         except Exception as e:
-            self.watching = False
+            self.diagnose = lambda *_: None
             print(f"warning: the diagnosis is off: {type(e).__name__}: {e}", flush=True)
 
     def diagnose(self, step: int, row: dict[str, float]):
@@ -340,5 +338,5 @@ class Monitor:
         self.write(self.last_step, {"end": self.goodput.row()})
         self.sinks.close()
         with contextlib.suppress(Exception):  # metrics.jsonl is gone, or odd
-            return report_text(report(self.out_dir)) if self.out_dir else ""
+            return report_text(report(self.out_dir))
         return ""
