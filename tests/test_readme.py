@@ -249,6 +249,7 @@ def test_options_and_files_exist(page):
     known |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}
     known |= {"signal", "requeue", "open_mode"}  # of sbatch
     known |= {"model_args", "include_path", "tasks"}  # of lm_eval
+    known |= {"monitoring", "monitor_interval"}  # --monitor beside torchrun, and torchrun's own
     for script in ("tools/report.py", "tools/compare.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
     flags = re.findall(r"(?<![\w-])--([a-z][a-z0-9_-]*[a-z0-9])", text)
