@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_told(tmp_path, run):
             ours_of(tmp_path / "m")
 
 
-def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
+def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune, monkeypatch):
     touched = tmp_path / "touched"
     (tmp_path / "m").mkdir()
     (tmp_path / "m/odd.py").write_text(
@@ -151,6 +151,12 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune):
     touched.unlink()  # nor does a checkpoint say that it may be run
     assert "trust_remote_code" not in (tmp_path / "runs/001/config.yaml").read_text()
     assert "--trust_remote_code" in tune("--auto_resume", "--max_steps", 30, expect=2)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "n")
+    assert generation.main(["export", "runs/001", "out", "--trust_remote_code"]) == 0
+    assert (tmp_path / "out/odd.py").exists() and touched.exists()
+    assert not asked
+    touched.unlink()
     assert generation.main(["generate", "runs/001"]) == 2 and not touched.exists()
 
 

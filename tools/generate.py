@@ -343,7 +343,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, kept)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
             huggingface.save_config(cfg, kept, out, dtype, ends)
-            if tokenizer:  # which transformers may take for that of the architecture: prints so
+            if tokenizer and not trust_remote_code:  # or transformers would ask whether to run it
+                # prints where it is taken for another, that of the architecture
                 load_tokenizer(str(out), needs_end=False)
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
