@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import Config
 from steady.checkpoints.retry import retry
+from steady.guard.memory import share
 from steady.guard.process import FORK, leave_to_parent
-from steady.options import ConfigError
+from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
 from steady.tokens.files import IGNORE, find_sources, read_sidecars
@@ -126,10 +127,10 @@ class Samples:
             batch = batch._replace(documents=boundaries(batch.documents))
         return batch
 
-    def __getitems__(self, positions: tuple) -> Batch | ConfigError:  # called by DataLoader
+    def __getitems__(self, positions: tuple) -> Batch | Exception:  # called by DataLoader
         try:
-            return retry(lambda: self.rows(*positions))
-        except ConfigError as e:
+            return share(retry(lambda: self.rows(*positions)))
+        except (ConfigError, Failed) as e:
             return e  # raised from a loader process, it would come with a traceback around it
 
     def prompt(self) -> torch.Tensor:
@@ -326,7 +327,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
     )
     ahead = None
     for (start, _, end), batch in zip(positions(), batches, strict=True):
-        if isinstance(batch, ConfigError):
+        if isinstance(batch, Exception):
             raise batch
         ready, ahead = ahead, batch.to(device, end - start)
         if ready is not None:

@@ -6,8 +6,9 @@ import gc
 import os
 
 import torch
+from torch.utils.data import get_worker_info
 
-from steady.options import ConfigError, due
+from steady.options import ConfigError, Failed, due
 from steady.ranks.ranks import rank_and_world
 from steady.tokens.packing import trial_documents
 from steady.watch.sinks import si
@@ -169,3 +170,17 @@ def tidy_memory(device: torch.device, step: int, first_step: int, every: int):
         torch.cuda.reset_peak_memory_stats(device)
     if step == first_step:
         gc.freeze()  # what is alive now stays: later collections skip it
+
+
+def share(batch: tuple) -> tuple:
+    """In a loader process, copy a batch to shared memory, as the queue to the trainer would: its
+    thread drops a batch that finds no room there, and the trainer waits for ever. Raises Failed.
+    """
+    try:
+        for tensor in filter(torch.is_tensor, batch if get_worker_info() else ()):
+            tensor.share_memory_()
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise Failed(f"a loader process cannot hand over a batch in /dev/shm: {reason}; make it "
+                     "larger (docker run --shm-size 1g), or take --num_workers 0") from None
+    return batch
