@@ -28,13 +28,8 @@ def in_collective(stack: list) -> bool:
     return any(module.startswith("torch.distributed.") for module, _, _, _ in stack[:NEAR])
 
 
-def takes_long(stack: list) -> bool:
-    """Whether it writes or reads a checkpoint, or compiles."""
-    return any(module in SLOW for module, _, _, _ in stack)
-
-
-def is_debugged(stack: list) -> bool:
-    return any(module in DEBUGGERS for module, _, _, _ in stack)
+def is_in(stack: list, modules: tuple) -> bool:
+    return any(module in modules for module, _, _, _ in stack)
 
 
 def own_line(stack: list) -> str:

@@ -20,11 +20,12 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
 from steady.ranks import hangs, ranks
-from steady.watch.sinks import OUTSIDE_PHASES, duration
+from steady.watch.sinks import OUTSIDE_PHASES, duration, say
 
 PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
 LAST_WORDS = 10.0  # seconds in which files may still be written before the process ends
@@ -118,10 +119,10 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds that it may be there: more where compilation, files or a person take theirs."""
         (step, phase, _), stack = self.where, self.stack()
-        if hangs.is_debugged(stack):
+        if hangs.is_in(stack, hangs.DEBUGGERS):
             return math.inf
         patient = not self.clock or step <= self.first_step or phase in OUTSIDE_PHASES
-        patient = patient or hangs.takes_long(stack)
+        patient = patient or hangs.is_in(stack, hangs.SLOW)  # a checkpoint, or compilation
         return self.seconds * (PATIENT if patient else 1)
 
     def stands_still(self) -> bool:
@@ -187,7 +188,7 @@ class Watchdog:
         elif self.beside.check([ranks.RESTARTED]):
             self.verdict = ranks.was_restarted(self.beside)
             if self.rank == self.on_this_host[0]:
-                print(f"train.py: failed: {self.verdict}", file=sys.stderr, flush=True)
+                say(f"train.py: failed: {self.verdict}")
 
     # --- the verdict ---
 
@@ -232,7 +233,7 @@ class Watchdog:
         # When the others are gone, its collective fails: the training thread saves, and ends.
         began = time.monotonic()
         while waits:
-            saving = hangs.takes_long(self.stack())
+            saving = hangs.is_in(self.stack(), hangs.SLOW)
             if time.monotonic() > began + max(LAST_WORDS, self.seconds * saving):
                 break
             time.sleep(self.period)
@@ -255,17 +256,18 @@ class Watchdog:
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
     def report(self, hang: hangs.Hang | None):
-        """On the screen and in files; without one, this rank's stacks alone."""
+        """In files, then on the screen; without one, this rank's stacks alone."""
         folder = self.run_dir and self.run_dir.path
+        if folder and folder.is_dir():
+            self.write_report(folder, hang)
         if hang:
             where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
             begin, end = "train.py: failed", "--auto_resume continues from the newest checkpoint"
             if self.alone:
                 begin, end = "warning", "it is left alone, as no other process waits for it"
-            print(f"{begin}: no progress: {hang.headline}{where}; {end}\n{hang.table}",
-                  file=sys.stderr, flush=True)
-        if not folder or not folder.is_dir():
-            return
+            say(f"{begin}: no progress: {hang.headline}{where}; {end}\n{hang.table}")
+
+    def write_report(self, folder: Path, hang: hangs.Hang | None):
         step, phase, _ = self.where
         with contextlib.suppress(OSError):
             if hang:

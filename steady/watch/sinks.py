@@ -21,6 +21,8 @@ OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # work of
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps, not part of any
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 
+SAY_SECONDS = 2.0  # that a message waits for whoever reads stderr
+
 
 class Sinks:
     """metrics.jsonl, TensorBoard, Weights & Biases. A sink that fails is given up with one warning.
@@ -31,10 +33,14 @@ class Sinks:
 
     def __init__(self, cfg, out_dir: Path | None, start_step: int):
         self.kept, self.dropped, self.open = [], [], {}
+        self.evaluated = set()  # metrics of the start_step, where a killed process has left them
         if not out_dir:
             return
         file, self.kept, self.dropped = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open["metrics.jsonl"] = file
+        for row in self.kept:
+            if row["step"] == start_step:
+                self.evaluated.update((start_step, name) for name in row if name[:4] == "val/")
         if cfg.tensorboard:
             folder = out_dir / "tensorboard"
             if cfg.tensorboard_dir:  # maybe of several runs
@@ -46,9 +52,10 @@ class Sinks:
             self.open["W&B"] = wandb_sink.start(out_dir, dataclasses.asdict(cfg))
 
     def write(self, step: int, row: dict):
+        step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
+        row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
         if not row:  # as of an evaluation without a target
             return
-        step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                   for k, v in row.items()}
@@ -250,3 +257,10 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def say(text: str):
+    """Print on stderr, from a thread that may never come back: perhaps nobody reads it."""
+    thread = threading.Thread(target=lambda: print(text, file=sys.stderr, flush=True), daemon=True)
+    thread.start()
+    thread.join(SAY_SECONDS)
