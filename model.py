@@ -245,7 +245,8 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
     the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
-    several; the first of them pads the rest of it. on_token is called with each new column [B].
+    several; the first of them pads the rest of it. on_token is called with each new column [B], and
+    ends it by returning true.
     A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
@@ -270,9 +271,8 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
             new = new.masked_fill(ended[:, None], stop[0])
             ended |= torch.isin(new[:, 0], stops)
         tokens = torch.cat((tokens, new), dim=1)
-        if on_token:
-            on_token(new[:, 0])
-        if stops is not None and ended.all():
+        cut = on_token and on_token(new[:, 0])
+        if cut or stops is not None and ended.all():
             break
     model.train(was_training)
     return tokens

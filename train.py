@@ -173,7 +173,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     run.monitor.before_update(run.progress.step + 1)
-    run.guard.clean = False
+    run.guard.begin_update()
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
@@ -236,13 +236,14 @@ def evaluation_due(run: "Run") -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: "Run") -> float:
+def evaluate(run: "Run") -> float | None:
     """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none.
 
-    With --ema that of the averaged weights. Another metric is one more line:
+    None after a signal to stop. With --ema, of the averaged weights. Another metric is one line:
     `means.add(f"val/NAME{of}", values, batch)`, values of [B, T].
     """
     cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
+    save_before(run)
     previous = run.monitor.phase("evaluation")
     run.model.eval()
     means, n = Means(data, ranks), eval_samples(cfg, data)
@@ -250,15 +251,16 @@ def evaluate(run: "Run") -> float:
         batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
                                ranks.device)
         with run.ema.in_place(run) if of else contextlib.nullcontext():
-            for batch in batches:
+            for batch in ranks.stop.until_signal(batches):
                 run.monitor.phase("evaluation")  # a sign of progress
                 with ranks.autocast:
                     losses = run.model(batch.tokens, batch.targets, batch.documents)
                 means.add(f"val/loss{of}", losses, batch)
     run.model.train()
     parallel.release(run.model)
+    if ranks.stop.signal:  # a resume evaluates this step
+        return None
     row, shown = means.row(n, with_counts=cfg.eval_only)
-    run.progress.evaluated_step = step
     run.monitor.phase(previous)
     if ranks.rank == 0:
         print(f"step {step}: validation {shown}", flush=True)
@@ -266,10 +268,13 @@ def evaluate(run: "Run") -> float:
     return row.get(f"val/loss{of}", math.nan)
 
 
-def keep_best(run: "Run", val_loss: float):
+def keep_best(run: "Run", val_loss: float | None):
+    if val_loss is None:
+        return
     cfg, progress, rank = run.cfg, run.progress, run.ranks.rank
     best = run.dir.writer.best() if rank == 0 else None  # a save of a better one may have failed
     progress.best_loss, progress.best_step = run.ranks.broadcast(best)
+    progress.evaluated_step = progress.step
     progress.waited += 1
     if val_loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
@@ -284,6 +289,12 @@ def save(run: "Run", is_best: bool = False):
     run.monitor.phase(previous)
 
 
+def save_before(run: "Run"):
+    """Save before what takes long and may fail: then that costs no step."""
+    if run.cfg.save_interval:
+        save(run)
+
+
 def finish_copy(run: "Run"):
     """Wait until the newest checkpoint is copied from the weights, which are about to change."""
     if run.dir.writer and run.dir.writer.copied:
@@ -294,6 +305,7 @@ def finish_copy(run: "Run"):
 def show_sample(run: "Run", title: str = ""):
     """Print a sample of what the model writes; called on every rank."""
     if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # then it takes all of them
+        save_before(run)
         previous = run.monitor.phase("evaluation")
         text = sample(run)
         run.monitor.phase(previous)
@@ -312,7 +324,8 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
         if not run.model.predict(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
-        tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50)
+        tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50,
+                          on_token=lambda _: run.ranks.stop.asked(run.ranks.shards.size > 1))
     return data.answer(tokens[0].tolist(), prompt.shape[1])
 
 
@@ -389,8 +402,8 @@ def set_up(argv: list[str]) -> Run:
     # with whom
     group = join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
-    ranks = Ranks(rank, world_size, device, dtype, workers, shards, faults.Stop(group), watchdog,
-                  micro_batch, group)
+    ranks = Ranks(rank, world_size, device, dtype, workers, shards,
+                  faults.Stop(group, watchdog), watchdog, micro_batch, group)
     # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
@@ -495,15 +508,15 @@ def main(argv: list[str]) -> int:
 
                 check_continuity(run, train)
         report = train_with_recovery(run)
-        if ranks.world_size > 1:
-            dist.barrier(group=ranks.group)  # torchrun kills the others if one leaves
-    if ranks.rank == 0:
-        print(*filter(None, (report, opening.early_end(cfg, progress, stop.signal))), sep="\n")
-    if not stop.signal and cfg.sample_interval != 0:
-        with faults.only_warning("no sample"):
-            show_sample(run, "sample  of what it writes:\n\n")
-    if cfg.json and ranks.rank == 0:
-        print(json.dumps(summary(run_dir.path)))
+        stop.agree()  # together: torchrun kills the others if one leaves
+        if ranks.rank == 0:
+            early_end = opening.early_end(cfg, progress, stop.signal)
+            print(*filter(None, (report, early_end)), sep="\n", flush=True)
+        if not stop.signal and cfg.sample_interval != 0:
+            with faults.only_warning("no sample"):
+                show_sample(run, "sample  of what it writes:\n\n")
+        if cfg.json and ranks.rank == 0:
+            print(json.dumps(summary(run_dir.path)), flush=True)
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0
@@ -521,6 +534,7 @@ def train_with_recovery(run: Run) -> str:
         start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning
         run.monitor.write(progress.step, start)
         ranks.watchdog.follow(progress, run.dir, rescue)
+        ranks.stop.rescue = rescue
         batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
                          ranks.workers)
@@ -541,7 +555,7 @@ def train_with_recovery(run: Run) -> str:
             report = run.monitor.close()
     ranks.watchdog.ended.set()  # an upload may take hours
     if run.dir.writer:
-        run.dir.writer.close(copy=not ranks.stop.signal)  # after a signal, time is short
+        run.dir.writer.close(ranks.stop.asked)  # after a signal, time is short
     return report
 
 

@@ -459,7 +459,7 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", save)
     monkeypatch.setattr(retry.time, "sleep", slept.append)
-    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 4, "--num_workers", 0)
+    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 0, "--num_workers", 0)
     assert output.count("tried again") == 2 and steps(tmp_path / "r") == [4, 12]
     assert next(calls) == 6  # a step that is saved as the best is not saved again as due
     assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
@@ -1182,7 +1182,7 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
 
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):
     copied = []
-    monkeypatch.setattr(backup.Backup, "close", lambda self: copied.append(self.newest.step))
+    monkeypatch.setattr(backup.Backup, "close", lambda self, asked: copied.append(self.newest.step))
     flags = ["--out_dir", "r", "--backup_to", f"file://{tmp_path}/b"]
     at_step(5, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
     run(*flags, expect=143)

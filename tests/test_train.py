@@ -461,7 +461,7 @@ def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatc
     monkeypatch.setattr(train, "set_up", lambda argv: runs.append(plain_set_up(argv)) or runs[-1])
     monkeypatch.setattr(writer.Writer, "save", save)
     run("--save_interval", 4, "--skip_spikes", 6, "--ema", 0.9)
-    assert saved == [set()] * 3
+    assert saved == [set()] * 4
 
 
 def test_garbage_of_start_up_is_no_part_of_later_steps(run, tmp_path, monkeypatch):

@@ -212,7 +212,7 @@ def train_again(earlier: Checkpoint, later: Checkpoint, options: dict, folder: P
                 raise Stopped(stop.signal)
             save_checkpoint(run)
             if run.dir.writer:
-                run.dir.writer.close(copy=False)
+                run.dir.writer.close()
         except NotSaved as e:
             raise ConfigError(f"--audit: the steps made again are not there: {e}") from None
         if run.ranks.world_size > 1:

@@ -54,11 +54,21 @@ class Backup:
             self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
 
-    def close(self):
-        """Wait, then upload the last checkpoint and the logs as they are now."""
-        if self.newest:
-            self.thread.join()
-            self.upload(self.newest)
+    def close(self, asked=lambda: False):
+        """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
+        if not self.newest:
+            return
+        last = threading.Thread(target=self.finish, daemon=True)
+        last.start()
+        while last.is_alive() and not asked():
+            last.join(0.1)
+        if last.is_alive():
+            print(f"warning: stopped before the backup of {self.newest} to {self.url} was made",
+                  flush=True)
+
+    def finish(self):
+        self.thread.join()
+        self.upload(self.newest)
 
     def upload(self, checkpoint: Checkpoint):
         held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))

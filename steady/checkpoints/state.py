@@ -95,7 +95,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         trail_of_all=run.guard.trail[: run.guard.trail_steps],
         trail_from=run.guard.trail_from,
     )
-    run.guard.new_trail(progress.step)
+    run.guard.saved_step = progress.step  # whose trail begins with the next step
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None)
 
 

@@ -178,8 +178,10 @@ class Writer:
                           f"or not to {SHARED}")
 
     def best(self) -> tuple[float, int]:
-        """(validation loss, step) of the weights in best.pt."""
-        self.wait()
+        """(validation loss, step) of the weights in best.pt: a save before an evaluation is of no
+        better ones. Its folder is cleared before other ranks may write to it again."""
+        if self.size > 1:
+            self.wait()
         return self.in_best
 
     def wait(self):
@@ -187,11 +189,14 @@ class Writer:
         if self.thread:
             self.thread.join()
 
-    def close(self, copy: bool):
-        """Wait for the disk and, with `copy`, a backup. Raises NotSaved if the last save failed."""
+    def close(self, asked=lambda: False):
+        """Wait for the disk and, until `asked()` to stop, for a backup.
+
+        Raises NotSaved if the last save failed.
+        """
         self.wait()
-        if self.backup and copy:
-            self.backup.close()
+        if self.backup and not asked():
+            self.backup.close(asked)
         if self.failures:
             raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
                            f"there: {self.reason}")

@@ -1,7 +1,10 @@
 """When things go wrong: signals, non-finite steps, crashes, error messages."""
 
 import contextlib
+import itertools
+import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -23,33 +26,45 @@ from steady.guard.guard import NotFinite
 from steady.guard.memory import memory_advice, out_of_memory
 from steady.guard.replay import Miscalculated
 from steady.options import ConfigError, given_texts
+from steady.ranks import hangs
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
+from steady.ranks.watchdog import start_thread
+from steady.watch.sinks import say
 
 # --- signals ---------------------------------------------------------------------------------
+
+
+STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+GRACE = 5.0  # seconds until a step that has not ended is given up, without those in PATIENT
+PATIENT = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.watch.wandb_sink",
+           *hangs.DEBUGGERS)
+RESCUE_SECONDS = 600.0  # that saving from outside may take with --hang_seconds 0
 
 
 class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    Ranks vote over gloo beside a step, and read the result before the next one.
+    Ranks vote over gloo beside a step, and read the result before the next one. Where a step does
+    not end within GRACE, another thread saves the one before it and ends the process.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group=None, watchdog=None):
         """group: of gloo, with all ranks; None for a single one."""
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
         self.group, self.votes, self.vote = group, None, None
+        self.watchdog = watchdog  # which knows where the training thread is
         self.phase = lambda name: name  # or the monitor's, which times the wait for other ranks
+        self.rescue = lambda: None  # from another thread, saves the last step; None: it cannot
+        self.given_up = False  # by that thread
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
         if number == signal.SIGUSR1:
             self.received[1] = 1
-        elif number == signal.SIGINT and self.received[0]:
-            os._exit(128 + number)
         else:
             self.received[0] = number
 
@@ -70,10 +85,37 @@ class Stop:
                 self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, group=self.group,
                                             async_op=True)
         self.signal, self.save = agreed[0], bool(agreed[1])
+        while self.given_up:  # another thread ends the process
+            time.sleep(1)
         return self.signal != 0
 
+    def asked(self, together: bool = False) -> bool:
+        """Whether to break off what is between two steps; together: every rank calls it alike."""
+        if together:
+            save = self.save
+            self.requested()
+            self.save |= save  # is still to be done
+        return bool(self.signal or not together and self.received[0])
+
+    def until_signal(self, batches):
+        """The batches until all ranks know of a signal to stop; as many on every rank."""
+        return itertools.takewhile(lambda batch: not self.asked(together=True), batches)
+
+    def agree(self):
+        """Wait for all ranks; then each knows of a signal to stop that any of them has received."""
+        number = torch.tensor(self.received[0])
+        if self.group:
+            if self.vote:
+                self.vote.wait()
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        self.signal = self.signal or int(number)
+
     def __enter__(self):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        reader, self.pipe = os.pipe()
+        os.set_blocking(self.pipe, False)
+        self.pipe_before = signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
+        start_thread(self.attend, reader)
+        for number in (*STOPPING, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
                 self.before[number] = signal.signal(number, self.handle)
         self.received[1] |= process.early_save_requests[0]
@@ -81,6 +123,38 @@ class Stop:
     def __exit__(self, *error):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.pipe_before)
+        os.write(self.pipe, bytes(1))
+        os.close(self.pipe)
+
+    def attend(self, reader: int):
+        """In a thread that the interpreter's signals wake, also where the training thread is stuck:
+        say that one has come, and end the process if nobody else does."""
+        first, left = 0, GRACE
+        while left > 0:
+            if not first or select.select([reader], [], [], 0.1)[0]:
+                number = os.read(reader, 1)[0]
+                if not number:  # the context has ended
+                    return os.close(reader)
+                if first and number == signal.SIGINT:
+                    os._exit(128 + number)
+                if not first and number in STOPPING:
+                    first = number
+                    self.announce(first)
+            elif self.rescue and not hangs.is_in(self.watchdog.stack(), PATIENT):
+                left -= 0.1
+        self.given_up = True
+        at = hangs.own_line(self.watchdog.stack()) or "an unknown line"
+        say(f"rank {self.watchdog.rank}: this step does not end, and is given up: at {at}")
+        start_thread(self.rescue).join(self.watchdog.seconds or RESCUE_SECONDS)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(128 + first)
+
+    def announce(self, number: int):
+        again = "; Ctrl-C again ends it at once" * (number == signal.SIGINT)
+        if self.watchdog.rank == 0:
+            say(f"{signal.Signals(number).name}: stopping after this step{again}")
 
 
 # --- recovery --------------------------------------------------------------------------------
@@ -131,36 +205,40 @@ def rescue(run, error: BaseException | None = None):
     never ends. Where each holds a part of the state, it is saved if all of them come to this.
     """
     with rescuing:
+        said = ""
+        try:
+            said = save_last_step(run, error)
+        except Exception as e:
+            said = f"warning: step {run.progress.step} could not be saved: {e}"
         signs = run.ranks.watchdog.last_signs()
         if signs and not run.ranks.watchdog.verdict:
-            print(f"rank {run.ranks.rank}: {signs}", file=sys.stderr, flush=True)
-        try:
-            save_last_step(run, error)
-        except Exception as e:
-            print(f"warning: step {run.progress.step} could not be saved: {e}", file=sys.stderr,
-                  flush=True)
+            said = f"rank {run.ranks.rank}: {signs}\n{said}"
+        if said:
+            say(said.strip())
 
 
-def save_last_step(run, error: BaseException | None):
-    writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
+def save_last_step(run, error: BaseException | None) -> str:
+    """Returns what was saved, for the screen; "" if nothing was."""
     own = isinstance(error, Exception) and not lost_connection(error)
+    of_training = threading.get_ident() == run.ranks.watchdog.thread
+    clean = run.guard.clean if of_training else run.guard.freeze()
+    writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
     if not writer and own and run.ranks.shards.size == 1:
         time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
         file = Checkpoint.named(folder, step).path
         if not any(folder.glob(f"{file.name}*")):  # nor a draft of it, by another rank
             writer = run.dir.writer = Writer(folder, keep=sys.maxsize)  # rank 0 deletes old ones
     if not writer:
-        return
+        return ""
     writer.hurry = True
-    if not run.guard.clean or step == 0 or run.ranks.watchdog.mixed:
-        return
-    if not run.guard.device_is_there():
-        return
-    save_checkpoint(run, alone=True)
-    writer.wait()
-    if writer.written == step:
-        part = ", this rank's part of it" if writer.size > 1 else ""
-        print(f"saved the last completed step, {step}{part}", file=sys.stderr, flush=True)
+    sound = clean and step and not run.ranks.watchdog.mixed and run.guard.device_is_there()
+    if sound:
+        save_checkpoint(run, alone=True)
+    writer.wait()  # also for an older one on its way to the disk
+    if not sound or writer.written != step:
+        return ""
+    part = ", this rank's part of it" if writer.size > 1 else ""
+    return f"saved the last completed step, {step}{part}"
 
 
 def save_if_sound(run, error: BaseException):

@@ -14,6 +14,7 @@ from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
 TRAIL_STEPS = 5  # of which losses and gradient norms are kept, for tools/continuity.py
+FREEZE_SECONDS = 10.0  # for an update under way
 PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 
 
@@ -30,7 +31,7 @@ class Guard:
     """
 
     def __init__(self, cfg, ranks):
-        self.cfg, self.ranks, self.clean = cfg, ranks, True
+        self.cfg, self.ranks, self.clean, self.frozen = cfg, ranks, True, False
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
@@ -46,6 +47,8 @@ class Guard:
         found_inf: 1.0 where the gradient is not finite; loss, grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
+        if self.trail_from != self.saved_step:
+            self.new_trail(self.saved_step)
         if self.trail_steps < TRAIL_STEPS:
             self.trail[self.trail_steps] = torch.stack((loss, grad_norm))
             self.trail_steps += 1
@@ -53,7 +56,24 @@ class Guard:
 
     def new_trail(self, step: int):
         """Begin to keep the first results after a checkpoint of this step."""
-        self.trail_steps, self.trail_from = 0, step
+        self.trail_steps, self.trail_from, self.saved_step = 0, step, step
+
+    def begin_update(self):
+        """The weights are about to change, unless another thread has frozen them."""
+        self.clean = False
+        while self.frozen:
+            self.clean = True
+            time.sleep(1)
+
+    def freeze(self) -> bool:
+        """From another thread: begin no update any more. Whether the weights are those of a step.
+
+        Waits for an update that is under way, but not for ever.
+        """
+        self.frozen, until = True, time.monotonic() + FREEZE_SECONDS
+        while not self.clean and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.clean
 
     def update_made(self):
         self.clean = True

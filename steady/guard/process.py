@@ -40,6 +40,8 @@ def begin():
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
+    if os.getpid() == 1:  # of a container, where signals without a handler do nothing
+        signal.signal(signal.SIGTERM, end_at_once)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a monitor to trace for it
     signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
     stop_with_torchrun()
@@ -55,9 +57,9 @@ def start(main: str):
     sys.exit(function(sys.argv[1:]))
 
 
-def end_at_once(*_):
+def end_at_once(number: int, frame):
     os.write(2, b"interrupted\n")
-    os._exit(130)
+    os._exit(128 + number)
 
 
 def stop_with_torchrun():
@@ -80,6 +82,7 @@ def leave_to_parent(worker: int):
     """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
 
 
 # --- the end ---------------------------------------------------------------------------------

@@ -95,8 +95,7 @@ class HFModel(nn.Module):
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
         """As `generate` in model.py, but a full context ends it."""
         def show(ids: Tensor, scores) -> Tensor:
-            on_token(ids[:, -1])
-            return torch.zeros_like(ids[:, 0], dtype=torch.bool)  # does not stop
+            return torch.full_like(ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)
 
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
         warm = temperature >= 1e-6  # or logits / temperature would overflow

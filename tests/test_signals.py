@@ -1,0 +1,306 @@
+"""A signal is answered at once, in whatever it comes, and costs no step."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, Process, column, rows, until, wait_for
+from test_faults import steps
+from test_watchdog import at_step, hang_of
+
+import data
+import train
+from steady.checkpoints import backup
+from steady.checkpoints.checkpoint import compare, latest_valid
+from steady.guard import faults
+from steady.guard.guard import Guard
+from steady.watch import sinks
+from steady.watch.evaluation import Means
+
+FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
+         "--dropout", 0.1, "--no_compile"]
+LONG = ["--out_dir", "run", "--max_steps", 100_000, "--save_interval", 4, "--eval_interval", 0,
+        "--no_compile"]
+
+# --- evaluations, samples, uploads -----------------------------------------------------------
+
+
+def at_batch(n: int, act) -> list:
+    """Call act() at batch number n of the evaluations; a list that counts them; for a hook."""
+    plain, batches = Means.add, []
+
+    def add(*args):
+        batches.append(1)
+        if len(batches) == n:
+            act()
+        return plain(*args)
+
+    Means.add = add
+    return batches
+
+
+def assert_same_end():
+    one, two = (latest_valid(Path(run) / "checkpoints").state() for run in ("r", "whole"))
+    names = "step", "model", "optimizers", "position", "evaluated_step", "best_loss", "ema"
+    for name in names:
+        assert compare(one[name], two[name], name)[1] == []
+
+
+def finish_and_compare(run, flags=(), ranks=1):
+    """Resume, and compare the end, and the evaluations, with a run that was not disturbed."""
+    run(*FLAGS, *flags, "--auto_resume", ranks=ranks)
+    run(*FLAGS, *flags, "--out_dir", "whole", ranks=ranks)
+    assert_same_end()
+    assert column(Path("r"), "val/loss") == column(Path("whole"), "val/loss")
+    assert [row["step"] for row in rows(Path("r")) if "val/loss" in row] == [6, 12]
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (1, ["--ema", 0.9]), (2, []),
+    pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
+])
+def test_a_signal_in_an_evaluation_ends_it_and_costs_no_step(run, tmp_path, ranks, flags):
+    def hook(rank):
+        def stop():
+            if rank == ranks - 1:  # the others hear of it
+                signal.raise_signal(signal.SIGTERM)
+
+        plain, batches = train.train, at_batch(2, stop)
+        train.train = lambda *args: (plain(*args),
+                                     Path(f"batches{rank}").write_text(str(len(batches))))
+
+    printed = run(*FLAGS, *flags, ranks=ranks, hook=hook, expect=143)
+    assert steps(tmp_path / "r") == [4, 6] and "stopped at step 6 by SIGTERM" in printed
+    assert all(int((tmp_path / f"batches{rank}").read_text()) <= 3 for rank in range(ranks))
+    assert not column(tmp_path / "r", "val/loss")
+    finish_and_compare(run, flags, ranks)
+
+
+def kill_after(path: str):
+    wait_for(Path(path))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(run, tmp_path):
+    newest = "r/checkpoints/step_00000006.pt"
+    run(*FLAGS, hook=lambda rank: at_batch(2, lambda: kill_after(newest)), expect=-9)
+    assert steps(tmp_path / "r") == [4, 6]
+    finish_and_compare(run)
+
+
+def test_an_evaluation_made_again_after_a_kill_is_in_the_log_once(run, tmp_path):
+    def hook(rank):
+        train.keep_best = lambda run, loss: kill_after("r/checkpoints/step_00000006.pt")
+
+    run(*FLAGS, hook=hook, expect=-9)
+    assert column(tmp_path / "r", "val/loss")
+    finish_and_compare(run)
+
+
+def test_the_best_one_saved_twice_keeps_the_first_steps_after_the_one_before(run, tmp_path):
+    """For a resume on another machine, which repeats them."""
+    run(*FLAGS)
+    state = latest_valid(tmp_path / "r/checkpoints").state()
+    assert (state["best_step"], state["trail_from"], len(state["trail"])) == (12, 8, 4)
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (2, []), pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
+])
+def test_a_signal_in_a_sample_cuts_it_short(run, tmp_path, ranks, flags):
+    def hook(rank):
+        plain = train.generate
+
+        def generate(model, prompt, n, *args, **how):
+            signal.raise_signal(signal.SIGTERM)
+            return plain(model, prompt, 1_000_000, *args, **how)
+
+        train.generate = generate
+
+    run(*FLAGS, "--sample_interval", 5, *flags, ranks=ranks, hook=hook, expect=143)
+    assert steps(tmp_path / "r") in ([4, 5], [4, 5, 6])
+    run(*FLAGS, *flags, "--auto_resume", ranks=ranks)
+    run(*FLAGS, *flags, "--out_dir", "whole", ranks=ranks)
+    assert_same_end()
+
+
+def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
+    def hook(rank):
+        def finish(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+
+        backup.Backup.finish = finish
+
+    printed = run(*FLAGS, "--backup_to", f"file://{tmp_path}/b", hook=hook, expect=143)
+    assert "warning: stopped before the backup of " in printed and steps(tmp_path / "r")[-1] == 12
+
+
+# --- a training thread that is stuck ---------------------------------------------------------
+
+
+def unread_pipe():
+    """From now on stdout and stderr are a pipe that is full, and that nobody reads."""
+    _, unread_pipe.writer = unread_pipe.ends = os.pipe()  # both are kept open
+    fcntl.fcntl(unread_pipe.writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(unread_pipe.writer, bytes(4096))
+    os.dup2(unread_pipe.writer, 1)
+    os.dup2(unread_pipe.writer, 2)
+
+
+def stuck(kind: str):
+    Path("stuck").touch()
+    if kind == "sleep":
+        time.sleep(1000)
+    if kind == "print":
+        unread_pipe()
+        print("nobody reads this", flush=True)
+    if kind == "fifo":
+        os.mkfifo("fifo")
+        open("fifo", "w")
+    if kind == "C":  # a call that no signal interrupts, and that does not hold Python's lock
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "print", "fifo", "C"])
+def test_a_stuck_step_is_given_up_and_the_one_before_it_saved(corpus, tmp_path, kind):
+    def hook():
+        faults.GRACE, sinks.SAY_SECONDS = 0.3, 0.3
+        at_step(7, lambda: stuck(kind))
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
+    wait_for(tmp_path / "stuck")
+    process.kill(signal.SIGTERM)
+    assert process.code(30) == 143, process.text()
+    assert steps(tmp_path / "run") == [4, 6]
+    if kind != "print":
+        assert "SIGTERM: stopping after this step" in process.text()
+        assert "given up: at tests/test_signals.py" in process.text()
+
+
+def test_an_update_that_is_under_way_is_not_saved_in_its_middle(corpus, tmp_path):
+    def hook():
+        faults.GRACE = 0.3
+        begin, calls = Guard.begin_update, []
+
+        def begin_update(self):
+            begin(self)
+            calls.append(1)
+            if len(calls) == 7:
+                Path("stuck").touch()
+                time.sleep(2)
+
+        Guard.begin_update = begin_update
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
+    wait_for(tmp_path / "stuck")
+    process.kill(signal.SIGTERM)
+    assert process.code(30) == 143, process.text()
+    assert steps(tmp_path / "run") == [4, 7]  # it has ended meanwhile
+
+
+def test_a_save_is_waited_for(corpus, tmp_path):
+    """Longer than a step that does not end."""
+    def hook():
+        faults.GRACE = 0.3
+        plain = faults.Writer.write_file
+
+        def write_file(self, path, step, state):
+            if step == 4:
+                Path("stuck").touch()
+                time.sleep(2)
+            plain(self, path, step, state)
+
+        faults.Writer.write_file = write_file
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
+    wait_for(tmp_path / "stuck")
+    process.kill(signal.SIGTERM)
+    assert process.code(30) == 143, process.text()
+    step = steps(tmp_path / "run")[-1]
+    assert step > 4 and f"stopped at step {step} by SIGTERM" in process.text()
+
+
+def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path):
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG],
+                      lambda: at_step(7, lambda: stuck("sleep")))
+    wait_for(tmp_path / "stuck")
+    process.kill(signal.SIGINT)
+    process.wait_for("stopping after this step; Ctrl-C again ends it at once")
+    process.kill(signal.SIGINT)
+    assert process.code(4) == 130  # earlier than it would be given up
+
+
+def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp_path):
+    def hook():
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # or it would only be warned
+        at_step(7, lambda: (unread_pipe(), time.sleep(1000)))
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2], hook)
+    assert process.code(60) == 1
+    assert (hang_of(tmp_path)["step"], hang_of(tmp_path)["hang_code"]) == (6, "stuck")
+    assert "test_signals.py" in (tmp_path / "run/stacks/rank_0.txt").read_text()
+
+
+# --- a small /dev/shm, process 1 -------------------------------------------------------------
+
+
+def in_namespace(kinds: int):
+    """This process is root of a user namespace of its own; skips where that is not allowed."""
+    libc, ids = ctypes.CDLL(None, use_errno=True), (os.getuid(), os.getgid())
+    if libc.unshare(0x10000000 | kinds):
+        os._exit(75)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {ids[0]} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {ids[1]} 1")
+    return libc
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
+@pytest.mark.parametrize("step", [0, 6])
+def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, tmp_path, step):
+    def hook():
+        libc = in_namespace(0x20000)  # a mount namespace
+        if libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m"):
+            os._exit(75)
+        plain = data.Mixture.batch
+
+        def batch(self, start, stop):
+            if start == step * 8:
+                with contextlib.suppress(OSError):
+                    Path("/dev/shm/full").write_bytes(bytes(1 << 20))
+            return plain(self, start, stop)
+
+        data.Mixture.batch = batch
+
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--num_workers", 1], hook)
+    code = process.code(60)
+    if code == 75:
+        pytest.skip("no user namespaces here")
+    assert code == 1 and "in /dev/shm" in process.text() and "Traceback" not in process.text()
+    assert steps(tmp_path / "run") == ([4, 5] if step else [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
+def test_process_1_answers_sigterm_while_it_starts(tmp_path):
+    script = ("import sys, time; sys.path.insert(0, sys.argv[1])\n"
+              "from steady.guard.process import begin\n"
+              "begin(); open('begun', 'w'); time.sleep(100)")
+    process = subprocess.Popen(
+        ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child",
+         sys.executable, "-c", script, ROOT], cwd=tmp_path)
+    until(lambda: (tmp_path / "begun").exists() or process.poll() is not None)
+    if process.poll() is not None:
+        pytest.skip("no user namespaces here")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(children.read_text()), signal.SIGTERM)
+    assert process.wait(30) == 143
