@@ -39,7 +39,7 @@ from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.run_dir import open_run_dir
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import faults, memory, process
-from steady.guard.deadline import begin_decay
+from steady.guard.deadline import begin_decay, rate_jump
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.guard.replay import replay
@@ -125,17 +125,6 @@ def set_learning_rate(optimizers, lr: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
     return lr
-
-
-def rate_jump(run: "Run") -> str:
-    """A line where the newest update had another rate than the schedule says; or ""."""
-    group, step = run.optimizers[0].param_groups[0], run.progress.step
-    before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
-                   for at in (step - 1, step))
-    lr = group.get("lr", before)
-    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
-        return ""
-    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed"
 
 
 def seed_everything(seed: int, step: int, rank: int):
@@ -274,8 +263,7 @@ def keep_best(run: "Run", val_loss: float | None):
     cfg, progress, rank = run.cfg, run.progress, run.ranks.rank
     best = run.dir.writer.best() if rank == 0 else None  # a save of a better one may have failed
     progress.best_loss, progress.best_step = run.ranks.broadcast(best)
-    progress.evaluated_step = progress.step
-    progress.waited += 1
+    progress.evaluated_step, progress.waited = progress.step, progress.waited + 1
     if val_loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
         save(run, is_best=True)
@@ -501,7 +489,7 @@ def main(argv: list[str]) -> int:
     open_run_dir(run)
     with stop, ranks.watchdog:
         if run_dir.resumed_from:
-            if ranks.rank == 0 and (jump := rate_jump(run)):
+            if ranks.rank == 0 and (jump := rate_jump(run, learning_rate)):
                 print(jump, flush=True)
             if (Path(__file__).parent / "tools/continuity.py").exists():  # a fork may drop tools/
                 from tools.continuity import check_continuity
@@ -534,7 +522,6 @@ def train_with_recovery(run: Run) -> str:
         start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning
         run.monitor.write(progress.step, start)
         ranks.watchdog.follow(progress, run.dir, rescue)
-        ranks.stop.rescue = rescue
         batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
                          ranks.workers)

@@ -56,9 +56,8 @@ class Stop:
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
         self.group, self.votes, self.vote = group, None, None
-        self.watchdog = watchdog  # which knows where the training thread is
+        self.watchdog = watchdog  # which knows where the training thread is, and how to save
         self.phase = lambda name: name  # or the monitor's, which times the wait for other ranks
-        self.rescue = lambda: None  # from another thread, saves the last step; None: it cannot
         self.given_up = False  # by that thread
         self.before = {}  # signal number → the handler that ours replaces
 
@@ -141,12 +140,12 @@ class Stop:
                 if not first and number in STOPPING:
                     first = number
                     self.announce(first)
-            elif self.rescue and not hangs.is_in(self.watchdog.stack(), PATIENT):
+            elif self.watchdog.rescue and not hangs.is_in(self.watchdog.stack(), PATIENT):
                 left -= 0.1
         self.given_up = True
         at = hangs.own_line(self.watchdog.stack()) or "an unknown line"
         say(f"rank {self.watchdog.rank}: this step does not end, and is given up: at {at}")
-        start_thread(self.rescue).join(self.watchdog.seconds or RESCUE_SECONDS)
+        start_thread(self.watchdog.rescue).join(self.watchdog.seconds or RESCUE_SECONDS)
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(128 + first)
