@@ -214,8 +214,7 @@ class Config:
         "at the end)", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
-        "full: also norms and updates per layer, and the entropy of the output",
-        flag="monitoring")
+        "full: also norms and updates per layer, and the entropy of the output", flag="monitoring")
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     link_gbs: float = option(
