@@ -204,13 +204,28 @@ def test_tasks_without_torchrun_are_refused(run, tmp_path, monkeypatch, name, la
 
 @pytest.mark.parametrize("command", [
     ["train.py"], pytest.param(["model.py", "generate"], marks=slow)])
-@pytest.mark.parametrize("given, spins", [
-    ({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
-def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(command, given, spins):
+@pytest.mark.parametrize("runnable, given, spins", [
+    (1, {}, "20000"),
+    (1 + (os.cpu_count() + 3) // 4, {}, "0"),  # others want a quarter of the cores
+    (9999, {}, "0"),
+    (9999, {"OMP_NUM_THREADS": "1"}, "20000"),  # it waits for none
+    (9999, {"LOCAL_WORLD_SIZE": "9999", "RANK": "0"}, "20000"),  # its other ranks
+    (9999, {"GOMP_SPINCOUNT": "7"}, "7"),
+    (1, {"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
+])
+def test_threads_that_wait_sleep_soon_or_at_once_unless_the_user_says_otherwise(
+        tmp_path, command, runnable, given, spins):
     """As libgomp itself says while torch loads it."""
-    done = subprocess.run([sys.executable, *command, "--help"], cwd=TRAIN.parent, text=True,
-                          env=environment() | {"OMP_DISPLAY_ENV": "VERBOSE"} | given,
-                          capture_output=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/loadavg").write_text(f"9.1 9.2 9.3 {runnable}/99999 8697\n")
+    code = ("import pathlib, runpy, sys; from steady.watch import proc\n"
+            "proc.ROOT, *sys.argv = pathlib.Path(sys.argv[1]), *sys.argv[2:]\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path, *command, "--help"], text=True,
+                          cwd=TRAIN.parent, capture_output=True,
+                          env=environment() | {"OMP_NUM_THREADS": "2"} | given |
+                          {"OMP_DISPLAY_ENV": "VERBOSE"})
+    assert done.returncode == 0, done.stderr
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("this torch has another OpenMP")
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

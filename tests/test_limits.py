@@ -307,12 +307,14 @@ def test_what_traces_memory_ends_with_the_monitor(whose):
 # --- at the start ---
 
 
-@pytest.mark.parametrize("running, said", [
-    ([12, 12, 12, 12, 12], "11 other threads compete for 2 cores"),
-    ([2, 9, 2, 9, 2], None),  # for a moment
-    ([], None),  # no /proc
+@pytest.mark.parametrize("at_start, running, said", [
+    (0, [12, 12, 12, 12, 12], "11 other threads compete for 2 cores"),
+    (0, [2, 9, 2, 9, 2], None),  # for a moment
+    (0, [], None),  # no /proc
+    (1, [2, 2, 2, 2, 2], "1 other thread competed for 2 cores"),  # and ours sleep for that
 ])
-def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch, running, said):
+def test_a_machine_whose_cores_others_want_is_told_at_the_start(
+        run, monkeypatch, at_start, running, said):
     def read(path):
         if path != "proc/loadavg":
             return plain(path)
@@ -320,6 +322,7 @@ def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch
 
     plain = proc.read
     monkeypatch.setattr(opening, "crowded", whole_crowded)
+    monkeypatch.setattr(opening.process, "competitors", [at_start])
     monkeypatch.setattr(opening.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(opening.proc, "read", read)
     told = run("--max_steps", 1, "--warmup_steps", 1)

@@ -3,10 +3,10 @@
 import os
 import re
 import signal
-import time
 
 import torch
 
+from steady.guard import process
 from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.watch import proc
@@ -94,16 +94,12 @@ def untested() -> str:
 
 
 def crowded() -> str:
-    """A line for the start of a run on a machine whose cores are all in use by others; or "".
-
-    By the threads that are runnable now, the median of five readings: load averages lag by minutes.
-    """
-    runnable = []
-    for _ in range(5):
-        runnable.append(proc.read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
-        time.sleep(0.01)
-    others = sorted(int(n or 0) for n in runnable)[2] - 1  # this thread is one of them
-    if others < os.cpu_count():
+    """A line for the start of a run on a machine whose cores are in use by others; or ""."""
+    at_start, cores = process.competitors[0], os.cpu_count()
+    others = at_start or proc.competing_threads()
+    if not at_start and others < cores:
         return ""
-    return (f"load    {others} other threads compete for {os.cpu_count()} cores: steps will be "
-            "slow and uneven; OMP_NUM_THREADS=1 suffers least")
+    return (f"load    {others} other thread{'s' * (others > 1)} "
+            f"compete{'d' * (at_start > 0)} for {cores} cores: steps will be slow and uneven; "
+            "OMP_NUM_THREADS=1 suffers least"
+            + "; OMP_WAIT_POLICY=PASSIVE, slower once the cores are free" * (at_start > 0))

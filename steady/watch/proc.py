@@ -32,6 +32,20 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def competing_threads() -> int:
+    """Other threads that are runnable now, but for torchrun's ranks; at least 0.
+
+    The median of five readings: load averages lag by minutes.
+    """
+    runnable = []
+    for _ in range(5):
+        runnable.append(read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
+        time.sleep(0.01)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ours = int(ranks) if ranks.isdecimal() else 1
+    return max(0, sorted(int(n or 0) for n in runnable)[2] - ours)
+
+
 def stat_fields(pid: int | str) -> list[str]:
     """What proc(5) says of a process, from its state on; [] if it is gone."""
     return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
