@@ -108,7 +108,7 @@ def test_the_best_one_saved_twice_keeps_the_first_steps_after_the_one_before(run
     """For a resume on another machine, which repeats them."""
     run(*FLAGS)
     state = latest_valid(tmp_path / "r/checkpoints").state()
-    assert (state["best_step"], state["trail_from"], len(state["trail"])) == (12, 8, 4)
+    assert (state["best_step"], state["trail_from"], len(state["trail_of_all"])) == (12, 8, 4)
 
 
 @pytest.mark.parametrize("ranks, flags", [

@@ -39,6 +39,7 @@ class Writer:
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
         self.hurry = False  # whether some rank may be gone, or be stuck until this one is
         self.buffers, self.thread, self.step = {}, None, 0
+        self.of_best = False  # whether the write in flight is of better weights
         self.stream = self.copied = None  # on CUDA: where copies are made, when the newest is done
         self.count = 0  # of saves begun, the same on all ranks
         self.failures, self.reason = 0, ""  # saves in a row that failed; why the last did
@@ -68,7 +69,7 @@ class Writer:
         self.copied = self.stream and self.stream.record_event()
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
-        self.step = step
+        self.step, self.of_best = step, is_best
         self.thread = threading.Thread(target=self.write,
                                        args=(step, copied, self.copied, is_best))
         self.thread.start()
@@ -178,9 +179,11 @@ class Writer:
                           f"or not to {SHARED}")
 
     def best(self) -> tuple[float, int]:
-        """(validation loss, step) of the weights in best.pt: a save before an evaluation is of no
-        better ones. Its folder is cleared before other ranks may write to it again."""
-        if self.size > 1:
+        """(validation loss, step) of the weights in best.pt; waits for those on their way there.
+
+        Where ranks write parts, the folder of this step is cleared before they write to it again.
+        """
+        if self.size > 1 or self.of_best:
             self.wait()
         return self.in_best
 
