@@ -72,11 +72,6 @@ class Config:
     verify_resume: int = option(
         0, "train 2 K steps, the last K of them again, compare every bit and exit",
         saved=False, metavar="K", at_least=0)
-    audit: str | None = option(
-        None, "train random segments of RUN again, compare every bit, and exit", saved=False,
-        metavar="RUN")
-    segments: int = option(6, "segments between checkpoints that --audit trains again",
-                           saved=False, at_least=1)
     json: bool = option(
         False, "end with a line of JSON: step, losses, seconds, memory, verdict, checkpoint",
         saved=False)
@@ -169,8 +164,8 @@ class Config:
         at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same; auto tries powers of two (default: up to 16,384 tokens; 65,536 on a "
-        "GPU with much memory)", metavar="N")
+        "stays the same; auto tries powers of two on CUDA (default: up to 16,384 tokens; 65,536 on "
+        "a GPU with much memory)", metavar="N")
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
@@ -217,8 +212,6 @@ class Config:
         "full: also norms and updates per layer, and the entropy of the output", flag="monitoring")
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
-    link_gbs: float = option(
-        350.0, "GB/s between devices, for --estimate (default: NVLink of an H100)", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
         None, "folder for them (default: out_dir/tensorboard)", metavar="DIR")
@@ -238,8 +231,6 @@ class Config:
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
-    half_residual: bool = option(
-        False, "the residual stream in the type of products, not in fp32: less memory, less exact")
     compile: bool | None = option(
         None, "torch.compile the model (default: on CUDA only; a CPU run of more than two hours "
         "measures whether it would save 5 %%, and says so)")
@@ -257,8 +248,6 @@ class Config:
     check_replicas_interval: int = option(
         1000, "steps between checks that replicas hold the same weights, and one at max_steps; "
         "0: never", at_least=0)
-    replay_interval: int = option(0, "steps between micro-batches that are computed twice, to find "
-                                  "a device that miscalculates; 0: never", at_least=0)
 
 
 def train_parser():
@@ -288,7 +277,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
         raise ConfigError("--max_steps, --epochs and --max_minutes: expected one of them")
     cli.check_bounds(cfg)
     return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
-                           "check_checkpoints", "audit")
+                           "check_checkpoints")
 
 
 def resolve(cfg: Config) -> Config:

@@ -173,8 +173,6 @@ class Transformer(nn.Module):
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
-        if self.cfg.half_residual:
-            x = layers.as_products(x)
         where = self.where(documents, tokens.shape, start)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, where, cache)

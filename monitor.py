@@ -1,99 +1,112 @@
-"""Where a run's time goes, and its metrics: phases, means over a log interval, the log line.
+"""Where a run's time goes, whether it is slow or becomes slower, and why. In any training loop:
 
-The monitor receives numbers and never reaches into training. An ordinary step costs a few clock
-reads; tensors given to it stay on their device until the next log, where all of them leave it in
-one copy. `monitor.log(name, value_or_tensor)` from anywhere in the loop adds a metric.
+    monitor = Monitor("runs/mine", log_interval=50)
+    for step in range(1, n + 1):
+        monitor.phase("data");      batch = next(batches)
+        monitor.phase("forward");   loss = model(batch)
+        monitor.phase("backward");  loss.backward()
+        monitor.phase("optimizer"); optimizer.step()
+        monitor.step(step, loss=loss, tokens=batch.numel())
+    monitor.close()
 
-Files, TensorBoard, slow-downs and the report of `python monitor.py RUN_DIR` are in steady/watch/.
+It needs this file and steady/watch/, nothing else. An ordinary step costs a few clock reads;
+tensors stay on their device until the next log and leave it in one copy. Every log is a row of
+metrics.jsonl, and everything reported is computed from the newest 512 rows.
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from steady.guard.process import start
+    from importlib.util import find_spec
 
-    start("tools.report:main")
+    if find_spec("steady.guard"):  # else a copy in another project: see the last lines
+        from steady.guard.process import start
 
-import contextlib
+        start("tools.report:main")
+
+import sys
+import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from config import Config
-from steady.guard import spikes
-from steady.guard.deadline import UNKNOWN
-from steady.models.device import peak_flops
-from steady.options import due
-from steady.ranks.parallel import gathered
-from steady.ranks.ranks import Ranks, gather, on_device, scalar
-from steady.tokens.files import IGNORE
-from steady.watch.advice import compile_saving
-from steady.watch.clock import Clock, Goodput
-from steady.watch.evaluation import Update, output_entropy
-from steady.watch.learning import AnomalyDetector, Learning
+from steady.watch import proc
+from steady.watch.clock import Clock
+from steady.watch.findings import describe_anomaly, log_line
+from steady.watch.gather import gather, on_device, scalar, slowest_rank
+from steady.watch.history import OUTSIDE_PHASES, History, quantile
 from steady.watch.machine import Machine
-from steady.watch.profile import Sampler, Tracer
-from steady.watch.report import report, report_text
-from steady.watch.sinks import PHASES, STEP_PHASES, Sinks, duration, in_form, quantile, slowest_rank
-from steady.watch.slowdowns import SlowdownDetector
-from steady.watch.trends import Resources
-from steady.watch.words import describe_anomaly, describe_end, describe_event
+from steady.watch.report import news, report, report_text, waits_for_lines
+from steady.watch.sampler import Sampler, Tracer
+from steady.watch.sinks import Sinks, say
+from steady.watch.trends import Spikes, limits, read_resources
 
-LINE = {  # what the log line shows besides the step
-    "train/loss": "loss {:.4f}",
-    "train/learning_rate": "lr {:.2e}",
-    "train/grad_norm": "grad {:.2f}",
-    "perf/step_ms": "{:.1f} ms",
-    "perf/tokens_per_second": "{si} tok/s",
-    "perf/mfu": "mfu {:.1%}",
-    "perf/data_fraction": "data {:.1%}",
-    "perf/padding_fraction": "padding {:.1%}",
-    "memory/peak_gb": "mem {:.1f} GB",
-    "memory/host_rss_gb": "rss {:.2f} GB",
-    "health/update_ratio": "update {:.1e}",
-    "health/output_entropy": "entropy {:.2f}",
-}
+CHECK_SHARE = 1e-3  # of the time, at most, for computing findings
+accounted_s = 0.0  # of this process's age, by an earlier Monitor of it
 
 
 class Monitor:
-    """Times phases, gathers metrics, writes them every `cfg.log_interval` steps.
+    """Times phases, gathers metrics, writes a row every `log_interval` steps, reports findings.
 
-    progress: of the run, at the step before the first one. out_dir: where rank 0 writes rows; None
-    to write nothing. flops_per_token: FLOPs of training on one token.
+    out_dir: only rank 0 writes there; None writes nothing. level: "off" (loss and throughput) or
+    more. first_step: of this process, if steps of an earlier one are to be cut off. last_step: of
+    the run, or a function that returns it, None if unknown. flops_per_token: of training.
+    peak_flops: of all devices together. about: facts on the run, such as vocab_size. tensorboard:
+    its folder, True for out_dir/tensorboard. group: a gloo group of all ranks. datasets: names for
+    `add_losses`. columns: () → more of a row. autopsy: (step, rank) → more on an anomaly, called
+    on every rank.
     """
 
-    def __init__(self, cfg: Config, ranks: Ranks, progress, out_dir: Path | None,
-                 flops_per_token: int):
-        out_dir, device, start_step = None if ranks.rank else out_dir, ranks.device, progress.step
-        self.cfg, self.ranks, self.progress, self.out_dir = cfg, ranks, progress, out_dir
-        self.device, self.flops_per_token = device, flops_per_token
-        peak = cfg.peak_tflops * 1e12 if cfg.peak_tflops else peak_flops(device, ranks.dtype)
-        self.peak = peak and peak * ranks.world_size  # FLOP/s of all devices; None: unknown
-        self.first_step, self.logged_step, self.last_step = start_step + 1, start_step, start_step
-        self.logged_tokens = progress.tokens
-        self.tokens = 0  # of this rank since the last log, with padding
-        self.sinks = Sinks(cfg, out_dir, start_step)
-        self.write = self.sinks.write  # (step, row) → metrics.jsonl and TensorBoard
-        self.goodput = Goodput(self.sinks.kept, self.sinks.dropped)
-        self.slowdowns, self.learning = SlowdownDetector(), Learning(cfg.vocab_size)
-        self.resources, self.anomalies = Resources(cfg, out_dir, device), AnomalyDetector()
-        with self.only_warning():  # earlier processes have said what they found in these rows
-            for row in self.sinks.kept:
-                self.learning.add(row)
-                self.slowdowns.add(row)
-                self.resources.find(row)
+    def __init__(self, out_dir, log_interval: int = 50, *, level: str = "light",
+                 device: torch.device | None = None, first_step: int | None = None,
+                 last_step=None, flops_per_token: int = 0, peak_flops: float | None = None,
+                 about: dict | None = None, tensorboard=True, flush_secs: int = 60,
+                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None,
+                 trace_step: int = 0):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.out_dir = Path(out_dir) if out_dir is not None and rank == 0 else None
+        self.log_interval, self.level, self.group = log_interval, level, group
+        accelerator = torch.accelerator.current_accelerator()
+        self.device = device or accelerator or torch.device("cpu")
+        self.last_step = last_step if callable(last_step) else lambda: last_step
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.about, self.columns, self.autopsy = about or {}, columns, autopsy
+        folder = self.out_dir and self.out_dir / "tensorboard"
+        self.sink_options = dict(tensorboard=folder if tensorboard is True else tensorboard or None,
+                                 flush_secs=flush_secs, wandb=wandb)
+        self.sinks, self.history, self.spikes, self.healthy = None, History(), Spikes(), True
+        self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log
-        self.update = None  # that is being made, where its norms are due
-        self.losses, self.grad_norms, self.excess = [], [], []  # of every step since the last log
-        self.mixture, self.dataset_totals = None, None  # [2, datasets]: losses and targets
-        self.clock = Clock(device, cfg.monitor != "off")
+        self.losses, self.grad_norms = [], []  # of every step since the last log
+        self.tokens, self.all_tokens, self.step_tokens = 0, 0, 0.0  # of this rank since the last
+        # log; of all ranks since begun; of all ranks in a step of this log
+        self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
+        self.clock = Clock(self.device, level != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.machine, self.disturbed = Machine(device, start_step), False
-        self.sampler, self.tracer, self.advised = None, None, False
-        if out_dir and cfg.monitor != "off":
-            self.sampler, self.tracer = Sampler(self.clock), Tracer(self, out_dir)
+        self.machine = self.sampler = self.tracer = None
+        self.limited, self.next_check = False, 0.0
+        if level != "off":
+            self.machine = Machine(self.device)
+            if self.out_dir:
+                self.sampler = Sampler(self.clock)
+                self.tracer = Tracer(self.out_dir, self.device, trace_step)
+        if first_step is not None:
+            self.begin(first_step)
 
-    # --- what the loop calls ---
+    def begin(self, first_step: int):
+        """Open the sinks, and the history of earlier processes, at the first step of this one."""
+        self.first_step, self.logged_step = first_step, first_step - 1
+        if self.machine:
+            self.machine.begin(first_step - 1)
+        if self.out_dir:
+            self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
+            self.history = self.sinks.history
+            self.all_tokens = self.columns().get("train/tokens", 0)
+            self.about = {"last_step": self.last_step()} | self.about
+            known = {name: value for name, value in self.about.items() if value is not None}
+            self.write(max(0, first_step - 1), {"about": known})  # some loops count from 0
+
+    # --- what a loop calls ---
 
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
@@ -101,242 +114,224 @@ class Monitor:
         A weight of 1 gives the mean over steps and ranks. Never syncs with the device. All ranks
         must log the same names, since their values are gathered by position.
         """
-        if not self.cfg.log_interval:
-            return
-        value, weight = scalar(value), scalar(weight)
-        total, total_weight = self.gathered.get(name, (0, 0))
-        self.gathered[name] = total + value, total_weight + weight
+        if self.log_interval:
+            value, weight = scalar(value), scalar(weight)
+            total, total_weight = self.gathered.get(name, (0, 0))
+            self.gathered[name] = total + value, total_weight + weight
+
+    def log_all(self, metrics: dict):
+        for name, value in metrics.items():
+            self.log(name, value)
+
+    def add_losses(self, losses: Tensor, batch):
+        """A micro-batch's losses [B, T], 0 where targets are ignored, of one or more datasets."""
+        self.tokens += batch.tokens.numel()
+        assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
+        if len(self.datasets) > 1 and self.level != "off":
+            if self.dataset_totals is None:
+                self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
+            batch.add_by_dataset(self.dataset_totals, losses)
 
     def due(self, step: int) -> bool:
         """Whether this step is logged: also the first of a process and the last of the run."""
-        return due(step, self.cfg.log_interval, self.first_step, self.cfg.max_steps)
+        every, first = self.log_interval, self.first_step in (None, step)
+        return every > 0 and (step % every == 0 or first or step == self.last_step())
 
-    def add_losses(self, losses: Tensor, batch, mixture):
-        """A micro-batch's losses [B, T], 0 where targets are ignored; of a Mixture of datasets."""
-        self.tokens += batch.tokens.numel()
-        assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
-        if len(mixture.datasets) > 1 and self.cfg.monitor != "off":
-            if self.dataset_totals is None:
-                self.mixture = mixture
-                self.dataset_totals = torch.zeros(2, len(mixture.datasets), device=self.device)
-            batch.add_by_dataset(self.dataset_totals, losses)
+    def step(self, step: int, *, loss=None, grad_norm=None, tokens: int = 0,
+             lr: float | None = None):
+        """Step number `step` is done: log if it is due.
 
-    def before_update(self, step: int):
-        """With `full`, if it is due: keep the weights, to know the size of the update."""
-        if self.cfg.monitor == "full" and self.due(step):
-            self.update = Update(self.ranks.shards)
-
-    def after_update(self, model: nn.Module, batch):
-        """With `full`, if it is due: norms, the update's size, the output's entropy."""
-        if self.update:
-            for name, value in self.update.measure().items():
-                self.log(name, value)
-            self.update = None
-            with self.ranks.autocast, gathered(model):
-                counted = batch.targets != IGNORE
-                real = counted.any()  # not with dummy rows alone
-                entropy = output_entropy(model, batch.tokens, counted, batch.documents)
-            self.log("health/output_entropy", entropy * real, real)
-
-    def step(self, step: int, learning_rate: float, loss, grad_norm, excess=None) -> list:
-        """Step number `step` is done: log if it is due. Returns the anomalies that it then finds.
-
-        loss: this rank's share of the mean, times the number of ranks, and grad_norm, of all ranks,
-        both on the device; excess: of Spikes, where --skip_spikes is on.
+        loss and tokens: of this rank (without those of `add_losses`); grad_norm: of all ranks.
+        Tensors stay on their device.
         """
+        if self.first_step is None:
+            self.begin(step)
         self.clock.end_step()
-        self.last_step, anomalies = step, []
-        if not self.cfg.log_interval:
-            return anomalies
-        self.losses.append(loss)
-        self.grad_norms.append(grad_norm)
-        if excess is not None:
-            self.excess.append(excess)
+        self.newest_step = step
+        self.tokens += tokens
+        if not self.log_interval:
+            return
+        if loss is not None:
+            self.losses.append(scalar(loss))
+        if grad_norm is not None and self.level != "off":
+            self.grad_norms.append(scalar(grad_norm))
         if self.due(step):
-            row, anomalies, tokens = self.gather_values(step)  # waits for device and other ranks
-            row |= self.rates(step, learning_rate, tokens)  # that wait is part of the step
+            row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
+            row |= self.rates(step, lr)  # that wait is part of the step
             previous = self.phase("logging")
-            if self.out_dir:
-                self.write_row(step, row | self.readings(step))
+            for anomaly in anomalies:
+                self.safely(self.report_anomaly, anomaly)
+            self.safely(self.write_row, step, row)
             self.phase(previous)
-        if self.tracer and self.tracer.busy:
-            self.tracer.step(step)
-            self.disturbed = True
-        if self.clock.events and step % max(1, self.cfg.log_interval // 8) == 0:
+        if self.tracer and (disturbed := self.safely(self.tracer.step, step)):
+            self.gathered["perf/disturbed"] = (1, 1)
+            if "trace" in disturbed:
+                self.write(step, {"trace": disturbed["trace"]})
+        if self.clock.events and step % max(1, self.log_interval // 8) == 0:
             self.clock.events.begin(self.clock.current)  # the step that begins now
-        return anomalies
 
-    def gather_values(self, step: int) -> tuple[dict[str, float], list, float]:
-        """Of this log interval, over steps and ranks, in one copy: metrics, anomalies, tokens a
-        step with padding."""
-        if self.mixture:
-            for k, dataset in enumerate(self.mixture.datasets):
-                self.log(f"train/loss/{dataset.name}", *self.dataset_totals[:, k])
+    def write(self, step: int, row: dict):
+        """A row for metrics.jsonl and the other sinks."""
+        if self.sinks:
+            self.sinks.write(step, row)
+            self.safely(self.history.append, {"step": step, **row})
+
+    def close(self) -> str:
+        """Write the last row; returns the report of the run. Raises nothing."""
+        global accounted_s
+        for part in (self.machine, self.sampler, self.tracer):
+            if part:
+                self.safely(part.close)
+        if not self.sinks:
+            return ""
+        accounted_s = proc.process_age_seconds()
+        self.clock.phase("logging")  # for a watchdog: an upload takes its time
+        self.safely(self.check, True)
+        seconds = {name: s for name, s in self.clock.seconds.items() if s}  # after the last log
+        self.write(self.newest_step, {"seconds": seconds})
+        self.sinks.close()
+        return self.safely(lambda: report_text(report(self.out_dir))) or ""
+
+    # --- a log ---
+
+    def gather_values(self, step: int) -> tuple[dict[str, float], list[dict]]:
+        """(metrics of this log interval over steps and ranks, its anomalies), in one copy.
+
+        Raises RuntimeError on all ranks if their metrics differ.
+        """
+        if self.dataset_totals is not None:
+            for name, total, weight in zip(self.datasets, *self.dataset_totals, strict=True):
+                self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         names = sorted(self.gathered)  # in the same order on every rank
         totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
-        parts = (totals, weights, self.losses, self.grad_norms, self.excess,
-                 [self.tokens / (step - self.logged_step)],
-                 self.clock.own_ms(step - self.logged_step))
+        own = self.clock.own_ms(max(1, step - self.logged_step))
+        parts = (totals, weights, self.losses, self.grad_norms,
+                 [self.tokens / max(1, step - self.logged_step)], own)
         values = on_device([value for part in parts for value in part], self.device)
         previous = self.phase("waiting") if dist.is_initialized() else None
         # [values, ranks], as lists: for a few values they are faster than NumPy
-        columns = iter(gather(values, names, self.ranks.group).T.tolist())
+        columns = iter(gather(values, names, self.group).T.tolist())
         if previous:
             self.phase(previous)
-        totals, weights, losses, norms, excess, (tokens,), own = ([next(columns) for _ in part]
-                                                                  for part in parts)
-        self.gathered, self.losses, self.grad_norms, self.excess, self.tokens = {}, [], [], [], 0
+        totals, weights, losses, norms, tokens, own = ([next(columns) for _ in part]
+                                                       for part in parts)
+        self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
+        self.step_tokens = sum(tokens[0])
         sums = zip(names, map(sum, totals), map(sum, weights), strict=True)
-        row = {name: total / weight for name, total, weight in sums if weight}
-        means, anomalies = [sum(of_ranks) / len(of_ranks) for of_ranks in losses], []
-        row["train/loss"] = sum(means) / len(means)
-        if self.cfg.monitor != "off":
-            norms, excess = ([of_ranks[0] for of_ranks in each] for each in (norms, excess))
-            row["train/grad_norm"] = sum(norms) / len(norms)
-            anomalies, row["health/nonfinite_steps"] = self.anomalies.add(step, losses, norms)
-            if excess:
-                row["health/skipped_spikes"] = sum(map(bool, excess))
-            if any(excess):
-                steps = range(step - len(losses) + 1, step + 1)
-                self.warn(step, spikes.describe(steps, excess, means, norms))
-            if not self.out_dir and self.ranks.shards.size == 1:
-                anomalies = []  # rank 0 reports them; an autopsy takes all ranks that hold shards
-        if self.mixture:
-            done = self.mixture.order.epochs(self.progress.position)
-            for dataset, epochs in zip(self.mixture.datasets, done, strict=True):
-                row[f"train/epochs/{dataset.name}"] = epochs
-        return row | slowest_rank(own), anomalies, sum(tokens)
+        row, anomalies = {name: total / weight for name, total, weight in sums if weight}, []
+        if losses:
+            row["train/loss"] = sum(map(sum, losses)) / len(losses) / len(losses[0])
+        if self.level != "off" and losses:
+            norms = [of_ranks[0] for of_ranks in norms]
+            if norms:
+                row["train/grad_norm"] = sum(norms) / len(norms)
+            found = self.safely(self.spikes.add, step, losses, norms)
+            anomalies, row["health/nonfinite_steps"] = found or ([], 0)
+        return row | slowest_rank(own), anomalies
 
-    def rates(self, step: int, learning_rate: float, tokens: float) -> dict[str, float]:
+    def rates(self, step: int, lr: float | None) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
-        steps, seconds = step - self.logged_step, self.clock.take_seconds()
-        real_tokens = (self.progress.tokens - self.logged_tokens) / steps
-        ms = {name: s / steps * 1e3 for name, s in seconds.items()}
-        step_ms = sum(ms[name] for name in STEP_PHASES)
-        flops = tokens * self.flops_per_token / step_ms * 1e3
-        row = {
-            "train/learning_rate": learning_rate,
-            "train/tokens": self.progress.tokens,
-            "perf/step_ms": step_ms,
-            "perf/tokens_per_second": tokens / step_ms * 1e3,
-            "perf/tflops": flops / 1e12,
-        }
-        if self.peak:
-            row["perf/mfu"] = flops / self.peak
-        if real_tokens < tokens * (1 - 1e-6):  # more than by rounding
-            row["perf/real_tokens_per_second"] = real_tokens / step_ms * 1e3
-            row["perf/padding_fraction"] = 1 - real_tokens / tokens
+        steps = max(1, step - self.logged_step)
+        seconds, ms, window = self.clock.take(steps)
+        step_ms = sum(value for name, value in ms.items() if name not in OUTSIDE_PHASES)
+        step_ms = max(step_ms, 1e-6)
+        row = {} if lr is None else {"train/learning_rate": lr}
+        row |= {"perf/step_ms": step_ms}
+        if self.step_tokens:
+            rate = self.step_tokens / step_ms * 1e3
+            before, padded = self.all_tokens, steps * self.step_tokens
+            row["train/tokens"] = before + round(padded)
+            row |= self.columns()  # may have another count: without padding, of earlier processes
+            self.all_tokens = row["train/tokens"]
+            row["perf/tokens_per_second"] = rate
+            if self.flops_per_token:
+                row["perf/tflops"] = rate * self.flops_per_token / 1e12
+                if self.peak_flops:
+                    row["perf/mfu"] = rate * self.flops_per_token / self.peak_flops
+            real = (self.all_tokens - before) / padded
+            if real < 1 - 1e-6:  # more than by rounding
+                row["perf/padding_fraction"] = 1 - real
+                row["perf/real_tokens_per_second"] = rate * real
         if self.logged_step == self.first_step - 1:
             # the first step of a process compiles, allocates and fills caches
-            self.goodput.add_startup(step_ms / 1e3)
-            row["perf/startup_s"] = self.goodput.startup
-            seconds |= dict.fromkeys(STEP_PHASES, 0.0)
-        self.goodput.add(seconds)
-        self.logged_step, self.logged_tokens = step, self.progress.tokens
-        return row if self.cfg.monitor == "off" else row | self.by_phase(ms)
-
-    def readings(self, step: int) -> dict[str, float]:
-        """Of the machine and of memory, since the last log."""
-        if self.cfg.monitor == "off":
-            return {}
-        row = self.machine.read(step) | self.goodput.row()
-        if "machine/cpu_probe_us" in row:  # not at every log, where they are close
-            row |= self.resources.read()
-        if self.disturbed or self.resources.allocations:
-            row["perf/disturbed"] = 1  # by looking closely: it says nothing of the speed
-        self.disturbed = False
-        if self.sampler and (profile := self.sampler.take()):
-            row["profile"] = profile
-        return row
-
-    def by_phase(self, ms: dict[str, float]) -> dict[str, float]:
-        """ms per step in each phase, from the host's clock or from CUDA events."""
-        ms, window = self.clock.take_steps(ms)
-        shown = [name for name in PHASES if name != "waiting" or dist.is_initialized()]
-        row = {f"perf/{name}_ms": ms[name] for name in shown}
+            row["perf/startup_s"] = max(step_ms / 1e3, proc.process_age_seconds() - accounted_s)
+        self.logged_step = step
+        if self.level == "off":
+            return row
+        row |= {f"perf/{name}_ms": value for name, value in ms.items()
+                if name != "waiting" or dist.is_initialized()}
         if window:
             row["perf/step_ms_median"] = quantile(window, 0.5)
             row["perf/step_ms_p95"] = quantile(window, 0.95)
-        total = sum(ms[name] for name in STEP_PHASES) or 1.0
-        row["perf/compute_fraction"] = (ms["forward"] + ms["backward"] + ms["optimizer"]) / total
-        row["perf/data_fraction"] = ms["data"] / total
-        return row
+        row["perf/data_fraction"] = ms["data"] / step_ms
+        compute = ms["forward"] + ms["backward"] + ms["optimizer"]
+        return row | {"perf/compute_fraction": compute / step_ms}
 
-    def write_row(self, step: int, row: dict[str, float]):
-        """To the screen and the files, with a warning where steps have become slower."""
+    def write_row(self, step: int, row: dict):
+        """To the files, then to the screen, with findings if there are any."""
+        if not self.sinks:
+            return
+        if self.level != "off":
+            row |= self.machine.read(step)
+            if "machine/cpu_probe_us" in row:  # not at every log of short steps
+                row |= read_resources(self.device, self.out_dir)
+            if self.sampler:
+                row |= self.sampler.take()
         self.write(step, row)
-        print(self.line(step, row), flush=True)
-        with self.only_warning():
-            self.diagnose(step, row | {"step": step})
+        if "memory/threads" in row and not self.limited:  # now that the loader's processes run
+            self.limited = True
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            self.write(step, {"about": limits(row, self.device, ranks)})
+        say(log_line(step, self.last_step(), row))
+        self.check()
 
-    @contextlib.contextmanager
-    def only_warning(self):
-        """An error in the diagnosis switches it off; training goes on."""
-        try:
-            yield
-        except Exception as e:
-            self.diagnose = lambda *_: None
-            print(f"warning: the diagnosis is off: {type(e).__name__}: {e}", flush=True)
-
-    def diagnose(self, step: int, row: dict[str, float]):
-        if finding := self.learning.add(row):
-            self.warn(step, str(finding))
-        for event in self.slowdowns.add(row):
-            self.warn(step, describe_event(event) if event.ended is None else describe_end(event))
-            if event.kind == "step" and event.ended is None:
-                self.tracer.on_slowdown()
+    def check(self, final: bool = False):
+        """Report findings that are news, as often as CHECK_SHARE of the time allows."""
+        began = self.clock.since if final else self.phase_time()
+        if self.level == "off" or not (final or began >= self.next_check):
+            return
+        self.history.about["last_step"] = self.last_step() or 0
+        found = news(self.history)
+        for each in found:
+            self.write(self.newest_step, {"finding": each.row()})
+            self.warn(self.newest_step, str(each))
         if self.sampler:
-            self.sampler.hurry = self.slowdowns.waits
-        for text in self.resources.warnings(row):
-            self.warn(step, text)
-            self.write(step, {"runs_out": text})  # for the report
-        if not self.advised and "perf/startup_s" not in row:
-            self.advised, steps = True, self.cfg.max_steps - step
-            left = steps * row["perf/step_ms"] / 1e3
-            self.phase("logging")
-            logging = self.clock.seconds["logging"]  # which the wait is no part of
-            if saved := compile_saving(self.cfg, self.ranks, steps, left):
-                print(f"step {step}: --compile would save about {saved / 60:.0f} minutes of "
-                      f"{duration(left)}", flush=True)
-            self.phase("logging")
-            self.goodput.add_startup(self.clock.seconds["logging"] - logging)
-            self.clock.seconds["logging"] = logging
+            self.sampler.hurry = waits_for_lines(self.history)
+        self.next_check = began + (self.phase_time() - began) / CHECK_SHARE
 
-    def report(self, anomaly, found: dict):
-        """A row and a warning of an anomaly; found: what faults.autopsy returned."""
-        step, row = anomaly.step, anomaly.row(found)
+    def phase_time(self) -> float:
+        """Time on the clock of phases."""
+        self.phase(self.clock.current)
+        return self.clock.since
+
+    def report_anomaly(self, row: dict):
+        """A row and a warning about a spike or a step that was not finite."""
+        again, step = row.pop("again", False), row.pop("step")
+        if self.autopsy:
+            row |= self.autopsy(step, row["rank"])
         self.write(step, row)
-        if not anomaly.again:
-            self.warn(step, f"{describe_anomaly(row)}; see python data.py show "
-                            f"{self.out_dir} {step}")
-
-    def line(self, step: int, row: dict[str, float]) -> str:
-        last = self.cfg.max_steps
-        shown = [in_form(form, row[name]) for name, form in LINE.items() if name in row]
-        if last == UNKNOWN:
-            return " | ".join([f"step {step}/?", *shown])
-        left = duration((last - step) * row["perf/step_ms"] / 1e3)
-        return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
+        if not again:
+            self.warn(step, describe_anomaly(row))
 
     def warn(self, step: int, text: str):
         if self.out_dir:
-            print(f"warning: step {step}: {text}", flush=True)
+            say(f"warning: step {step}: {text}")
 
-    def close(self) -> str:
-        """Write the last row; returns the report of the run."""
-        self.goodput.add(self.clock.take_seconds())
-        self.clock.current = "logging"  # for the watchdog: an upload of W&B takes its time
-        if self.out_dir:
-            self.goodput.close()
-        self.machine.close()
-        self.resources.close()
-        if self.sampler:
-            self.sampler.close()
-            self.tracer.close()
-        # with what came after the last log; where a process that begins earlier cuts it off
-        self.write(self.last_step, {"end": self.goodput.row()})
-        self.sinks.close()
-        with contextlib.suppress(Exception):  # metrics.jsonl is gone, or odd
-            return report_text(report(self.out_dir))
-        return ""
+    def safely(self, call, *args):
+        """call(*args), of diagnosis, which never ends training: its first error switches it off."""
+        if not self.healthy:
+            return None
+        try:
+            return call(*args)
+        except Exception as e:
+            self.healthy = False
+            place = traceback.extract_tb(e.__traceback__)[-1]
+            say(f"warning: the monitor is off after an error in it, training goes on: "
+                f"{type(e).__name__}: {e} ({Path(place.filename).name}:{place.lineno})")
+            return None
+
+
+if __name__ == "__main__":
+    for run_dir in sys.argv[1:]:
+        print(report_text(report(Path(run_dir))))

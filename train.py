@@ -39,19 +39,18 @@ from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.run_dir import open_run_dir
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import faults, memory, process
+from steady.guard.columns import monitor_options
 from steady.guard.deadline import begin_decay, rate_jump
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
-from steady.guard.replay import replay
 from steady.models import device as devices
 from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
+from steady.models.evaluation import Means, Update, measure_output
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
 from steady.ranks.watchdog import Watchdog, patience
-from steady.watch.evaluation import Means
-from steady.watch.report import summary
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -78,17 +77,15 @@ def train(run: "Run", batches):
             monitor.phase("backward")
             ranks.scaler.scale(loss).backward()
             sums = sums + torch.stack((loss.detach().float(), (batch.targets != IGNORE).sum()))
-            monitor.add_losses(losses.detach(), batch, run.train_data)
-        replay(run, batch, seed_everything)  # at every --replay_interval
+            monitor.add_losses(losses.detach(), batch)
         finish_copy(run)
         monitor.phase("optimizer")
         step_loss, grad_norm = update(run, sums)  # clips; skips non-finite gradients
         run.advance()  # step, position and tokens together
         monitor.phase("other")
-        monitor.after_update(run.model, batch)
+        measure_output(run, batch)  # at a log, with --monitoring full
         collect_garbage(progress.step, first_step)
-        for anomaly in monitor.step(progress.step, lr, step_loss, grad_norm, guard.excess):
-            monitor.report(anomaly, faults.autopsy(run, anomaly.step, anomaly.rank))
+        monitor.step(progress.step, lr=lr, loss=step_loss, grad_norm=grad_norm)
         guard.check(progress.step)  # reads the device only when it is due, as at a log
         if evaluation_due(run):
             keep_best(run, evaluate(run))
@@ -161,7 +158,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
-    run.monitor.before_update(run.progress.step + 1)
+    change = Update(shards) if run.measures(run.progress.step + 1) else None
     run.guard.begin_update()
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -173,6 +170,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     run.ranks.scaler.update()
+    run.monitor.log_all(change.measure() if change else {})
     return sums[0] / share, grad_norm
 
 
@@ -352,6 +350,10 @@ class Run:
     def compiled(self) -> bool:
         return self.ranks.device.type == "cuda" if self.cfg.compile is None else self.cfg.compile
 
+    def measures(self, step: int) -> bool:
+        """Whether norms, updates and entropy are measured in this step."""
+        return self.cfg.monitor == "full" and self.monitor.due(step)
+
     def advance(self):
         """Count the update just made."""
         progress, n = self.progress, self.cfg.batch_size
@@ -464,7 +466,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
 def main(argv: list[str]) -> int:
     """What `python train.py` does; returns the exit code."""
     cfg = config.parse(argv)
-    if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate or cfg.audit:
+    if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate:
         from tools.verify import look
 
         return look(argv, cfg, sys.modules[__name__])
@@ -472,7 +474,7 @@ def main(argv: list[str]) -> int:
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
         with ranks.watchdog:
-            run.monitor = Monitor(cfg, ranks, progress, None, flops_per_token=0)
+            run.monitor = Monitor(None, 0, level="off", device=ranks.device)
             ranks.watchdog.clock = run.monitor.clock
             ranks.watchdog.follow(progress, run_dir, None)
             evaluate(run)
@@ -484,17 +486,12 @@ def main(argv: list[str]) -> int:
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {opening.early_end(cfg, progress) or finished}; nothing to do")
             if cfg.json:
-                print(json.dumps(summary(run_dir.path)))
+                print(json.dumps(rundir.summary(run_dir.path)))
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
-        if run_dir.resumed_from:
-            if ranks.rank == 0 and (jump := rate_jump(run, learning_rate)):
-                print(jump, flush=True)
-            if (Path(__file__).parent / "tools/continuity.py").exists():  # a fork may drop tools/
-                from tools.continuity import check_continuity
-
-                check_continuity(run, train)
+        if run_dir.resumed_from and ranks.rank == 0 and (jump := rate_jump(run, learning_rate)):
+            print(jump, flush=True)
         report = train_with_recovery(run)
         stop.agree()  # together: torchrun kills the others if one leaves
         if ranks.rank == 0:
@@ -504,7 +501,7 @@ def main(argv: list[str]) -> int:
             with faults.only_warning("no sample"):
                 show_sample(run, "sample  of what it writes:\n\n")
         if cfg.json and ranks.rank == 0:
-            print(json.dumps(summary(run_dir.path)), flush=True)
+            print(json.dumps(rundir.summary(run_dir.path)), flush=True)
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0
@@ -516,7 +513,7 @@ def train_with_recovery(run: Run) -> str:
     flops = flops_per_token(run.model, cfg, data.typical_length())
     rescue = partial(faults.rescue, run) if ranks.shards.size == 1 else None
     while True:
-        run.monitor = Monitor(cfg, ranks, progress, run.dir.path, flops)
+        run.monitor = Monitor(**monitor_options(run, flops))
         ranks.stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
         order = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=progress.position)
         start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning

@@ -50,8 +50,6 @@ def refuse_conflicts(cfg):
                           "or --init_from")
     if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:
         raise ConfigError("--resume, --auto_resume and --overwrite cannot be combined")
-    if cfg.half_residual and cfg.model == "transformers":
-        raise ConfigError("--half_residual: not with a model that is trained through transformers")
     for name in ("lora_rank", "resize_embeddings"):
         if getattr(cfg, name) and not cfg.init_from:
             raise ConfigError(f"--{name}: expected --init_from too, the weights to start from")

@@ -6,13 +6,10 @@ Where torch lacks it, the function does what its docstring says, and training go
 
 import contextlib
 import importlib
-import inspect
 import json
-import sys
-from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 # --- ranks -----------------------------------------------------------------------------------
 
@@ -81,47 +78,7 @@ def keep_graphs_whole():
         torch._dynamo.config.optimize_ddp = False
 
 
-def leave_compiler_out():
-    """Let optimizers and DDP not import torch._dynamo, which takes as long as torch itself.
-
-    For runs that compile nothing. Without it, they do.
-    """
-    with contextlib.suppress(AttributeError):
-        base, ddp = optim.Optimizer, nn.parallel.DistributedDataParallel
-        for function in (base.add_param_group, base.load_state_dict, base.state_dict,
-                         base.zero_grad, ddp._inside_ddp_forward):
-            function = inspect.unwrap(function)
-            function.__dynamo_disable = function  # else made by torch._dynamo at the first call
-        optim.AdamW.step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
-
-
-def without_compiler(make):
-    """make(), of DDP, which asks torch._dynamo for its mode, and with this does not import it."""
-    if "torch._dynamo" not in sys.modules:
-        utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
-        torch._dynamo = SimpleNamespace(utils=utils)
-        try:
-            return make()
-        except AttributeError:  # a torch that asks for more
-            pass
-        finally:
-            vars(torch).pop("_dynamo", None)
-    return make()
-
-
 def mark_dynamic(tensor: Tensor, dim: int):
     """Compile for any size of a dimension. Without it the second size is compiled anew, once."""
     with contextlib.suppress(AttributeError):
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def compilations() -> int | None:
-    """Graphs that torch.compile has compiled; None if it is not in use, or without this."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    with contextlib.suppress(AttributeError, KeyError):
-        return dynamo and dynamo.counters["stats"]["unique_graphs"]
-
-
-def is_profiling() -> bool:
-    """Whether a torch.profiler is at work, as a fork's own. Without it: never."""
-    return getattr(torch.autograd, "_profiler_enabled", lambda: False)()

@@ -16,10 +16,10 @@ import config
 import data
 import train
 from steady.checkpoints.checkpoint import compare, list_checkpoints
+from steady.checkpoints.run_dir import summary
 from steady.checkpoints.writer import Writer
 from steady.guard import deadline
 from steady.models.ema import Ema
-from steady.watch.report import summary
 from tools import generate
 
 WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_steps"):]
@@ -335,15 +335,6 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
     assert "steps fit into --max_minutes 1" in told
     told = run(*flags, "--max_minutes", 1, "--verify_resume", 2, bare=True, expect=2)
     assert "--max_minutes: not with --verify_resume" in told
-
-
-def test_steps_that_are_made_again_know_no_clock(run, corpus, tmp_path, clock):
-    """In an audit, also from before the step that set their number."""
-    flags = [*WITHOUT_STEPS, "--data", corpus, "--eval_interval", 0, "--save_interval", 1]
-    run(*flags, "--max_minutes", 0.7, "--keep_checkpoints", 99, "--out_dir", "r", bare=True)
-    last = 4 + int((24 * 0.98 - 2) / 2)
-    told = run("--audit", "r", "--segments", 99, bare=True)
-    assert f"verified {last - 1} of {last - 1} segments" in told
 
 
 def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):

@@ -136,17 +136,19 @@ def test_packed_rows_without_a_mask_take_what_a_stream_takes():
 
 def test_what_bounds_a_step_and_what_fits(monkeypatch):
     monkeypatch.setattr(estimate, "DEVICE_GB", 8)
+    monkeypatch.setattr(estimate, "LINK_GBS", 1e-3)
     cfg = config.resolve(config.parse([
         *SHAPE, "--batch_size", "8", "--micro_batch_size", "2",
-        "--optimizer", "adamw", "--link_gbs", "1e-3", "--shard_size", "1", "--parallel", "zero2"]))
+        "--optimizer", "adamw", "--shard_size", "1", "--parallel", "zero2"]))
     found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
     assert found["sent"].keys() == {"ddp"}  # every rank has a whole copy, whatever the way
     assert found["step_seconds"] == found["link_seconds"] == found["sent"]["ddp"] / 1e6
     # two micro-batches are summed up beside ddp's buckets
     n = sum(p.numel() for p in Transformer(cfg).parameters())
     assert found["memory"]["ddp"]["gradients"] == 2 * 4 * n
-    plain = estimate.estimate(replace(cfg, link_gbs=350.0, activation_checkpointing="full"), 2,
-                              torch.float32, train.make_optimizers)
+    monkeypatch.setattr(estimate, "LINK_GBS", 350)
+    plain = estimate.estimate(replace(cfg, activation_checkpointing="full"), 2, torch.float32,
+                              train.make_optimizers)
     assert plain["step_seconds"] == plain["compute_seconds"]
     assert plain["compute_seconds"] == pytest.approx(4 / 3 * found["compute_seconds"])
     most = replace(cfg, micro_batch_size=str(plain["fits"]), batch_size=2 * plain["fits"],

@@ -53,7 +53,7 @@ def test_top_level_modules_import_only_what_they_may():
     """Tools are imported in `__main__` blocks only, but for flags of train.py that do not train."""
     for name in TOP:
         tools = {other for other in IMPORTS[name] if other.startswith("tools")}
-        assert tools == ({"tools.verify", "tools.continuity"} if name == "train" else set()), name
+        assert tools == ({"tools.verify"} if name == "train" else set()), name
     for name in ("model", "data", "monitor"):
         assert not IMPORTS[name] & {"train", "model", "data", "monitor"}, name
     assert not IMPORTS["config"] & set(TOP)

@@ -12,10 +12,10 @@ import config
 from model import Transformer, flops_per_token, generate, sample_token
 from steady.models import layers
 from steady.models.device import attention_backend, set_attention_backend
+from steady.models.evaluation import output_entropy
 from steady.models.layers import LinearCrossEntropy, RMSNorm, rotate
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE
-from steady.watch.evaluation import output_entropy
 
 CPU = torch.device("cpu")
 
@@ -69,22 +69,6 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
 def test_a_mask_is_not_taken_for_documents():
     with pytest.raises(TypeError):
         make().hidden(some_tokens(), documents=torch.ones(3, 32, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_the_type_of_the_residual_stream(half):
-    model, tokens, found = make(half_residual=half), some_tokens(), []
-    for block in model.blocks:
-        block.register_forward_hook(lambda _, args, out: found.append((args[0].dtype, out.dtype)))
-    exact = model(tokens, tokens)
-    assert {*found} == {(torch.float32, torch.float32)}  # outside of autocast
-    found.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = model(tokens, tokens)
-        losses.sum().backward()
-    assert {*found} == {(torch.bfloat16 if half else torch.float32,) * 2}
-    assert losses.dtype == torch.float32 and torch.allclose(losses, exact, atol=0.15)
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("rows", [4, 99])

@@ -18,10 +18,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import config_from_args, parse_args
 
 import config
-from steady.watch.causes import Cause
-from steady.watch.profile import Line
-from steady.watch.slowdowns import SlowDown
-from steady.watch.words import describe_event
+from steady.watch.findings import finding
 from tests.bench.__main__ import layout
 from tests.bench.common import Figure
 from tools import generate, prepare
@@ -278,12 +275,11 @@ def test_map_names_every_file(text):
 
 def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
-    line = Line("data", "my_data.py:6 augment < data.py:132 Samples.rows", 13.0, 3.0)
-    causes = [Cause("line", 13.0, {"line": line}), Cause("data", 1.1)]
-    event = SlowDown(since=401, since_range=(401, 401), found=540, before=36.3, after=50.4,
-                     percent=39, series="data", phases=[("data", 14.1)], causes=causes,
-                     blames="program")
-    assert f"warning: step 540: {describe_event(event)}\n" in blocks(README)
+    line = finding("line", values={"source": "copied = tokens.clone()"}, ms=13.0,
+                   line="my_data.py:6 augment < data.py:132 Samples.rows")
+    event = finding("slower", 401, dict(percent=39, phases=[("data", 14.1)], creeps=False), ms=14.1,
+                    of=36.3, side="program", parts=(line, finding("data", ms=1.1)))
+    assert f"warning: step 540: {event}\n" in blocks(README)
 
 
 def test_both_readmes_have_the_same_commands_and_links():

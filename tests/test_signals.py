@@ -21,8 +21,8 @@ from steady.checkpoints import backup
 from steady.checkpoints.checkpoint import compare, latest_valid
 from steady.guard import faults
 from steady.guard.guard import Guard
+from steady.models.evaluation import Means
 from steady.watch import sinks
-from steady.watch.evaluation import Means
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
          "--dropout", 0.1, "--no_compile"]
@@ -102,13 +102,6 @@ def test_an_evaluation_made_again_after_a_kill_is_in_the_log_once(run, tmp_path)
     run(*FLAGS, hook=hook, expect=-9)
     assert column(tmp_path / "r", "val/loss")
     finish_and_compare(run)
-
-
-def test_the_best_one_saved_twice_keeps_the_first_steps_after_the_one_before(run, tmp_path):
-    """For a resume on another machine, which repeats them."""
-    run(*FLAGS)
-    state = latest_valid(tmp_path / "r/checkpoints").state()
-    assert (state["best_step"], state["trail_from"], len(state["trail_of_all"])) == (12, 8, 4)
 
 
 @pytest.mark.parametrize("ranks, flags", [
@@ -287,7 +280,8 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, 
     if code == 75:
         pytest.skip("no user namespaces here")
     assert code == 1 and "in /dev/shm" in process.text() and "Traceback" not in process.text()
-    assert steps(tmp_path / "run") == ([4, 5] if step else [])
+    saved = steps(tmp_path / "run")  # room may come back while batches in flight are used
+    assert saved == [4, saved[-1]] and 5 <= saved[-1] if step else saved == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")

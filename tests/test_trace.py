@@ -1,4 +1,4 @@
-"""Three steps are traced where it helps, and the files stay few."""
+"""Three steps are traced on request, and the files stay few."""
 
 import json
 import os
@@ -7,8 +7,6 @@ import signal
 import pytest
 import torch
 from conftest import after_updates, rows
-
-from steady.watch import profile
 
 
 @pytest.fixture
@@ -50,15 +48,3 @@ def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert "step 12/12" in run("--out_dir", "r")
     assert not list((tmp_path / "r/traces").glob("*"))
-
-
-def test_the_first_slow_down_is_traced(tmp_path):
-    tracer = profile.Tracer(None, tmp_path)
-    try:
-        tracer.on_slowdown()
-        assert tracer.wanted and tracer.busy
-        tracer.wanted = False
-        tracer.on_slowdown()
-        assert not tracer.wanted
-    finally:
-        tracer.close()

@@ -28,9 +28,10 @@ from steady.private import use_fake_backend
 from steady.ranks.parallel import Shards, local_part
 from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
-from steady.watch.sinks import duration
+from steady.watch.findings import duration
 
 MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
+LINK_GBS = 350  # between devices: NVLink of an H100
 DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
@@ -182,7 +183,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     found["peak_tflops"] = peak
     again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
     found["compute_seconds"] = again * found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
-    found["link_seconds"] = found["sent"][way] / (cfg.link_gbs * 1e9)
+    found["link_seconds"] = found["sent"][way] / (LINK_GBS * 1e9)
     found["step_seconds"] = max(found["compute_seconds"], found["link_seconds"])
     n = max(1, 2**15 // cfg.seq_len)  # large enough for memory to grow by as much a sequence
     one, two = (sum(simulate(cfg, dtype, size, accumulation, make_optimizers, way,
@@ -233,6 +234,5 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
         f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
         f"(--peak_tflops); a step computes for {found['compute_seconds'] * 1e3:.0f} ms and, at "
-        f"the same time, sends for {found['link_seconds'] * 1e3:.0f} ms at {cfg.link_gbs:g} GB/s "
-        "(--link_gbs)",
+        f"the same time, sends for {found['link_seconds'] * 1e3:.0f} ms at {LINK_GBS} GB/s",
     ))

@@ -18,12 +18,12 @@ from array import array
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from steady.checkpoints.sealed import atomic_write
-from steady.watch.report import read_config, report
-from steady.watch.sinks import STEP_PHASES
-from steady.watch.slowdowns import worth_saying
-from steady.watch.words import describe_anomaly, describe_event
+from steady.watch.findings import describe_anomaly
+from steady.watch.history import STEP_PHASES
+from steady.watch.report import report
 
 PARTS = Path(__file__).parent / "page"
 POINTS = 1000  # most of a line, of all runs together
@@ -83,18 +83,25 @@ def thin(steps: array, values: array, points: int) -> list[list]:
 
 def events_of(found: dict, starts: list[int]) -> list[dict]:
     """[{kind, step, until, text}] of what happened, in order of steps."""
-    out = [dict(kind="slow-down", step=event.since, until=event.ended,
-                text=describe_event(event)) for event in found["slowdowns"] if worth_saying(event)]
-    out += [dict(kind=finding.code, step=finding.since, text=str(finding))
-            for finding in found["training"]]
+    kinds = {"slower": "slow-down", "slow": "slow from the start"}
+    out = [dict(kind=kinds.get(each.code, each.code), step=each.since, until=each.until,
+                text=str(each))
+           for each in found["findings"]]
     out += [dict(kind="anomaly", step=row["step"], text=describe_anomaly(row))
             for row in found["anomalies"][:MOST_ANOMALIES]]
     out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
-    out += [dict(kind="runs out", step=row["step"], text=row["runs_out"])
-            for row in found["runs_out"]]
     out += [dict(kind="restart", step=step - 1, text="continued from here, or rolled back to here")
             for step in starts[1:]]
     return sorted(out, key=lambda event: event["step"])
+
+
+def read_config(run_dir: Path) -> dict[str, str]:
+    """The options of config.yaml as text; {} if it cannot be read."""
+    try:
+        text = (run_dir / "config.yaml").read_text("utf-8", errors="replace")
+        return {name: str(value) for name, value in (yaml.safe_load(text) or {}).items()}
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError):
+        return {}
 
 
 # --- the page --------------------------------------------------------------------------------

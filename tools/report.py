@@ -8,7 +8,6 @@
 import json
 import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,9 @@ import numpy as np
 from config import Config
 from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, fixed_options, read_flags
-from steady.watch.report import read_config, report, report_text
-from steady.watch.slowdowns import worth_saying
-from tools.page import write_page
+from steady.watch.findings import WORDS, Finding
+from steady.watch.report import report, report_text
+from tools.page import read_config, write_page
 
 
 def side_by_side(reports: list[dict]) -> str:
@@ -27,7 +26,8 @@ def side_by_side(reports: list[dict]) -> str:
     names = dict.fromkeys(name for r in reports for name in r["figures"])
     rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    kinds = [r["training"][0].code if r["training"] else "ok" for r in reports]
+    trends = [[f.code for f in r["findings"] if f.code in WORDS] for r in reports]
+    kinds = [codes[0] if codes else "ok" for codes in trends]
     lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
         if not any(values):  # a phase that none of them had
@@ -50,8 +50,8 @@ def regression_percent(reports: list[dict]) -> float:
     if len(reports) > 1:
         rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
         return 100 * float(np.max([rates[0] / rate - 1 for rate in rates[1:]]))
-    lasting = [event.percent for event in reports[0]["slowdowns"]
-               if event.ended is None and worth_saying(event)]
+    lasting = [dict(found.values)["percent"] for found in reports[0]["findings"]
+               if found.code == "slower" and found.until is None]
     return max(lasting, default=0.0)
 
 
@@ -73,13 +73,17 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["compare"]:
         from tools.compare import compare  # and with it all that trains
         return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
+    if argv[:1] == ["try"]:
+        from tools.trial import main as trial
+        return run_command("monitor.py try", trial, argv[1:])
     return run_command("monitor.py", print_reports, argv)
 
 
 def print_reports(argv: list[str]) -> int:
     parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
                     "the time of a run went, whether it slowed down, since when and why.",
-                    epilog="`monitor.py compare A B` trains two variants: is B better than A?")
+                    epilog="`monitor.py compare A B` trains two variants: is B better than A? "
+                    "`monitor.py try RUN` measures what other options would gain.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--fail_on_regression", type=float,
@@ -99,7 +103,7 @@ def print_reports(argv: list[str]) -> int:
     except OSError as e:
         raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
-        text = json.dumps(reports, default=asdict)
+        text = json.dumps(reports, default=Finding.row)
         finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
         print(json.dumps(finite, indent=1))
     else:

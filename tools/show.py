@@ -12,7 +12,7 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars
 from steady.tokens.tokenizers import decode
-from steady.watch.sinks import read_rows
+from steady.watch.history import read_rows
 
 
 def show(path: str, n: int):

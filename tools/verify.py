@@ -1,11 +1,25 @@
-"""Flags of train.py that only look: --check_checkpoints, --verify_resume, --audit, --estimate."""
+"""Flags of train.py that only look: --check_checkpoints, --verify_resume, --estimate."""
 
+import contextlib
+import shutil
+import tempfile
+from functools import partial
 from pathlib import Path
 
 from config import Config
-from steady.checkpoints.checkpoint import Checkpoint, best_checkpoint, list_checkpoints
+from steady.checkpoints.checkpoint import (
+    Checkpoint,
+    best_checkpoint,
+    checkpoint_at,
+    compare,
+    list_checkpoints,
+)
 from steady.options import ConfigError
-from tools.audit import audit, scratch_folder
+from steady.ranks.ranks import from_rank0, meet, rank_and_world
+from steady.ranks.watchdog import patience
+
+COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
+            "spikes")
 
 
 def look(argv: list[str], cfg: Config, train) -> int:
@@ -16,8 +30,6 @@ def look(argv: list[str], cfg: Config, train) -> int:
         return 0 if valid else 1
     if cfg.verify_resume:
         return verify_resume(argv, cfg, train)
-    if cfg.audit:
-        return audit(Path(cfg.audit), cfg.segments, train)
     from tools.estimate import estimate_run
 
     print(estimate_run(cfg, train.make_optimizers))
@@ -51,18 +63,53 @@ def check_checkpoints(run_dir: Path) -> tuple[str, bool]:
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
-    """Train 2 K steps with these flags, in a temporary directory, and audit the second half."""
+    """Train 2 K steps with these flags, then the last K again from step K; compare both ends.
+
+    Returns 0 if every bit is the same, 1 if not. Raises ConfigError if they cannot be compared.
+    """
     for name in ("epochs", "max_minutes", "resume"):
         if getattr(cfg, name):
             raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps of a "
                               "new run")
-    k, patience = cfg.verify_resume, 10**9 if cfg.patience else 0  # which ends no part of it
+    k = cfg.verify_resume
     flags = ["--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=1",
-             f"--keep_every={k}", f"--patience={patience}", "--deterministic", "--no_tensorboard",
-             "--no_wandb", "--no_auto_resume", "--no_overwrite"]
-    with scratch_folder("verify") as folder:
-        if cfg.backup_to:  # not the run's own
-            flags.append(f"--backup_to={folder / 'backup'}")
-        code = train.main([*argv, *flags, f"--out_dir={folder / 'run'}"])
-        return code or audit(folder / "run", 1, train)
+             f"--keep_every={k}", "--deterministic", "--no_tensorboard", "--no_wandb",
+             "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
+             f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
+    with scratch_folder() as (folder, store):
+        for name in ("whole", "resumed"):
+            mine = [f"--out_dir={folder / name}"]
+            if cfg.backup_to:  # not the run's own
+                mine.append(f"--backup_to={folder / name}-backup")
+            if name == "resumed":
+                start = from_rank0(store, partial(checkpoint_at, folder / "whole/checkpoints", k))
+                mine.append(f"--resume={start and start.path}")
+            if code := train.main([*argv, *flags, *mine]):
+                return code
+        n, names = from_rank0(store, partial(compare_ends, folder, 2 * k))
+    if rank_and_world()[0] == 0:
+        found = f"{len(names)} of {n} values differ, as {names[0]}" if names else f"{n} values same"
+        print(f"verify  steps {k} to {2 * k} resumed: {found}")
+    return 1 if names else 0
+
+
+@contextlib.contextmanager
+def scratch_folder():
+    """(a temporary folder of all ranks, which rank 0 makes and deletes; their store)."""
+    rank, _, world_size, _ = rank_and_world()
+    store = meet(rank, world_size, patience(0))
+    folder = Path(from_rank0(store, lambda: tempfile.mkdtemp(prefix="steady-verify-")))
+    try:
+        yield folder, store
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def compare_ends(folder: Path, step: int) -> tuple[int, list[str]]:
+    """(number of values, names of those that differ) of both checkpoints of this step."""
+    ends = [checkpoint_at(folder / name / "checkpoints", step) for name in ("whole", "resumed")]
+    if not all(ends):
+        raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
+    return compare(*({name: end.state()[name] for name in COMPARED} for end in ends))

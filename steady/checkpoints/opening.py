@@ -10,7 +10,7 @@ from steady.guard import process
 from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.watch import proc
-from steady.watch.sinks import si
+from steady.watch.findings import si
 
 TESTED = 2, 15  # the newest torch that all tests have passed with
 
@@ -42,7 +42,7 @@ def describe(run) -> str:
     of_those = f" ({trained / 1e6:.2f} M trained{unadapted(run)})" if trained < parameters else ""
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
     steps = f"{cfg.max_steps} steps"
-    if cfg.max_steps == UNKNOWN and cfg.max_minutes:  # which an audit leaves out
+    if cfg.max_steps == UNKNOWN and cfg.max_minutes:
         samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
     weights = sum(d.weight for d in data.datasets)
     sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.details}"

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from steady.watch.sinks import si
+from steady.watch.findings import si
 
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)

@@ -22,6 +22,7 @@ from steady.checkpoints.checkpoint import (
     BEST,
     NAME,
     Checkpoint,
+    best_checkpoint,
     checkpoint_at,
     find_checkpoint,
     latest_valid,
@@ -41,6 +42,7 @@ from steady.options import ConfigError, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
+from steady.watch.report import report
 
 # Written to by a run, where no link may lead elsewhere.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
@@ -315,3 +317,26 @@ def provenance() -> dict[str, str]:
         command=" ".join(sys.argv), launch=launch() or "without torchrun",
         commit=commit or "unknown", torch=torch.__version__,
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"))
+
+
+def summary(run_dir: Path) -> dict:
+    """A run that has ended, for --json; null for the unknown."""
+    logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
+    out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
+    figures, folder = out["figures"], run_dir / "checkpoints"
+    found, best = list_checkpoints(folder), best_checkpoint(folder)
+    names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
+             "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
+             "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",
+             "peak_gb": "memory/peak_gb"}
+    return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
+                seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
+                checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)
+
+
+def tensorboard_folder(cfg, out_dir: Path) -> Path | bool:
+    """Where event files go; several runs may share one --tensorboard_dir."""
+    if not cfg.tensorboard or not cfg.tensorboard_dir:
+        return cfg.tensorboard
+    name = f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")
+    return Path(cfg.tensorboard_dir) / name

@@ -19,7 +19,6 @@ from steady.checkpoints.checkpoint import (
 from steady.checkpoints.writer import Writer
 from steady.guard.deadline import UNKNOWN
 from steady.models import lora
-from steady.models.device import device_name
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
 from steady.ranks.ranks import shared_notes
@@ -91,18 +90,8 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         data=data.fingerprint,
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
-        machine=machine_of(run.ranks),
-        trail_of_all=run.guard.trail[: run.guard.trail_steps],
-        trail_from=run.guard.trail_from,
     )
-    run.guard.saved_step = progress.step  # whose trail begins with the next step
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None)
-
-
-def machine_of(ranks) -> dict:
-    """What the bits of a step depend on besides the run itself."""
-    return dict(torch=str(torch.__version__), device=device_name(ranks.device),
-                ranks=ranks.world_size)
 
 
 def parameter_names(run, optimizer) -> list[str]:
@@ -162,7 +151,6 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     if guard.spikes:
         guard.spikes.restore(state["spikes"])
     guard.replicas.agreed = progress.step
-    guard.new_trail(progress.step)
     run.dir.saved = progress.state()
     cfg = run.cfg
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one

@@ -24,14 +24,13 @@ from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import memory_advice, out_of_memory
-from steady.guard.replay import Miscalculated
 from steady.options import ConfigError, given_texts
 from steady.ranks import hangs
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
 from steady.ranks.watchdog import start_thread
-from steady.watch.sinks import say
+from steady.watch.sinks import alert
 
 # --- signals ---------------------------------------------------------------------------------
 
@@ -144,7 +143,7 @@ class Stop:
                 left -= 0.1
         self.given_up = True
         at = hangs.own_line(self.watchdog.stack()) or "an unknown line"
-        say(f"rank {self.watchdog.rank}: this step does not end, and is given up: at {at}")
+        alert(f"rank {self.watchdog.rank}: this step does not end, and is given up: at {at}")
         start_thread(self.watchdog.rescue).join(self.watchdog.seconds or RESCUE_SECONDS)
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -153,7 +152,7 @@ class Stop:
     def announce(self, number: int):
         again = "; Ctrl-C again ends it at once" * (number == signal.SIGINT)
         if self.watchdog.rank == 0:
-            say(f"{signal.Signals(number).name}: stopping after this step{again}")
+            alert(f"{signal.Signals(number).name}: stopping after this step{again}")
 
 
 # --- recovery --------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def rescue(run, error: BaseException | None = None):
         if signs and not run.ranks.watchdog.verdict:
             said = f"rank {run.ranks.rank}: {signs}\n{said}"
         if said:
-            say(said.strip())
+            alert(said.strip())
 
 
 def save_last_step(run, error: BaseException | None) -> str:
@@ -245,9 +244,9 @@ def save_if_sound(run, error: BaseException):
 
     Raises MemoryError, with advice, where memory has run out.
     """
-    if isinstance(error, ReplicasDiffer) and run.ranks.rank == 0:
-        set_doubtful_aside(run.dir.writer, error)
-    if isinstance(error, (ReplicasDiffer, Miscalculated)):
+    if isinstance(error, ReplicasDiffer):
+        if run.ranks.rank == 0:
+            set_doubtful_aside(run.dir.writer, error)
         return
     rescue(run, error)
     if out_of_memory(error):
@@ -296,7 +295,8 @@ def autopsy(run, step: int, rank: int) -> dict:
             hook.remove()
     sources = np.unique(data.order(first, end)[0])
     return dict(positions=[first, end], datasets=[data.datasets[k].name for k in sources],
-                first_bad_layer=bad[0] if bad else None)
+                first_bad_layer=bad[0] if bad else None,
+                see=f"python data.py show {run.dir.path} {step}")
 
 
 # --- errors around training ------------------------------------------------------------------

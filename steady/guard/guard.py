@@ -13,7 +13,6 @@ from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
-TRAIL_STEPS = 5  # of which losses and gradient norms are kept, for tools/continuity.py
 FREEZE_SECONDS = 10.0  # for an update under way
 PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 
@@ -35,8 +34,6 @@ class Guard:
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
-        self.trail = torch.zeros(TRAIL_STEPS, 2, device=ranks.device)  # in place: copied late
-        self.new_trail(0)
         self.deadline = Deadline(cfg.max_minutes)
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
                                  cfg.check_replicas_interval)
@@ -47,16 +44,7 @@ class Guard:
         found_inf: 1.0 where the gradient is not finite; loss, grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
-        if self.trail_from != self.saved_step:
-            self.new_trail(self.saved_step)
-        if self.trail_steps < TRAIL_STEPS:
-            self.trail[self.trail_steps] = torch.stack((loss, grad_norm))
-            self.trail_steps += 1
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf
-
-    def new_trail(self, step: int):
-        """Begin to keep the first results after a checkpoint of this step."""
-        self.trail_steps, self.trail_from, self.saved_step = 0, step, step
 
     def begin_update(self):
         """The weights are about to change, unless another thread has frozen them."""
@@ -86,11 +74,6 @@ class Guard:
         while self.updated and not self.updated.query() and time.monotonic() < until:
             time.sleep(0.01)
         return not self.updated or self.updated.query()
-
-    @property
-    def excess(self) -> Tensor | None:
-        """Of the newest step, as `Spikes` has it."""
-        return self.spikes and self.spikes.excess
 
     def check(self, step: int, ended: bool = False):
         """Raise NotFinite after too many non-finite steps in a row, or ReplicasDiffer.

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 from steady.options import ConfigError, Failed, due
 from steady.ranks.ranks import rank_and_world
 from steady.tokens.packing import trial_documents
-from steady.watch.sinks import si
+from steady.watch.findings import si
 
 MICRO_BATCH_TOKENS = 2**14  # at most, unless --micro_batch_size says otherwise
 ON_A_LARGE_GPU = 2**16  # so that weights are cast, and gradients summed, a quarter as often
@@ -105,7 +105,7 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
     # of all of a GPU's memory, free or not, so that a resume finds the same
     most = usual_micro_batch(
         cfg, memory_bytes(ranks.device) if ranks.device.type == "cuda" else 0)
-    if cfg.micro_batch_size == "auto":
+    if cfg.micro_batch_size == "auto" and ranks.device.type == "cuda":
         most = largest_micro_batch(new_model, cfg, ranks.world_size, ranks.autocast, ranks.device,
                                    varlen)
     return micro_batch_size(cfg, ranks.world_size, ranks.minimum(most), uneven)
@@ -114,13 +114,9 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
     """The largest power of two of sequences whose forward and backward pass fit into memory.
 
-    new_model: () → a model to try, which is gone afterwards. On a CPU, where the kernel may kill
-    the process before an allocation fails, up to MICRO_BATCH_TOKENS.
+    On CUDA. new_model: () → a model to try, gone afterwards.
     """
-    per_rank = -(-cfg.batch_size // world_size)
-    model, most = new_model(), per_rank
-    if device.type != "cuda":
-        most = min(per_rank, MICRO_BATCH_TOKENS // cfg.seq_len or 1)
+    model, most = new_model(), -(-cfg.batch_size // world_size)
     # for the optimizer, and the buckets of ddp
     copies = 3 if world_size > 1 else 2
     kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
@@ -143,8 +139,7 @@ def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varle
     losses = None  # whose graph holds the model's gradients
     del kept, model
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return size
 
 

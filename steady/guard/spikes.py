@@ -1,11 +1,14 @@
 """--skip_spikes: steps whose loss or gradient norm stands out are skipped, on the device."""
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 WINDOW = 128  # steps that a new one is compared with, at most
 NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
 SHOWN = 5  # spikes in one warning
+MOST_SEEN = 1000  # steps between two logs whose spikes are counted
 
 
 class Spikes:
@@ -20,7 +23,9 @@ class Spikes:
     def __init__(self, sigmas: float, device: torch.device):
         self.sigmas = sigmas
         self.window = torch.full((WINDOW, 2), torch.inf, device=device)  # inf: no step yet
-        self.excess = None  # [], standard deviations that the newest step was above; 0: no spike
+        # of each step since `take`: [3], standard deviations above the mean (0: no spike), loss,
+        # gradient norm
+        self.seen = deque(maxlen=MOST_SEEN)
 
     def restore(self, window: Tensor | None):
         """Go on with the window of a checkpoint; with an empty one where it holds none."""
@@ -44,14 +49,17 @@ class Spikes:
         longer = torch.cat((self.window[1:], latest.minimum(limit)[None]))
         self.window = torch.where(finite, longer, self.window)
         sigmas = torch.where(latest > limit, (latest - mean) / deviation, 0.0)
-        self.excess = torch.where(spike, sigmas.max(), 0.0)
+        self.seen.append(torch.cat((torch.where(spike, sigmas.max(), 0.0)[None], latest)))
         return spike.float()
 
-
-def describe(steps, excess, losses, norms) -> str:
-    """The warning of the spikes among these steps; losses and norms: of all ranks."""
-    found = [f"step {step} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
-             for step, sigmas, loss, norm in zip(steps, excess, losses, norms, strict=True)
-             if sigmas]
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"spikes, the updates were skipped: {', '.join(found[:SHOWN])}{more}"
+    def take(self, step: int) -> dict[str, int]:
+        """A column: spikes in the steps since the last call, up to `step`; warns of them."""
+        table = torch.stack([*self.seen]).tolist() if self.seen else []
+        self.seen.clear()
+        found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
+                 for i, (sigmas, loss, norm) in enumerate(table, step - len(table) + 1) if sigmas]
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            print(f"warning: step {step}: spikes, the updates were skipped: "
+                  f"{', '.join(found[:SHOWN])}{more}", flush=True)
+        return {"health/skipped_spikes": len(found)}

@@ -42,12 +42,16 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of the device for matrix products of this dtype; None if it is not known."""
-    if device.type != "cuda":
-        return None
-    peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    return peaks and peaks[dtype == torch.float32] * 1e12
+def peak_flops(device: torch.device, dtype: torch.dtype, tflops: float | None = None,
+               devices: int = 1) -> float | None:
+    """Peak FLOP/s of so many devices for matrix products of this dtype; None if it is unknown.
+
+    tflops: of one of them, if the user knows.
+    """
+    if not tflops and device.type == "cuda":
+        peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+        tflops = peaks and peaks[dtype == torch.float32]
+    return tflops and tflops * 1e12 * devices
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -106,8 +110,6 @@ def configure(cfg, device: torch.device):
         # Numbers below 1.2e-38 become 0; x86 cores take ten times as long for them, as in AdamW's
         # moments of tokens that no longer occur. Threads that are made later inherit this.
         torch.set_flush_denormal(True)
-    if device.type == "cpu" and not cfg.compile:
-        private.leave_compiler_out()
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":
         # cuDNN makes a plan for each new shape, 23 to 37 ms in a published trace, and documents

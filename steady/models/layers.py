@@ -26,12 +26,6 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def as_products(x: Tensor) -> Tensor:
-    """x in the dtype that autocast multiplies in; outside of autocast as it is."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm (arXiv:1910.07467) with its weight cast to the input's dtype.
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from steady import private
 from steady.ranks.ranks import rank_list
 from steady.watch import proc
-from steady.watch.profile import short, worth_naming
-from steady.watch.sinks import OUTSIDE_PHASES, duration
+from steady.watch.findings import duration
+from steady.watch.history import OUTSIDE_PHASES
+from steady.watch.sampler import short, worth_naming
 
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward

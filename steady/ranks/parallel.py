@@ -10,7 +10,6 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -309,8 +308,7 @@ def distribute(model: nn.Module, device: torch.device, world_size: int,
     parameters = inspect.signature(ddp).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
-    wrapped = private.without_compiler(partial(
-        ddp, model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False}))
+    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
         private.fix_buckets(wrapped)

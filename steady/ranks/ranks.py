@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steady.options import ConfigError, Failed
-from steady.watch.sinks import plain
 
 
 def rank_and_world() -> tuple[int, int, int, int]:
@@ -294,39 +293,6 @@ def rank_list(ranks: list[int]) -> str:
 def shared_notes(name: str):
     """A key-value store of all ranks, which a rank can read while others are stuck or gone."""
     return dist.PrefixStore(name, meet.store)
-
-
-def scalar(value):
-    """A tensor of one element as [], a NumPy scalar as a number; never syncs with the device."""
-    return value.detach().reshape(()) if isinstance(value, Tensor) else plain(value)
-
-
-def on_device(values: list, device: torch.device) -> Tensor:
-    """Numbers and tensors [] as [n] in fp32, in one copy from the host."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.to(device, torch.float32) if isinstance(value, Tensor)
-                        else next(numbers) for value in values])
-
-
-def gather(values: Tensor, names: list[str], group=None) -> Tensor:
-    """[n] of each rank → [ranks, n], the same on every rank.
-
-    names: of the metrics among the values. Raises RuntimeError on all ranks where they differ: gloo
-    aborts where sizes do, and else the values of one metric would be averaged with another's.
-    group: of gloo, over which the names are compared, so that no device is waited for.
-    """
-    if not dist.is_initialized():
-        return values[None]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, names, group)
-    alone = {}  # metric that not all of the ranks have → those that have it
-    for metric in sorted(set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)):
-        alone[metric] = rank_list([rank for rank, have in enumerate(of_ranks) if metric in have])
-    if alone:
-        found = "; ".join(f"{metric} is logged by {have} alone" for metric, have in alone.items())
-        raise RuntimeError(f"{found}: all ranks must log the same metrics")
-    return all_gather(values)
 
 
 def all_gather(values: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,7 +24,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steady.ranks import hangs, ranks
-from steady.watch.sinks import OUTSIDE_PHASES, duration, say
+from steady.watch.findings import duration
+from steady.watch.history import OUTSIDE_PHASES
+from steady.watch.sampler import current_frames
+from steady.watch.sinks import alert
 
 PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
 LAST_WORDS = 10.0  # seconds in which files may still be written before the process ends
@@ -131,7 +133,7 @@ class Watchdog:
 
     def stack(self) -> list[tuple[str, str, int, str]]:
         """(module, file, line, function) of the training thread's frames, the innermost first."""
-        frame, found = sys._current_frames().get(self.thread), []
+        frame, found = current_frames().get(self.thread), []
         while frame:
             code, module = frame.f_code, str(frame.f_globals.get("__name__"))
             found.append((module, code.co_filename, frame.f_lineno, code.co_name))
@@ -188,7 +190,7 @@ class Watchdog:
         elif self.beside.check([ranks.RESTARTED]):
             self.verdict = ranks.was_restarted(self.beside)
             if self.rank == self.on_this_host[0]:
-                say(f"train.py: failed: {self.verdict}")
+                alert(f"train.py: failed: {self.verdict}")
 
     # --- the verdict ---
 
@@ -265,7 +267,7 @@ class Watchdog:
             begin, end = "train.py: failed", "--auto_resume continues from the newest checkpoint"
             if self.alone:
                 begin, end = "warning", "it is left alone, as no other process waits for it"
-            say(f"{begin}: no progress: {hang.headline}{where}; {end}\n{hang.table}")
+            alert(f"{begin}: no progress: {hang.headline}{where}; {end}\n{hang.table}")
 
     def write_report(self, folder: Path, hang: hangs.Hang | None):
         step, phase, _ = self.where

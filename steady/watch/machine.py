@@ -1,8 +1,8 @@
-"""The machine beside the program: how fast it is now, and what kept the main thread from running.
+"""The machine beside the program: its speed now, and the time in which threads could not run.
 
-A slower machine and a slower program look alike in the times of steps. Here a fixed piece of work
-is timed at the logs, and the kernel is asked where the time went. All of it becomes columns of
-metrics.jsonl, from which steady/watch/causes.py tells the two apart.
+A slower machine and a slower program look alike in the times of steps. So a fixed piece of work is
+timed at the logs, and the kernel is asked for its waits. All of it becomes columns of
+metrics.jsonl, from which slower.py and slow.py tell the two apart.
 """
 
 import contextlib
@@ -10,23 +10,22 @@ import gc
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
 import torch
 
-from steady import private
-from steady.checkpoints.retry import retry
 from steady.watch import proc
 
 SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
-MOST_THREADS = 16  # that are looked at, the oldest
+MOST_THREADS = 16  # read, the oldest
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
     """A fixed piece of work, timed on as many threads as the program has: the best of three, since
-    a try that is interrupted says nothing of the speed of the cores.
+    an interrupted try says nothing about the cores.
     """
 
     def __init__(self):
@@ -35,7 +34,7 @@ class Probe:
         self.gpu = None  # events around a kernel that may still be running
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """Microseconds; on CUDA also those of the kernel that was started at the last call."""
+        """Microseconds; on CUDA also those of the kernel started at the last call."""
         times = []
         for _ in range(3):
             began = time.perf_counter()
@@ -62,17 +61,20 @@ class Probe:
 
 
 class Machine:
-    """Reads what may explain a slow-down from outside the training loop. Main thread only."""
+    """Reads what may explain slow steps from outside the training loop, on the training thread."""
 
-    def __init__(self, device: torch.device, step: int = 0):
+    def __init__(self, device: torch.device):
         self.device, self.probe = device, Probe()
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
-        self.read_step = step
-        self.slow_read = -math.inf, step, counters(), threads()
         gc.callbacks.append(self.on_gc)
         self.handler = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCONT"):
             self.handler = signal.signal(signal.SIGCONT, self.on_continue)
+
+    def begin(self, step: int):
+        """Count from here, after this step."""
+        self.read_step = step
+        self.slow_read = -math.inf, step, counters(), threads()
 
     def on_gc(self, when: str, info: dict):
         if when == "start":
@@ -86,36 +88,44 @@ class Machine:
     def read(self, step: int) -> dict[str, float]:
         """ms/step since the last call; counts since the process began.
 
-        What takes longer to read comes at most every SECONDS_BETWEEN, for the steps since then.
+        Slower readings come at most every SECONDS_BETWEEN, for the steps since then.
         """
         gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/gc_ms": gc_seconds / (step - self.read_step) * 1e3}
+        row = {"perf/gc_ms": gc_seconds / max(1, step - self.read_step) * 1e3}
         self.read_step = step
-        graphs = private.compilations()
+        graphs = compilations()
         if graphs is not None:
             row["perf/compilations"] = graphs
-        if retry.count:
-            row["health/retries"] = retry.count
         if self.stops:
             row["machine/stops"] = self.stops
         then, before, old, ran = self.slow_read
-        if time.perf_counter() - then < SECONDS_BETWEEN:
+        if time.perf_counter() - then < SECONDS_BETWEEN or step == before:
             return row
         new, now = counters(), threads()
-        row |= {f"machine/{name}": (new[name] - old[name]) / (step - before) for name in new}
+        moved = {name: new[name] - old[name] for name in new.keys() & old.keys()}
+        waits = stalls(moved.pop("faults", 0), moved.pop("read_bytes", 0), moved)
+        row |= {f"machine/{name}": value / (step - before) for name, value in waits.items()}
         row |= busiest(ran, now, step - before)
         row |= self.probe.read(self.device) | gpu_readings(self.device)
         self.slow_read = time.perf_counter(), step, new, now
         return row
 
     def close(self):
-        gc.callbacks.remove(self.on_gc)
+        if self.on_gc in gc.callbacks:
+            gc.callbacks.remove(self.on_gc)
         if self.handler is not None:
             signal.signal(signal.SIGCONT, self.handler)
 
 
+def compilations() -> int | None:
+    """Graphs compiled by torch.compile; None if it is not in use, or a torch has no count."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    with contextlib.suppress(AttributeError, KeyError):
+        return dynamo and dynamo.counters["stats"]["unique_graphs"]
+
+
 def threads() -> dict[int, tuple[float, float]]:
-    """{thread: (ms that it has run, ms that it was ready to while others had the core)}."""
+    """{thread: (ms of running, ms of being ready while others had the core)}."""
     out = {}
     for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
         text = proc.read(f"proc/self/task/{name}/schedstat").split()
@@ -125,14 +135,21 @@ def threads() -> dict[int, tuple[float, float]]:
 
 
 def counters() -> dict[str, float]:
-    """ms, since the process or the machine began, in which a core was stolen by the hypervisor
-    (mean of all cores), the container had used up its quota, or the main thread waited for a disk
-    (0 where the kernel does not account for delays)."""
+    """ms since the process or the machine began: of a core stolen by the hypervisor (mean of all),
+    of a CPU quota used up, of any process stalled on disks or memory. Of this thread: pages read
+    back from a disk (faults), bytes read from one.
+    """
     out = {}
-    if of_process := proc.stat_fields("self"):
-        out["disk_ms"] = int(of_process[39]) * 1e3 / TICKS
+    if fields := proc.stat_fields("thread-self"):
+        out["faults"] = int(fields[9])
+    words = proc.read("proc/thread-self/io").split()
+    if "read_bytes:" in words:
+        out["read_bytes"] = int(words[words.index("read_bytes:") + 1])
     if cpus := proc.read("proc/stat").split():
         out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
+    for kind, name in (("io", "disk_ms"), ("memory", "memory_ms")):
+        if some := proc.read(f"proc/pressure/{kind}").partition("total=")[2].split():
+            out[name] = int(some[0]) / 1e3
     for folder in proc.cgroup_folders("cpu"):
         words = proc.read(f"{folder}/cpu.stat").split()
         for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
@@ -141,9 +158,16 @@ def counters() -> dict[str, float]:
     return out
 
 
+def stalls(faults: float, read_bytes: float, moved: dict[str, float]) -> dict[str, float]:
+    """Pressure counts stalls of all processes: it is this one's only if its thread has read."""
+    kept = dict(moved)
+    kept["memory_ms"] = kept.get("memory_ms", 0.0) if faults else 0.0
+    kept["disk_ms"] = kept.get("disk_ms", 0.0) if faults or read_bytes else 0.0
+    return kept
+
+
 def gpu_readings(device: torch.device) -> dict[str, float]:
-    """Clock, temperature and power, as far as torch's reader (the package nvidia-ml-py) is there
-    and the GPU reports them."""
+    """Clock, temperature and power, if torch's reader (the package nvidia-ml-py) is installed."""
     row = {}
     with contextlib.suppress(Exception):
         if device.type == "cuda":
@@ -154,8 +178,8 @@ def gpu_readings(device: torch.device) -> dict[str, float]:
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
-    """ms/step that the thread which waited longest was kept from a core, since the others of an
-    operation wait for it; and that a thread of Python's beside the one that trains has computed."""
+    """ms/step the longest waiting thread was kept from a core, as the others of an operation wait
+    for it; and ms/step the busiest other thread of Python computed."""
     more = {tid: [(new - old) / steps for new, old in zip(now[tid], before[tid], strict=True)]
             for tid in now.keys() & before.keys()}
     if not more:

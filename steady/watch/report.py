@@ -1,67 +1,115 @@
-"""What a run did and where its time went, from its metrics.jsonl, as a dict and as text."""
+"""A run in retrospect, from its metrics.jsonl: time by phase, figures, findings, a verdict."""
 
+import math
 from array import array
 from pathlib import Path
 
 import numpy as np
-import yaml
 
-from steady.checkpoints.checkpoint import best_checkpoint, list_checkpoints
-from steady.watch.clock import KINDS, seconds_so_far
-from steady.watch.learning import Learning
-from steady.watch.sinks import OUTSIDE_PHASES, STEP_PHASES, duration, read_rows
-from steady.watch.slowdowns import SlowdownDetector, worth_saying
-from steady.watch.words import DATA_ADVICE, describe_event
+from steady.watch.findings import Finding, duration, finding
+from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History, read_rows
+from steady.watch.slow import slow
+from steady.watch.slower import BASELINE, is_certain, slowdown
+from steady.watch.trends import RESOURCES, diverged, runs_out
 
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
-ADVICE = {  # phase → (the share of the time that is worth a line, what to try)
-    "data": (0.1, DATA_ADVICE),
-    "waiting": (0.15, "look at the network, and for a rank that is slower than the others"),
-    "other": (0.1, "look at what the loop does on the host besides training"),
-    "logging": (0.02, "a larger --log_interval, or a faster disk"),
-    "evaluation": (0.15, "a larger --eval_interval, or fewer --eval_steps"),
-    "checkpoint": (0.05, "a larger --save_interval, or a faster disk"),
-    "lost": (0.05, "a smaller --save_interval"),
-}
+KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
+LASTING = ("slow", *RESOURCES)  # one report in a process, whenever they seem to have begun
+UNKNOWN_CAUSES = ("", "unexplained", "passed")
+
+
+def findings(history: History) -> list[Finding]:
+    """Everything to report on a run: a pure function of its history."""
+    slower = slowdown(history)
+    ends = min((found.since for found in slower if found.phase == "step"), default=math.inf)
+    return diverged(history) + slower + slow(history, ends) + runs_out(history)
+
+
+def news(history: History) -> list[Finding]:
+    """Findings to report now: new, at last with a cause, or ended."""
+    out, now = [], findings(history)
+    for found, earlier in zip(now, reported_before(now, history), strict=True):
+        if found.code != "slower":
+            out += [] if earlier else [found]
+        elif found.until is not None:
+            if earlier and earlier[-1].get("until") is None:
+                out.append(finding("slower", found.since, until=found.until, phase=found.phase))
+        elif is_certain(found):
+            unknown = len(earlier) == 1 and first_cause(earlier[0]) in UNKNOWN_CAUSES
+            out += [found] if not earlier or unknown and found.cause not in UNKNOWN_CAUSES else []
+    return out
+
+
+def reported_before(now: list[Finding], history: History) -> list[list[dict]]:
+    """For each finding, the earlier reports on the same: of its kind, and begun nearest to it."""
+    out, began = [[] for _ in now], (history.process_began, 0)
+    for old in history.reported:
+        same = [(abs(found.since - old["since"]), i) for i, found in enumerate(now)
+                if (found.code, found.phase) == (old["code"], old.get("phase", "step"))
+                and (found.since <= old["reported_at"] or found.code in LASTING
+                     and old["reported_at"] >= began[found.code == "disk space"])]
+        if same:
+            out[min(same)[1]].append(old)
+    return out
+
+
+def first_cause(row: dict) -> str:
+    parts = row.get("parts") or [{}]
+    return parts[0].get("code", "") if isinstance(parts[0], dict) else ""
+
+
+def waits_for_lines(history: History) -> bool:
+    """Whether more looks of the sampler are worth their price: at first, and to name a line."""
+    return len(history.rows) < 2 * BASELINE or any(
+        found.until is None and not is_certain(found) for found in slowdown(history))
 
 
 def report(run_dir: Path, also=None) -> dict:
-    """Training, slow-downs, anomalies, seconds by phase, figures, a verdict: in one pass over rows.
+    """Findings, anomalies, seconds by phase, figures, a verdict: in one pass over the rows.
 
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
-    size = read_config(run_dir).get("vocab_size", "")
-    learning = Learning(int(size) if size.isdecimal() and len(size) < 10 else None)
-    detector = SlowdownDetector()
-    figures, so_far = {}, {}
-    # of the rows no more is kept: there may be millions
+    history, figures, seconds = History(), {}, dict.fromkeys(KINDS, 0.0)
+    # of the rows nothing else is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
-    happened = {kind: [] for kind in ("hang", "runs_out", "trace", "anomaly")}
-    last_log = None
-    newest, ms = 0, dict.fromkeys(STEP_PHASES[1:], 0.0)  # without data: `so_far` has it
+    happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
+    thinned, every, logs, newest, logged = History(), 1, 0, 0, None
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         if also:
             also(row)
-        learning.add(row)
+        history.append(row)
         newest = max(newest, row["step"])
-        detector.add(row)
         figures |= {name: row[name] for name in FIGURES if name in row}
-        so_far = seconds_so_far([row]) or so_far
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
-        if "perf/padding_fraction" in row:
-            padding.append(row["perf/padding_fraction"])
+        seconds["lost"] += row.get("lost_s", 0.0)
+        for name, s in row.get("seconds", {}).items():
+            seconds[name if name in KINDS else "other"] += s
         if not row.get("perf/step_ms"):
             continue
-        if "perf/startup_s" not in row:
+        if "perf/padding_fraction" in row:
+            padding.append(row["perf/padding_fraction"])
+        if "perf/startup_s" in row:
+            seconds["start-up"] += row["perf/startup_s"]
+        else:
             medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
             if row.get("perf/tokens_per_second"):
                 rates.append(row["perf/tokens_per_second"])
-            for name in ms if last_log is not None else ():
-                ms[name] += (row["step"] - last_log) * row.get(f"perf/{name}_ms", 0.0)
-        last_log = row["step"]
-    figures = {name: value for name, value in figures.items() if value is not None}  # not finite
+            steps = max(0, row["step"] - (row["step"] - 1 if logged is None else logged))
+            phases = [name for name in KINDS if f"perf/{name}_ms" in row]
+            for name in phases:
+                seconds[name] += steps * row[f"perf/{name}_ms"] / 1e3
+            if not phases:  # --monitoring off
+                seconds["other"] += steps * row["perf/step_ms"] / 1e3
+        logged = row["step"]
+        logs += 1
+        if logs % every == 0:
+            thinned.append(row)
+        if len(thinned.rows) == LOGS:  # a whole long run, at a coarser grain
+            thinned.rows = type(thinned.rows)(list(thinned.rows)[1::2], LOGS)
+            every *= 2
+    figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     if medians:
         tenth = max(1, len(medians) // 10)
         figures["step_ms_median"] = float(np.median(medians))
@@ -71,67 +119,28 @@ def report(run_dir: Path, also=None) -> dict:
         figures["perf/tokens_per_second"] = float(np.median(rates))
     if padding:
         figures["padding_fraction"] = sum(padding) / len(padding)
-    seconds = seconds_by_phase(dict.fromkeys(KINDS, 0.0) | so_far, ms)
-    out = dict(
-        run=str(run_dir),
-        step=newest,
-        training=learning.findings(),
-        slowdowns=detector.finish(),
-        judged=bool(detector.normal),
-        hangs=happened["hang"],
-        runs_out=happened["runs_out"],
-        anomalies=happened["anomaly"],
-        traces=happened["trace"],
-        figures=figures,
-        seconds=seconds,
-        wall_s=sum(seconds.values()),
-    )
+    thinned.about, thinned.sources = history.about, history.sources
+    found = findings(thinned if every > 1 else history)
+    out = dict(run=str(run_dir), step=newest, findings=found, judged=len(medians) > 9,
+               reported=list(history.reported), hangs=happened["hang"],
+               anomalies=happened["anomaly"], traces=happened["trace"], figures=figures,
+               seconds=seconds, wall_s=sum(seconds.values()))
     return out | {"verdict": verdict(out)}
 
 
-def read_config(run_dir: Path) -> dict[str, str]:
-    """The options of config.yaml as text; none where it cannot be read."""
-    try:
-        text = (run_dir / "config.yaml").read_text("utf-8", errors="replace")
-        return {name: str(value) for name, value in (yaml.safe_load(text) or {}).items()}
-    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError):
-        return {}
-
-
-def seconds_by_phase(seconds: dict[str, float], ms: dict[str, float]) -> dict[str, float]:
-    """Wall time since the run began, by kind; training split over phases in proportion to ms."""
-    measured = sum(ms.values())
-    training = seconds["training"]
-    return {
-        "start-up": seconds["startup"],
-        "data": seconds["data"],
-        **{name: training * ms[name] / (measured or 1.0) for name in ms},
-        "training": 0.0 if measured else training,  # --monitoring off has no phases
-        **{name: seconds[name] for name in (*OUTSIDE_PHASES, "lost")},
-    }
-
-
 def verdict(out: dict) -> list[str]:
-    """Whether the run learns, whether it slowed down, what takes too much time; as lines."""
-    lines = [str(finding) for finding in out["training"]]
-    shown = [event for event in out["slowdowns"] if worth_saying(event)]
-    if not shown:
-        lines.append("steady: no slow-down found" if out["judged"] else
-                     "too few logs to judge the speed")
-    for event in shown:
-        ended = f"\n    It ended at step {event.ended}." if event.ended is not None else ""
-        lines.append(describe_event(event) + ended)
+    """Whether the run learns, whether and why it is slow or became slower; as lines."""
+    found = out["findings"]
+    lines = [str(each) for each in found]
+    codes = {each.code for each in found}
+    for old in out["reported"]:  # live, of steps no longer in the history
+        known = any(each.code == old["code"] and each.since <= old["reported_at"] for each in found)
+        if not known and old["code"] not in codes and isinstance(old.get("text"), str):
+            lines.append(old["text"])
+    if not codes & {"slower", "slow"}:
+        lines.append("steady: never slower" if out["judged"] else "too few logs for a verdict")
     lines += [f"no progress: {row['hang']}" for row in out["hangs"]]
-    lines += [row["runs_out"] for row in out["runs_out"]]
     lines += [f"trace of three steps, for ui.perfetto.dev: {row['trace']}" for row in out["traces"]]
-    for name, (limit, advice) in ADVICE.items():
-        share = out["seconds"][name] / (out["wall_s"] or 1.0)
-        if share > limit and not (name == "logging" and out["wall_s"] < 60):
-            lines.append(f"{name} takes {share:.0%} of the time: {advice}")
-    padding = out["figures"].get("padding_fraction", 0.0)
-    if padding > 0.2:
-        lines.append(f"padding is {padding:.0%} of the tokens computed: --data_mode packed, or a "
-                     "larger --group_window")
     return lines
 
 
@@ -145,7 +154,7 @@ def report_text(out: dict) -> str:
     if "step_ms_median" in figures:
         lines.append("steps   {step_ms_median:.4g} ms (median), first tenth {first_tenth_ms:.4g} "
                      "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
-    trained = sum(seconds[name] for name in (*STEP_PHASES[1:], "training"))
+    trained = sum(seconds[name] for name in STEP_PHASES if name != "data")
     lines.append(f"goodput {trained / wall:.1%} of the time was training, "
                  f"{seconds['lost'] / wall:.1%} was lost to crashes")
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
@@ -154,18 +163,3 @@ def report_text(out: dict) -> str:
     verdict_lines = "\n".join(out["verdict"]).splitlines()
     lines += [f"{'' if i else 'verdict':7s} {line}" for i, line in enumerate(verdict_lines)]
     return "\n".join(lines)
-
-
-def summary(run_dir: Path) -> dict:
-    """What a program asks of a run that has ended; null for what is not known."""
-    logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
-    out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
-    figures, folder = out["figures"], run_dir / "checkpoints"
-    found, best = list_checkpoints(folder), best_checkpoint(folder)
-    names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
-             "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
-             "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",
-             "peak_gb": "memory/peak_gb"}
-    return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
-                seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
-                checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)

@@ -1,33 +1,144 @@
-"""What runs out: memory, open files, threads, disk space; how much is left, and until which step.
-
-Each log's row goes through Resources, which says once for each resource that its growth would end
-the run before its last step, and then looks for the line of Python that keeps allocating.
-"""
+"""Whether a run learns, and whether a resource ends before the run does: from its history."""
 
 import contextlib
-import gc
 import math
 import multiprocessing
 import os
-import time
-import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from steady.guard.deadline import UNKNOWN
-from steady.ranks.ranks import rank_and_world
 from steady.watch import proc
-from steady.watch.profile import HERE, short, worth_naming
-from steady.watch.sinks import si
-from steady.watch.words import Finding
+from steady.watch.findings import Finding, finding, si
+from steady.watch.history import History, quantile
 
-MOST, LEAST = 128, 20  # samples kept of a resource; samples that a trend needs
-LEAST_KEPT = 8  # bytes a step, of a line that is named: a reference to an object
+# --- learning --------------------------------------------------------------------------------
+
+LEAST, MOST = 5, 50  # logs in a smoothed loss: a tenth of all, within these bounds
+
+
+def diverged(history: History) -> list[Finding]:
+    """Divergence, nothing learned, a worse validation, non-finite steps.
+
+    A run has diverged where the smoothed loss is above its lowest by 20 %, by 0.1 nats and by 8
+    standard deviations of a log; or above that of the first step by 0.5 nats and by 6 standard
+    deviations of a step; or above both the first and a uniform guess by 0.5 nats. Deviations are
+    those of second differences, hardly widened by a trend.
+    """
+    rows = [row for row in history.rows if "train/loss" in row]
+    steps = np.array([row["step"] for row in rows])
+    losses = np.array([row["train/loss"] for row in rows])
+    finite, found = np.isfinite(losses), []
+    if finite.sum() > 1:
+        found += learning(steps[finite], losses[finite], history.about.get("vocab_size"))
+    vals = [(row["val/loss"], row["step"]) for row in history.rows if "val/loss" in row]
+    if vals:
+        (loss, step), (best, since) = vals[-1], min(
+            (val for val in vals if math.isfinite(val[0])), default=(math.inf, vals[0][1]))
+        if not loss <= best + max(0.2 * best, 0.1):  # or NaN
+            found.append(finding("validation", since, dict(loss=loss, step=step, best=best)))
+    bad = [max(row.get("health/nonfinite_steps", 0), not ok)
+           for row, ok in zip(rows, finite, strict=True)]
+    # of gradients alone a few: fp16's loss scaler finds its scale that way
+    if sum(bad) and (not finite.all() or sum(bad) > 0.01 * (steps[-1] - steps[0] + 1)):
+        first = next(i for i, count in enumerate(bad) if count)
+        since = int(steps[first - 1]) + 1 if first else 1
+        total = int(steps[-1] - steps[0] + 1)
+        found.append(finding("not finite", since, dict(count=int(sum(bad)), steps=total)))
+    return found
+
+
+def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) -> list[Finding]:
+    uniform = math.log(vocab_size) if vocab_size and vocab_size > 1 else math.inf
+    first, rest = losses[0], losses[1:]
+    width = min(max(LEAST, len(rest) // 10), MOST)
+    if len(rest) < LEAST:
+        return []
+    smooth = np.array([np.median(rest[max(0, i - width + 1) : i + 1])
+                       for i in range(LEAST - 1, len(rest))])
+    newest, lowest = smooth[-1], smooth.min()
+    # 3.139 = 1.2816 sqrt(6): the 0.8 quantile of second differences of a normal distribution
+    sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139
+    sigma *= 1 + 5 / len(rest)  # a few logs tell it roughly
+    of_a_step = sigma * math.sqrt(np.diff(steps).max())
+    limit = min(max(first, uniform) + 0.5, lowest + max(0.2 * abs(lowest), 0.1, 8 * sigma),
+                first + max(0.5, 6 * of_a_step))
+    facts = dict(loss=float(newest), first=float(first), lowest=float(min(first, lowest)))
+    if newest > limit:
+        calm = np.flatnonzero(rest <= limit)
+        start = calm[-1] + 1 if len(calm) and calm[-1] + 1 < len(rest) else 0
+        below = np.flatnonzero(smooth <= limit)
+        if len(below):  # the newest stretch above
+            inside = np.arange(len(rest)) >= below[-1]
+            start = int(np.argmax(inside & (rest > limit)))
+        return [finding("diverged", int(steps[start]) + 1, facts)]
+    if newest > uniform - 0.01:
+        return [finding("nothing learned", 1, facts | dict(uniform=uniform))]
+    return []
+
+
+# --- single steps ----------------------------------------------------------------------------
+
+SPIKE_FACTOR = {"loss": 1.2, "gradient": 3.0}  # and ten robust standard deviations above the median
+MIN_VALUES, WINDOW = 20, 100  # finite values needed, and used, for the median
+
+
+class Spikes:
+    """Finds non-finite steps and spikes among the losses and gradient norms of a log interval."""
+
+    def __init__(self):
+        self.recent = {name: [] for name in SPIKE_FACTOR}
+        self.was_bad = False
+
+    def add(self, step: int, losses: list[list[float]], norms: list[float]) -> tuple[list, int]:
+        """(anomalies of the newest steps up to `step`, as rows; number of non-finite steps).
+
+        losses: [steps, ranks]; norms: [steps], or empty. A row of a non-finite step right after an
+        interval with such steps has "again".
+        """
+        sizes = [[loss if math.isfinite(loss) else math.inf for loss in ranks] for ranks in losses]
+        worst = [max(ranks) for ranks in sizes]
+        norms = norms or [0.0] * len(worst)
+        good = [math.isfinite(loss + norm) for loss, norm in zip(worst, norms, strict=True)]
+        found, bad = [], good.count(False)
+
+        def add(kind: str, i: int, value: float, median: float, steps: int, **more):
+            rank = sizes[i].index(worst[i])
+            found.append(dict(step=step - len(norms) + 1 + i, anomaly=kind, value=value,
+                              median=median, steps=steps, rank=rank, **more))
+
+        if bad:
+            i = good.index(False)
+            value = norms[i] if math.isfinite(worst[i]) else losses[i][sizes[i].index(math.inf)]
+            add("not finite", i, value, 0.0, bad, **{"again": True} if self.was_bad else {})
+        self.was_bad = bad > 0
+        for name, values in (("loss", worst), ("gradient", norms)):
+            finite = [value for value, ok in zip(values, good, strict=True) if ok]
+            median, limit = self.usual(name, max(finite, default=0.0))
+            high = [i for i, value in enumerate(values) if good[i] and value > limit]
+            if high:
+                i = max(high, key=values.__getitem__)
+                add(f"{name} spike", i, values[i], median, len(high))
+            self.recent[name] = (self.recent[name] + finite)[-WINDOW:]
+        return found, bad
+
+    def usual(self, name: str, highest: float) -> tuple[float, float]:
+        """(median, spike limit): infinity while too few values are known."""
+        recent = self.recent[name]
+        if len(recent) < MIN_VALUES or highest <= SPIKE_FACTOR[name] * min(recent):
+            return 0.0, math.inf
+        median = quantile(recent, 0.5)
+        # 1.4826 median absolute deviations are one standard deviation of a normal distribution
+        spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
+        return median, max(SPIKE_FACTOR[name] * median, median + 10 * spread)
+
+
+# --- resources -------------------------------------------------------------------------------
+
+SAMPLES = 20  # that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
-RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, unit)
+RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0; unit)
     # Of this process and its loader's, without mapped files, such as token files: the system takes
     # their pages back when it needs them.
     "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB"),
@@ -35,15 +146,12 @@ RESOURCES = {  # name → (what is used of it or free, its limit or None for 0, 
     "device memory": ("memory/allocated_gb", "limit/device_gb", "GB"),
     "open files": ("memory/open_files", "limit/open_files", ""),
     "threads": ("memory/threads", "limit/threads", ""),
-    "disk space": ("disk/free_gb", None, "GB"),
+    "disk space": ("disk/free_gb", "", "GB"),
 }
 
 
-# --- how much there is ------------------------------------------------------------------------
-
-
-def read_resources(device: torch.device, run_dir: Path | None) -> dict[str, float]:
-    """GB and counts that are used or free now; what is unknown is left out."""
+def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, float]:
+    """GB and counts used or free now; the unknown is left out."""
     row = {}
     if rss := proc.rss_bytes():
         row["memory/host_rss_gb"] = rss / 1e9
@@ -59,19 +167,19 @@ def read_resources(device: torch.device, run_dir: Path | None) -> dict[str, floa
         row["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
         row["memory/alloc_retries"] = stats["num_alloc_retries"]
     with contextlib.suppress(OSError):  # the folder is gone
-        disk = os.statvfs(run_dir) if run_dir else None
+        disk = os.statvfs(out_dir) if out_dir else None
         if disk and disk.f_blocks:
             row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
     return row
 
 
-def limits(row: dict, device: torch.device) -> dict[str, float]:
-    """How far each resource of this process can grow, GB and counts; row: what it uses now.
+def limits(row: dict, device: torch.device, ranks: int) -> dict[str, float]:
+    """How far each resource of this process can grow, GB and counts; row: its use now.
 
-    To be read once, when the loader's workers run. Processes of the run on this host get equal
-    shares of what is available, since what one does the others do.
+    Read once, when the loader's workers run. ranks: processes of the run on this host, with equal
+    shares of the rest.
     """
-    ranks, threads = rank_and_world()[3], row.get("memory/threads", 0)
+    threads = row.get("memory/threads", 0)
     found = {
         "limit/host_gb": row.get("memory/host_anonymous_gb", 0.0)
         + proc.available_bytes() / ranks / 1e9,
@@ -80,124 +188,56 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     }
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # without what others, and the driver, have on the device
+        # without the share of others, and of the driver
         found["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
     return {name: limit for name, limit in found.items() if math.isfinite(limit)}
 
 
-# --- when it runs out -------------------------------------------------------------------------
-
-
-def mean(rows) -> tuple[float, float]:
-    """Of pairs."""
-    return tuple(sum(values) / len(rows) for values in zip(*rows, strict=True))
-
-
-class Samples:
-    """The course of one resource: at most MOST means, each of as many rows."""
-
-    def __init__(self):
-        self.means, self.rows, self.size = [], [], 1
-
-    def add(self, step: int, used: float) -> bool:
-        """Whether there is a new mean."""
-        self.rows.append((step, used))
-        if len(self.rows) < self.size:
-            return False
-        self.means.append(mean(self.rows))
-        self.rows = []
-        if len(self.means) == MOST:
-            # to drop every second one would make a trend of a period close to two rows
-            self.means = [*map(mean, zip(self.means[::2], self.means[1::2], strict=True))]
-            self.size *= 2
-        return True
-
-
-class Resources:
-    """What the monitor asks at its logs: what there is, what will not last, which line keeps it.
-
-    settled_step: until here new checkpoints take disk space and none is deleted, which says
-    nothing about later.
-    """
-
-    def __init__(self, cfg, run_dir: Path | None, device: torch.device):
-        self.cfg, self.run_dir, self.device = cfg, run_dir, device
-        self.settled_step = (cfg.keep_checkpoints + 2) * cfg.save_interval
-        self.limits, self.samples, self.reported = {}, {}, set()
-        self.allocations = None
-
-    def read(self) -> dict[str, float]:
-        """Columns of a row: what is used and what is left."""
-        found = read_resources(self.device, self.run_dir)
-        if not self.limits:  # now that the loader's processes run
-            found |= limits(found, self.device)
-        return found
-
-    def warnings(self, row: dict) -> list[str]:
-        """What will run out, as a sentence each; some logs later, which line allocates it."""
-        found = []
-        if self.allocations and (line := self.allocations.look(row["step"])):
-            self.allocations, found = None, [line]
-        for finding in self.find(row):
-            found.append(str(finding))
-            # which a fork may do by itself
-            if finding.code != "disk space" and not tracemalloc.is_tracing():
-                self.allocations = Allocations(row["step"])
-        return found
-
-    def find(self, row: dict) -> list[Finding]:
-        """What is found with this row, each resource once in a process."""
-        began = "perf/startup_s" in row
-        if began:  # a new process: of the one before only the disk is left
-            self.limits = {}
-            self.samples = {k: v for k, v in self.samples.items() if k == "disk space"}
-            self.reported &= {"disk space"}
-        self.limits = self.limits | {k: row[k] for k in row if k.startswith("limit/")}
-        found = []
-        for name, (metric, limit, unit) in RESOURCES.items():
-            skipped = began or limit not in self.limits if limit else (
-                row["step"] <= self.settled_step)
-            if skipped or name in self.reported or row.get(metric) is None:
+def runs_out(history: History) -> list[Finding]:
+    """Resources whose growth would end the run before its last step."""
+    last_step, steps = history.about.get("last_step"), history.column("step")
+    if not last_step or len(steps) < SAMPLES:
+        return []
+    starts = np.flatnonzero(np.isfinite(history.column("perf/startup_s")))
+    begin = starts[-1] + 1 if len(starts) else 0  # a new process: only the disk is left
+    found = []
+    for name, (used, limit, unit) in RESOURCES.items():
+        values, room = history.column(used), 0.0
+        if limit:
+            if limit not in history.about:
                 continue
-            used = row[metric] if limit else -row[metric]
-            samples = self.samples.setdefault(name, Samples())
-            if not samples.add(row["step"], used):
-                continue
-            room = self.limits[limit] if limit else 0.0
-            if name == "device memory":  # a step needs more than what stays between steps
-                room -= max(0.0, (row.get("memory/peak_gb") or 0.0) - used)
-            values = [value for _, value in samples.means]
-            grown = max(values) - min(values)
-            if len(values) < LEAST or room - values[0] > (HORIZON + 1) * grown:
-                continue  # the usual case
-            steps, values = np.array(samples.means).T
-            growth = trend(steps, values - values[0], room - values[0])
-            last_step = self.cfg.max_steps
-            if growth and growth[2] < last_step != UNKNOWN:
-                since, per_step, at_step = growth
-                self.reported.add(name)
-                rate = f"{si(1e9 * per_step)}B/step" if unit else f"{per_step:.3g}/step"
-                found.append(Finding(name, since, dict(
-                    per_step=per_step, at_step=max(at_step, row["step"]), last_step=last_step,
-                    rate=rate)))
-        return found
-
-    def close(self):
-        if self.allocations:  # or what follows, as after a rollback, would be as slow
-            tracemalloc.stop()
+            room = history.about[limit]
+            x, values = steps[begin:], values[begin:]
+        else:  # until here checkpoints take space and none is deleted: that says nothing of later
+            settled = steps > history.about.get("settled_step", 0)
+            x, values = steps[settled], -values[settled]
+        if name == "device memory":  # a step needs more than what stays between steps
+            peak, now = (np.nan_to_num(history.column(name)) for name in ("memory/peak_gb", used))
+            room -= max(0.0, float(peak[-1] - now[-1]))
+        x, values = x[np.isfinite(values)], values[np.isfinite(values)]
+        if len(values) < SAMPLES or room - values[0] > (HORIZON + 1) * np.ptp(values):
+            continue  # the usual case
+        growth = trend(x, values - values[0], room - values[0])
+        if growth and growth[2] < last_step:
+            since, per_step, at_step = growth
+            rate = f"{si(1e9 * per_step)}B/step" if unit else f"{per_step:.3g}/step"
+            found.append(finding(name, since, dict(
+                at_step=max(at_step, int(steps[-1])), last_step=int(last_step), rate=rate,
+                per_step=per_step)))
+    return found
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     """(step at which sustained growth began, slope, step at which it reaches the limit) or None.
 
-    Of all samples, or of the newest half or quarter: what comes before may be warm-up. Growth
-    counts if it goes on over five blocks without coming to rest and leaves what was seen before;
-    it reaches the limit if it does so within HORIZON times as long as it has lasted, and if its
-    slowing down, continued as that of 1 - exp(-t), does not end it earlier.
+    Of all samples, or of the newest half or quarter: before may be warm-up. Growth counts if it
+    goes on over five blocks without coming to rest and leaves the range seen before; it reaches
+    the limit if it does so within HORIZON times as long as it has lasted, and if its slowing down,
+    continued as that of 1 - exp(-t), does not end it earlier.
     """
     for start in (3 * len(values) // 4, len(values) // 2, 0):
         x, y = steps[start:], values[start:]
-        if len(y) < LEAST:
+        if len(y) < SAMPLES:
             continue
         blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
         rises, total = np.diff(blocks), blocks[-1] - blocks[0]
@@ -206,8 +246,8 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
             continue  # a sawtooth: it has been there before
         slope, level = np.polyfit(x, y, 1)
         left = max(0.0, limit - slope * x[-1] - level)
-        # what saturates grows in each half by the same ratio less than in the one before: with a
-        # ratio as low as the noise of the medians of two blocks allows
+        # Saturating growth adds in each half the same ratio less than in the one before: with a
+        # ratio as low as the noise of the medians of two blocks allows.
         off = values - slope * steps - level
         noise = float(np.median(np.abs(off[start:])))
         doubt = 3 * noise * math.sqrt(3.1 * 5 / len(y))
@@ -220,49 +260,3 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
             start -= 1  # it began before this half
         return round(steps[start]), float(slope), round(x[-1] + left / slope)
     return None
-
-
-# --- which line it is -----------------------------------------------------------------------
-
-
-class Allocations:
-    """The line that allocates what is kept, found by tracemalloc while steps go on.
-
-    It sees what Python allocates: also the objects around tensors, files and threads. While it
-    runs, steps take up to three times as long.
-    """
-
-    STEPS, SECONDS = 20, 1.0  # of each of its two halves, at least
-
-    def __init__(self, step: int):
-        self.step, self.began, self.before = step, time.perf_counter(), None
-        tracemalloc.start(6)  # frames, of which some are of libraries
-
-    def look(self, step: int) -> str:
-        """At a log: once enough has been seen, the line and what it keeps; or ""."""
-        steps, seconds = step - self.step, time.perf_counter() - self.began
-        if steps < self.STEPS or seconds < self.SECONDS:
-            return ""
-        if not tracemalloc.is_tracing():  # a fork has ended it
-            return "no line of Python was seen to allocate it"
-        gc.collect()
-        kept = self.by_line()
-        if self.before is None:  # what was allocated before is unknown, and caches have filled
-            self.step, self.began, self.before = step, time.perf_counter(), kept
-            return ""
-        tracemalloc.stop()
-        kept.subtract(self.before)
-        (line, size), *_ = kept.most_common(1) or [("", 0)]
-        if size < LEAST_KEPT * steps:
-            return "no line of Python was seen to allocate it"
-        return f"{line} keeps {si(size / steps)}B/step since step {self.step:,}"
-
-    def by_line(self) -> Counter:
-        """Bytes by "FILE:LINE", allocated since it began and not freed."""
-        sizes = Counter()
-        for trace in tracemalloc.take_snapshot().traces:
-            frame = next((f for f in reversed(trace.traceback)
-                          if worth_naming(f.filename) or f.filename.startswith(HERE)), None)
-            if frame and not frame.filename.startswith(HERE):
-                sizes[f"{short(frame.filename)}:{frame.lineno}"] += trace.size
-        return sizes

@@ -32,7 +32,7 @@ from tests.bench.common import Figure, apart, measure, table
 
 NAMES = ["training", "small", "shakespeare", "monitor_cost", "checkpoints", "parallel", "documents",
          "slowdowns", "startup"]
-ON_REQUEST = ["operations", "compiler", "diagnosis", "gpu"]
+ON_REQUEST = ["operations", "compiler", "diagnosis", "constant", "gpu"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "tests/bench/results/cpu.json", ROOT / "docs/benchmarks.md"
 

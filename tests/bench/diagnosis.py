@@ -28,7 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from steady.tokens.files import write_tokens
-from steady.watch.slowdowns import SlowdownDetector, worth_saying
+from steady.watch.history import History
+from steady.watch.lines import own_part
+from steady.watch.slower import slowdown
 from tests.bench.common import Figure
 from tests.conftest import ROOT
 
@@ -170,24 +172,24 @@ def score(o: dict, events) -> dict:
     began, group = o["at"] + 1, o["group"]
     creeps = o["kind"] == "grows"
     slow = group == "program" or o["kind"] not in ("", "backward") and o["effect_mean"] >= 0.05
-    out, lines = {}, [c.values["line"] for e in events for c in e.causes if c.code == "line"]
+    out, lines = {}, [part for e in events for part in e.parts if part.code == "line"]
 
     def near(e):
-        low, high = e.since_range if e.since_range[1] else (e.since, e.since)
+        low, high = dict(e.values)["likely"]
         return abs(e.since - began) <= 3 * LOG or low - LOG <= began <= high + LOG
 
     def is_planted(line) -> bool:
         if not o["line"]:
-            return o["kind"] == "backward" and line.phase == "backward"
+            return o["kind"] == "backward" and dict(line.values)["phase"] == "backward"
         file, first, last, function = o["line"]
-        place, _, of = line.place.partition(" < ")[0].rpartition(" ")
+        place, _, of = own_part(line.line).rpartition(" ")
         name, _, number = place.rpartition(":")
         same = (file.endswith(name) or name.endswith(file)) and of.endswith(function)
         return same and first <= int(number) <= last + 1
 
     found = [e for e in events if near(e) or creeps and e.since > began - LOG]
     # a neighbour may come at the same time, and be named as well
-    event = max(found, key=lambda e: (e.blames == group, e.percent), default=None)
+    event = max(found, key=lambda e: (e.side == group, e.ms / e.of), default=None)
     if slow and o["made"] >= NEEDED:
         out["found"] = bool(found)
         if not creeps and events:
@@ -195,18 +197,16 @@ def score(o: dict, events) -> dict:
     in_data = o["place"].startswith(("data", "my_"))
     waits = o["workers"] and in_data
     if event and group == "program":
-        first = [c.values["line"] for c in event.causes[:1] if c.code == "line"]
-        code = event.causes[0].code if event.causes else ""
+        first, code = [part for part in event.parts[:1] if part.code == "line"], event.cause
         out["named"] = (bool(first) and is_planted(first[0]) or waits and code == "data"
                         or o["kind"] == "gc" and code == "gc")
-        out["blame"] = event.blames == "program"
+        out["blame"] = event.side == "program"
     if event and group == "machine":
-        out["blame"] = event.blames == "machine"
+        out["blame"] = event.side == "machine"
     if event and group == "other":
-        code = event.causes[0].code if event.causes else ""
-        out["named"] = code.startswith("slow rank" if o["kind"] == "slow rank" else "thread")
+        out["named"] = event.cause.startswith("slow rank" if o["kind"] == "slow rank" else "thread")
     if group in ("machine", "nothing"):
-        out["not the program"] = all(e.blames != "program" for e in events)
+        out["not the program"] = all(e.side != "program" for e in events)
     if group == "nothing" and not o["wobbles"]:
         out["quiet"] = not events
     right = [line for line in lines if is_planted(line)]
@@ -216,7 +216,7 @@ def score(o: dict, events) -> dict:
     fits = {"line", "unexplained", "passed", *known.get(o["kind"], ()), *["data"] * in_data}
     if o["group"] == "machine" or o["wobbles"]:
         fits |= {"probe", "contention", "stolen"}
-    main_causes = {c.code for e in events for c in e.causes[:1]}
+    main_causes = {e.cause for e in events if e.cause}
     out["no wrong cause"] = main_causes <= fits
     return out
 
@@ -227,10 +227,7 @@ JUDGED = ("found", "since", "named", "blame", "not the program", "quiet", "no wr
 
 def diagnosed(rows: list[dict]) -> list:
     """The slow-downs of steps that a report would name."""
-    detector = SlowdownDetector()
-    for row in rows:
-        detector.add(row)
-    return [e for e in detector.finish() if worth_saying(e) and e.kind == "step"]
+    return [found for found in slowdown(History(rows)) if found.phase == "step"]
 
 
 NOT_NEEDED = ("perf/tokens_per_second", "perf/compute_fraction", "perf/data_fraction",
@@ -287,8 +284,7 @@ def main(options) -> list[Figure]:
                   f"{o['at'] + 1}, really {o['effect_mean']:+.0%}: {', '.join(bad) or 'right'}",
                   flush=True)
             for event in events if bad else ():
-                print(f"    {event.since} {event.series} {event.percent:+.0f}% {event.blames}: "
-                      + "; ".join(map(str, event.causes)))
+                print(f"    {event}")
     print(f"{'':26s}runs" + "".join(f"{name:>16s}" for name in JUDGED))
     figures = []
     for group, scores in groups.items():

@@ -506,8 +506,7 @@ CHOICES = {  # name: (flags, largest batch, kinds)
         "eager": ([],), "compiled": (["--compile"],),
         "compile mode reduce-overhead": ([], "reduce-overhead")}),
     "micro-batches": ([*GPT2, "--compile"], 64, {
-        "one micro-batch": ([],), "four": ([],),
-        "residual stream in half": (["--half_residual"],)}),
+        "one micro-batch": ([],), "four": ([],)}),
     "attention": (GPT2, 16, {
         "eager": ([],), "activations recomputed": (["--activation_checkpointing", "full"],),
         **{f"{name} attention": (["--attention", name],)

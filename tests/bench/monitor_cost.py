@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 import train
+from steady.models.evaluation import Update, measure_output
 from steady.watch.proc import rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, train_steps
 
 CHUNK = 1000  # empty steps between two readings
 SETTINGS = {  # monitor, log_interval, the share of a step that it may cost
-    "light, every 50": ("light", 50, "<= 0.002"),
-    "light, every 1": ("light", 1, "<= 0.01"),
+    "light, every 50": ("light", 50, "<= 0.003"),
+    "light, every 1": ("light", 1, "<= 0.025"),
     "full, every 50": ("full", 50, "<= 0.005"),
 }
 
@@ -39,8 +40,8 @@ def with_monitor(run: train.Run, folder: Path, **options) -> train.Run:
     folder.mkdir(parents=True)
     batches, run = run.batches, replace(run, cfg=replace(run.cfg, **options))
     flops = train.flops_per_token(run.model, run.cfg, run.cfg.seq_len)
-    run.batches = batches
-    run.monitor = train.Monitor(run.cfg, run.ranks, run.progress, folder, flops)
+    run.batches, run.dir = batches, replace(run.dir, path=folder)
+    run.monitor = train.Monitor(**train.monitor_options(run, flops))
     empty_steps(run, 1)  # opens TensorBoard
     return run
 
@@ -50,10 +51,10 @@ def time_calls(monitor):
     monitor.inside, spent = [], 0.0
 
     def timed(call):
-        def wrapped(*args):
+        def wrapped(*args, **how):
             nonlocal spent
             before, began = spent, time.perf_counter()
-            result = call(*args)
+            result = call(*args, **how)
             spent = before + time.perf_counter() - began  # calls inside this one count once
             return result
 
@@ -61,14 +62,13 @@ def time_calls(monitor):
 
     step = timed(monitor.step)
 
-    def timed_step(number, *args):
+    def timed_step(number, **how):
         nonlocal spent
-        anomalies = step(number, *args)
+        step(number, **how)
         monitor.inside.append((number, spent))
         spent = 0.0
-        return anomalies
 
-    for name in ("phase", "add_losses", "before_update", "after_update"):
+    for name in ("phase", "add_losses", "log_all"):
         setattr(monitor, name, timed(getattr(monitor, name)))
     monitor.step = timed_step
 
@@ -93,13 +93,14 @@ def empty_steps(run: train.Run, steps: int):
     for _ in range(steps):
         for name in ("data", "forward", "backward"):
             monitor.phase(name)
-        monitor.add_losses(losses, batch, run.train_data)
+        monitor.add_losses(losses, batch)
         monitor.phase("optimizer")
-        monitor.before_update(progress.step + 1)
+        change = Update(run.ranks.shards) if run.measures(progress.step + 1) else None
+        monitor.log_all(change.measure() if change else {})
         progress.step += 1
         monitor.phase("other")
-        monitor.after_update(run.model, batch)
-        monitor.step(progress.step, 0.0, norm, norm)
+        measure_output(run, batch)
+        monitor.step(progress.step, lr=0.0, loss=norm, grad_norm=norm)
     run.model.zero_grad()
 
 

@@ -12,7 +12,8 @@ named first; shape: share of those whose jump or creep is named as such.
 
 import numpy as np
 
-from monitor import SlowdownDetector
+from steady.watch.history import LOGS, History
+from steady.watch.slower import slowdown
 from tests.bench.common import Figure
 
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
@@ -53,20 +54,26 @@ def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50
     for i in range(traces):
         kind = ("none", "jump", "creep")[i % 3]
         rows, slow_at, phase = trace(rng, logs, kind, log_interval)
-        watch = SlowdownDetector()
-        events = [e for row in rows for e in watch.add(row) if e.ended is None]
-        early = [e for e in events if slow_at is None or e.found < min(slow_at, e.since)]
-        if kind == "jump":
-            early = [e for e in events if e.found <= slow_at]
+        events = slowdown(History(rows))
+        early = events if slow_at is None else []
+        if kind == "jump":  # before it there is nothing to find
+            early = [e for e in events if e.since < start_of(slow_at, log_interval)]
         false, alarms = false + len(early), alarms + len(events)
         slow += slow_at is not None
-        true = [e for e in events if e not in early]
-        if true and true[0].found <= slow_at + 10 * log_interval:
+        in_time = slow_at is not None and slow_at // log_interval + 10
+        true = slowdown(History(rows[:in_time])) if in_time else []
+        if true := [e for e in true if e not in early]:
             found += 1
-            phases += bool(true[0].phases) and true[0].phases[0][0] == phase
-            shapes += true[0].creeps == (kind == "creep")
+            facts = dict(true[0].values)
+            phases += bool(facts["phases"]) and facts["phases"][0][0] == phase
+            shapes += facts["creeps"] == (kind == "creep")
     return dict(recall=found / slow, precision=1 - false / max(1, alarms),
                 phase=phases / max(1, found), shape=shapes / max(1, found))
+
+
+def start_of(step: int, log_interval: int) -> int:
+    """The first step of the logs that may already look slower."""
+    return step - 5 * log_interval
 
 
 def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
@@ -75,9 +82,9 @@ def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
     logs = min(steps, 10**6) // log_interval
     count = 0
     for _ in range(max(1, steps // 10**6)):
-        watch = SlowdownDetector()
         rows = trace(rng, logs, "none", log_interval)[0]
-        count += sum(e.ended is None for row in rows for e in watch.add(row))
+        # windows as the monitor has them, each half new
+        count += sum(len(slowdown(History(rows[i : i + LOGS]))) for i in range(0, logs, LOGS // 2))
     return count
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, TINY, Process, column, environment, processes
 from fakecuda.watch import COUNTERS, watch
 
@@ -36,8 +35,8 @@ READ = LOG | GUARD
 REPLICAS = {"to pageable host steady/ranks/replicas.py check": 1,
             "synchronize steady/ranks/replicas.py check": 1}
 PHASE = "synchronize steady/watch/clock.py phase"
-EVALUATION = {PHASE: 1, "to pageable host steady/watch/evaluation.py row": 1,
-              "synchronize steady/watch/evaluation.py row": 1}
+EVALUATION = {PHASE: 1, "to pageable host steady/models/evaluation.py row": 1,
+              "synchronize steady/models/evaluation.py row": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
 SAVE = {PHASE: 1}  # and copies to page-locked memory, which the next update waits for
@@ -305,35 +304,6 @@ def test_averages(go, tmp_path):
     go(*flags, "--auto-resume", "--max_steps", "14")
 
 
-def unused_parameter():
-    """A hook: the model has a parameter without a gradient."""
-    import train
-
-    plain = train.Transformer.__init__
-
-    def init(self, cfg):
-        plain(self, cfg)
-        self.unused = torch.nn.Parameter(torch.zeros(3))
-
-    train.Transformer.__init__ = init
-
-
-REPLAY = {"to pageable host steady/guard/replay.py measure": 2,
-          "synchronize steady/guard/replay.py measure": 2}
-
-
-@pytest.mark.parametrize("flags", [
-    [],
-    ["--precision", "fp16", "--data_mode", "packed"],
-    ["--deterministic", "--dropout", "0.1", "--optimizer", "adamw"],
-], ids=" ".join)
-def test_a_replay_waits_for_its_results_alone(go, flags):
-    _, steps = go("--replay_interval", "5", *flags, hook=unused_parameter)
-    for step in (5, 10):
-        assert {name: steps[step].pop(name, 0) for name in REPLAY} == REPLAY
-    check(steps, logs=[1, 4, 8], tensors=3 if "packed" in flags else 1)
-
-
 def test_the_clock_ends_a_run(go, corpus):
     """Without asking the device what the time is."""
     def hook():
@@ -418,8 +388,7 @@ def test_two_ranks(go, tmp_path, way):
     """torch's own DDP and fully_shard call a NCCL that moves nothing; gloo is real."""
     flags = ["--parallel", way, "--out_dir", tmp_path / "r", "--save_interval", "5",
              "--eval_interval", "6", "--monitoring", "full", "--check_replicas_interval", "3",
-             "--skip_spikes", "6", "--micro_batch_size", "2", "--ema", "0.9", "--replay_interval",
-             "5"]
+             "--skip_spikes", "6", "--micro_batch_size", "2", "--ema", "0.9"]
     steps = go(*flags, ranks=2, hook=no_comparison)[1]
     if way != "ddp":  # which waits in its first steps
         assert {step: waited(steps[step]) for step in (2, 3, 7, 8, 9, 11)} == {
@@ -448,7 +417,7 @@ def compile_quickly():
 
 
 @pytest.mark.parametrize("flags", [
-    ["--micro_batch_size", "2", "--monitoring", "full", "--ema", "0.9", "--replay_interval", "5"],
+    ["--micro_batch_size", "2", "--monitoring", "full", "--ema", "0.9"],
     ["--data_mode", "packed"],
 ], ids=" ".join)
 def test_compiled(go, flags):

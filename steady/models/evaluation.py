@@ -1,4 +1,4 @@
-"""What a model does: the means of an evaluation and, with --monitor full, norms of its gradients,
+"""What a model does: means of an evaluation and, with --monitoring full, norms of its gradients,
 weights and updates, overall and by layer, and the entropy of its output.
 """
 
@@ -9,6 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from steady.ranks.parallel import gathered
+from steady.tokens.files import IGNORE
 
 
 class Means:
@@ -112,3 +115,13 @@ def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
     model.train()
     entropy = -(logp.exp() * logp).sum(-1)
     return (entropy * weight).sum() / weight.sum().clamp(min=1)
+
+
+def measure_output(run, batch):
+    """Log the entropy of the model's output on `batch`, without syncing with the device."""
+    if run.measures(run.progress.step):
+        counted = batch.targets != IGNORE
+        real = counted.any()  # not with dummy rows alone
+        with run.ranks.autocast, gathered(run.model):
+            entropy = output_entropy(run.model, batch.tokens, counted, batch.documents)
+        run.monitor.log("health/output_entropy", entropy * real, real)

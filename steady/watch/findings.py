@@ -1,0 +1,243 @@
+"""What the monitor reports: a Finding is data; its English is made here and nowhere else."""
+
+from dataclasses import asdict, dataclass
+
+# --- the data --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a run. code: a key of WORDS; of a part, a key of CAUSES.
+
+    since, until: steps; until is None while it lasts. phase: "step", or the phase meant. ms: per
+    step, added or to be gained, out of `of`. side: "machine", "program" or "unclear". line:
+    "FILE:LINE FUNCTION". parts: its causes, the largest first. values: figures for the text.
+    """
+
+    code: str
+    since: int = 0
+    until: int | None = None
+    phase: str = "step"
+    ms: float | None = None
+    of: float | None = None
+    side: str = "unclear"
+    line: str = ""
+    parts: tuple = ()
+    values: tuple = ()  # (name, value) pairs
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    @property
+    def cause(self) -> str:
+        """The code of its largest part."""
+        return self.parts[0].code if self.parts else ""
+
+    def row(self) -> dict:
+        """For metrics.jsonl and --json."""
+        kept = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
+        kept["parts"] = [part.row() for part in self.parts]
+        kept["values"] = dict(self.values)
+        return kept | {"text": str(self)}
+
+
+def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> Finding:
+    return Finding(code, since, values=tuple((values or {}).items()), **fields)
+
+
+# --- the words -------------------------------------------------------------------------------
+
+DATA = "more --num_workers, a faster disk, or less work per sample"
+# code → (metric with the ms/step it can account for, or "", its meaning, what to do)
+CAUSES = {
+    "gc": ("perf/gc_ms", "Python's garbage collector", "gc.freeze() after start-up, fewer objects"),
+    "thread": ("perf/thread_ms", "another thread of this process computes: {name}",
+               "move its work to a process, or do less of it"),
+    "quota": ("machine/throttled_ms", "a CPU quota throttles the container",
+              "raise it, or use fewer threads and loader processes"),
+    "stolen": ("machine/steal_ms", "the hypervisor gives this machine's cores to others",
+               "use a machine of your own"),
+    "contention": ("perf/cpu_queue_ms", "other processes run on these cores",
+                   "stop them, or use fewer threads (OMP_NUM_THREADS=1 suffers least)"),
+    "disk": ("machine/disk_ms", "the process waits for a disk", "a faster disk, or a local copy"),
+    "memory": ("machine/memory_ms", "memory is short: pages are read again and again",
+               "fewer loader processes, smaller buffers, or more memory"),
+    "probe": ("", "the machine is slower: its probe takes {ratio:.2f} times as long",
+              "look for a neighbour on this host, or lower clocks"),
+    "clocks": ("", "lower GPU clocks, from heat or the power limit: {readings}",
+               "check cooling and the power limit"),
+    "stopped": ("", "the process is stopped and continued by signals",
+                "find the sender of SIGSTOP"),
+    "network": ("", "collectives take longer, and no rank is slower than the others",
+                "check the network between the ranks"),
+    "slow rank": ("", "rank {rank} does {ratio:.2f} times the work of the others, mostly in "
+                  "{phase}", "look at its machine, and at its share of the work"),
+    "compilations": ("", "recompilation: shapes or flags change",
+                     "TORCH_LOGS=recompiles names them"),
+    "allocator": ("", "the CUDA allocator runs out of memory and retries",
+                  "a smaller --micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    "data": ("", "the loop waits for data", DATA),
+    "line": ("", "{source}", "{advice}"),
+    "rare": ("", "a few heavy steps: the mean is {factor:.2f} times the median",
+             "look for work done only at some steps, such as a profiler or a flush"),
+    "padding": ("", "{share:.0%} of the tokens computed are padding",
+                "--data_mode packed, or a larger --group_window"),
+    "logging": ("perf/logging_ms", "logging, or a sink that blocks",
+                "ten times the --log_interval, or another --tensorboard_dir"),
+    "evaluation": ("perf/evaluation_ms", "evaluation",
+                   "twice the --eval_interval, or half the --eval_steps"),
+    "checkpoint": ("perf/checkpoint_ms", "checkpoints",
+                   "twice the --save_interval, or a faster disk"),
+    "checkpoint grows": ("", "something saved each time grows", "look for a list that is kept"),
+    "option": ("", "{option}", ""),
+    "not clear": ("", "{option}: not clear, {low:+.3g} to {high:+.3g} ms", ""),
+    "queued": ("", "{option}: not clear, threads wait {queued:.0%} of the time for a core", ""),
+    "failed": ("", "{option}: failed: {error}", ""),
+    "unexplained": ("", "unexplained", ""),
+    "passed": ("", "it has passed, or too little is left of it to tell why", ""),
+}
+OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
+              "network"}
+SIDES = {"machine": "the machine, not the program",
+         "program": "the rest of the step is as fast as before: the program, not the machine",
+         "unclear": "machine or program: not clear"}
+RUNS_OUT = "runs out at about step {at_step:,} of {last_step:,}: {rate} since about step {since:,}"
+WORDS = {  # code → text; "slower", "slow" and "trial" have functions of their own
+    "diverged": "training diverged since about step {since}: loss {loss:.4g}, {first:.4g} at the "
+                "start, {lowest:.4g} at best",
+    "nothing learned": "training has learned nothing: loss {loss:.4g}, a uniform guess has "
+                       "{uniform:.4g}",
+    "validation": "validation loss {loss:.4g} at step {step}; the lowest was {best:.4g} at step "
+                  "{since}",
+    "not finite": "{count} of {steps} steps, since step {since}, were not finite and were skipped",
+    "host memory": f"host memory {RUNS_OUT}; look for objects kept by the loop, or by the dataset "
+                   "in each loader process (SIGUSR2 or --trace records a few steps)",
+    "device memory": f"device memory {RUNS_OUT}; look for tensors kept by the loop, such as losses "
+                     "never detached, and for reference cycles",
+    "open files": f"open files: the limit {RUNS_OUT}; close them, or raise ulimit -n",
+    "threads": f"threads: the limit {RUNS_OUT}; look for a thread or a pool started again and "
+               "again",
+    "disk space": f"disk space {RUNS_OUT}; fewer checkpoints (--keep_checkpoints), or another "
+                  "--out_dir",
+}
+
+
+def describe(found: Finding) -> str:
+    if found.code == "slower":
+        return describe_slower(found)
+    if found.code == "slow":
+        return describe_slow(found)
+    if found.code == "trial":
+        return describe_trial(found)
+    if found.code in CAUSES:
+        return describe_part(found)
+    return WORDS[found.code].format(since=found.since, **dict(found.values))
+
+
+def describe_part(part: Finding, sign: int = 1) -> str:
+    """A cause in one line: ms, line, meaning, remedy. sign: -1 for a gain."""
+    values = {"source": "", "advice": "", **dict(part.values)}
+    _, meaning, remedy = CAUSES[part.code]
+    ms = "" if part.ms is None else f"{sign * part.ms:+.3g} ms"
+    meaning, remedy = (text.format(**values) for text in (meaning, remedy))
+    place = part.line and (f"{part.line}: {meaning}" if meaning else part.line)
+    return "  ".join(filter(None, (ms, "; ".join(filter(None, (place or meaning, remedy))))))
+
+
+def describe_slower(found: Finding) -> str:
+    values = dict(found.values)
+    if found.until is not None and not found.parts:
+        return f"{found.phase} time is back to normal; it was longer since step {found.since}"
+    of_a_step = "" if found.phase == "step" else " of a step"
+    phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in values["phases"]) or "all phases"
+    head = (f"{found.phase} {'gradually ' * values['creeps']}slower since about step {found.since}"
+            f": {found.of:.3g} -> {found.of + found.ms:.3g} ms/step "
+            f"({values['percent']:+.0f}%{of_a_step}), {phases}")
+    if found.phase != "step":
+        return f"{head}: {describe_part(found.parts[0])}"
+    ended = [] if found.until is None else [f"it ended at step {found.until}"]
+    shared = (f"all phases take {1 + found.ms / found.of:.2f} times as long: "
+              if values.get("shared") else "")
+    side = shared + SIDES[found.side]
+    return "\n    ".join([head, *map(describe_part, found.parts), side, *ended])
+
+
+def describe_slow(found: Finding) -> str:
+    """Slow from the first step: the parts are gains."""
+    head = (f"slow from the start: {found.of:.3g} ms/step, about {found.of - found.ms:.3g} are "
+            "needed")
+    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
+
+
+def describe_trial(found: Finding) -> str:
+    """A trial of options: the parts are gains, each by itself."""
+    values = dict(found.values)
+    head = (f"forward, backward and optimizer take {values['own_ms']:.3g} of {found.of:.3g} "
+            f"ms/step, of the model alone {values['alone_ms']:.3g}")
+    if values["added_ms"] is not None:
+        head += f": {values['added_ms']:+.3g} ms of other code"
+    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
+
+
+def describe_anomaly(row: dict) -> str:
+    """A row of metrics.jsonl about a spike or a step that was not finite."""
+    if row["anomaly"] == "not finite":
+        text = "not finite: loss or gradient; without a finite gradient the update was skipped"
+    elif row.keys() >= {"value", "median"}:  # else it is a fork's own
+        text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
+    else:
+        text = row["anomaly"]
+    if row.keys() >= {"positions", "rank"}:
+        first, end = row["positions"]
+        text += f"; rank {row['rank']}, samples {first} to {end - 1}"
+    if row.get("first_bad_layer"):
+        text += f"; first layer with an output that is not finite: {row['first_bad_layer']}"
+    return text + (f"; see {row['see']}" if "see" in row else "")
+
+
+def si(x: float) -> str:
+    """1234567 → 1.23M"""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= size:
+            return f"{x / size:.3g}{unit}"
+    return f"{x:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3700 → 1h01m"""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+# --- the log line ----------------------------------------------------------------------------
+
+LINE = {  # the log line, after the step
+    "train/loss": "loss {:.4f}",
+    "train/learning_rate": "lr {:.2e}",
+    "train/grad_norm": "grad {:.2f}",
+    "perf/step_ms": "{:.1f} ms",
+    "perf/tokens_per_second": "{si} tok/s",
+    "perf/mfu": "mfu {:.1%}",
+    "perf/data_fraction": "data {:.1%}",
+    "perf/padding_fraction": "padding {:.1%}",
+    "memory/peak_gb": "mem {:.1f} GB",
+    "memory/host_rss_gb": "rss {:.2f} GB",
+    "health/update_ratio": "update {:.1e}",
+    "health/output_entropy": "entropy {:.2f}",
+}
+
+
+def log_line(step: int, last: int | None, row: dict[str, float]) -> str:
+    """last: step of the run, if it is known."""
+    shown = [in_form(form, row[name]) for name, form in LINE.items() if name in row]
+    if not last:
+        return " | ".join([f"step {step}/?", *shown])
+    left = duration(max(0, last - step) * row["perf/step_ms"] / 1e3)
+    return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
+
+
+def in_form(form: str, x: float) -> str:
+    """"loss {:.4f}", 5.5 → loss 5.5000; too large for it in few digits: loss 1.5e+30."""
+    text = form.format(x, si=si(x))
+    return text if len(text) < 20 else f"{form[: form.index('{')]}{x:.4g}"

@@ -1,0 +1,149 @@
+"""The newest logs of a run, from metrics.jsonl. Everything reported is computed from them.
+
+The file is the only memory of the monitor: after a restart, and in `python monitor.py RUN_DIR`, its
+tail gives the same history and so the same findings.
+"""
+
+import contextlib
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+LOGS = 512
+TAIL_BYTES = 1 << 20  # of a metrics.jsonl read on a resume: 512 logs of 1 to 2 kB
+STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
+PHASES = STEP_PHASES + OUTSIDE_PHASES
+LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file where not finite
+NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/", "limit/")
+DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, Infinity
+
+
+class History:
+    """At most 512 logs. rows: logs, each with the evaluation that followed it.
+
+    about: facts on the run from its newest process (last_step, vocab_size, …). reported: findings
+    in the file, as dicts. sources: "FILE:LINE" → source text. process_began: the first step of the
+    newest process.
+    """
+
+    def __init__(self, rows=()):
+        self.rows, self.reported = deque(maxlen=LOGS), deque(maxlen=LOGS)
+        self.about, self.sources, self.process_began, self.evaluated = {}, {}, 0, None
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: dict):
+        """Add a row of metrics.jsonl. Values of unexpected types are left out."""
+        row = checked(row)
+        if not row:
+            return
+        if "finding" in row:
+            self.reported.append(row["finding"] | {"reported_at": row["step"]})
+        self.about |= row.get("about", {})
+        self.sources |= row.get("sources", {})
+        while self.rows and row.get("perf/step_ms") and self.rows[-1]["step"] >= row["step"]:
+            self.rows.pop()  # repeated after a rollback
+        if row.get("evaluated", self.evaluated) != self.evaluated:
+            self.evaluated = row["evaluated"]
+            for old in self.rows:  # losses of other data are not compared
+                old.pop("val/loss", None)
+        if "perf/startup_s" in row:
+            self.process_began = row["step"]
+        if row.get("perf/step_ms"):
+            self.rows.append(row)
+        elif self.rows and any(name.startswith("val/") for name in row):
+            self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
+
+    def column(self, name: str) -> np.ndarray:
+        """[logs], NaN where a log lacks it."""
+        return np.array([row.get(name, math.nan) for row in self.rows], dtype=float)
+
+
+def checked(row) -> dict | None:
+    """The values of a row that have the types this program writes; None if it is not a row.
+
+    A fork may log anything, and a file may be edited or damaged.
+    """
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    if not 0 <= row["step"] < 1 << 53:
+        return None
+    out = {}
+    for name, value in row.items():
+        if name in STRUCTURED:
+            if (kept := STRUCTURED[name](value)) is not None:
+                out[name] = kept
+        elif name in LOSSES and (value is None or isinstance(value, float) and value != value):
+            out[name] = math.nan  # not finite
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            low = 0 if name.startswith(NEVER_NEGATIVE) else -1e100
+            if low <= value < 1e100:  # not NaN
+                out[name] = value
+    return out
+
+
+def text(value) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def numbers(value) -> dict | None:
+    return {k: v for k, v in value.items() if isinstance(v, (int, float)) and abs(v) < 1e100} if (
+        isinstance(value, dict)) else None
+
+
+def texts(value) -> dict | None:
+    return {k: v for k, v in value.items() if isinstance(v, str)} if (
+        isinstance(value, dict)) else None
+
+
+def profile(value) -> dict | None:
+    return {phase: {k: n for k, n in lines.items() if type(n) is int and 0 < n < 1e9}
+            for phase, lines in value.items() if isinstance(lines, dict)} if (
+        isinstance(value, dict)) else None
+
+
+def instance(*types):
+    return lambda value: value if isinstance(value, types) else None
+
+
+def finding(value) -> dict | None:
+    known = (isinstance(value, dict) and isinstance(value.get("code"), str)
+             and type(value.get("since")) is int and isinstance(value.get("parts", []), list)
+             and isinstance(value.get("phase", ""), str))
+    return value if known else None
+
+
+STRUCTURED = {  # name → its checked value, or None
+    **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "first_bad_layer",
+                     "see"),
+                    text),
+    **dict.fromkeys(("about", "seconds", "order"), numbers),
+    **dict.fromkeys(("positions", "ranks_ms", "datasets"), instance(list)),
+    "sources": texts, "profile": profile, "finding": finding, "evaluated": instance(dict),
+}
+
+
+def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
+    """(byte offset of its end, row) of each row of a metrics.jsonl, from byte `start` on.
+
+    Without a row cut off by `start`, and without the torn last row of a killed process.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        end = start + (len(file.readline()) if start else 0)
+        for line in file:
+            end += len(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                row = checked(DECODER.decode(line.decode()))
+                if line.endswith(b"\n") and row:
+                    yield end, row
+
+
+def quantile(values, share: float) -> float:
+    """The value below which this share of them lies; for short lists 10 times NumPy's speed."""
+    return sorted(values)[int(share * len(values))]

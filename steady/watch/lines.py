@@ -1,0 +1,79 @@
+"""Lines of Python by the time spent in them, from the looks of the sampler."""
+
+import math
+from dataclasses import dataclass
+
+OTHERS = "…"  # lines without a name in a profile
+MIN_LOOKS = 8  # at a phase, to say anything of its lines
+LOADERS = ("data.py", "dataloader.py")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that takes longer than before. ms, error: per step, and half the 95 % interval."""
+
+    phase: str
+    place: str  # "FILE:LINE FUNCTION < FILE:LINE FUNCTION of its caller | LIBRARY"
+    ms: float
+    error: float
+
+
+def add_profiles(rows) -> dict[str, dict[str, int]]:
+    """The looks of several rows together: {phase: {place: looks}}."""
+    out = {}
+    for row in rows:
+        for phase, lines in row.get("profile", {}).items():
+            sums = out.setdefault(phase, {})
+            for place, n in lines.items():
+                sums[place] = sums.get(place, 0) + n
+    return out
+
+
+def function_of(place: str) -> tuple[str, str]:
+    """(file, function) of a place."""
+    where, _, function = own_part(place).rpartition(" ")
+    return where.rpartition(":")[0], function
+
+
+def own_part(place: str) -> str:
+    """"FILE:LINE FUNCTION" of a place, without its caller and library."""
+    return place.partition(" | ")[0].partition(" < ")[0]
+
+
+def library_of(place: str) -> str:
+    """The library other than torch in which the line was met, or ""."""
+    return place.partition(" | ")[2]
+
+
+def waits_for_loader(place: str) -> bool:
+    """Whether the loop waits there for loader processes."""
+    return function_of(place) == ("data.py", "loader")
+
+
+def longer_lines(phase: str, ms: list[float], looks: list[dict[str, int]],
+                 factor: float) -> list[Line]:
+    """The functions that take longer than `factor` times as long as before, the largest first.
+
+    ms, looks: of the phase in a step, before and after. Of each function the line that grew most.
+    A look is a draw: the interval is that of a binomial share; for a phase too short to be met
+    often, all of its time.
+    """
+    totals = [sum(lines.values()) for lines in looks]
+    if totals[1] < MIN_LOOKS:
+        return []
+    functions = {}  # function → its lines
+    for place in {**looks[0], **looks[1]}:
+        if place != OTHERS:
+            functions.setdefault(function_of(place), []).append(place)
+    found = []
+    for places in functions.values():
+        shares = [[lines.get(place, 0) / max(1, total) for place in places]
+                  for lines, total in zip(looks, totals, strict=True)]
+        old, new = (t * sum(each) for t, each in zip(ms, shares, strict=True))
+        errors = [2 * t * math.sqrt((sum(each) * (1 - sum(each)) + 1 / n) / n) if n else t
+                  for t, each, n in zip(ms, shares, totals, strict=True)]
+        growth = [ms[1] * b - ms[0] * a for a, b in zip(*shares, strict=True)]
+        place = places[growth.index(max(growth))]
+        error = math.hypot(errors[1], factor * min(ms[0], errors[0]))
+        found.append(Line(phase, place, new - factor * old, error))
+    return sorted(found, key=lambda line: -line.ms)

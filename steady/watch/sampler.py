@@ -1,0 +1,201 @@
+"""The lines in which the training thread spends its time: a look at it ten times a second.
+
+A daemon thread notes the phase, the innermost line outside torch and the standard library, and the
+line that called it. So time in torch counts for the line that called it, and a backward pass for
+the line that waits for it. A look costs 0.05 to 0.13 ms of a core, most of it to wake up.
+"""
+
+import contextlib
+import gc
+import linecache
+import os
+import random
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from steady.watch.lines import OTHERS
+
+SECONDS = 0.1  # between two looks, in the mean
+HURRY = 3  # times as often at first, and while a finding waits for its line
+SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; its own 5 ms hide lines
+LEAST = 20  # looks in a row of metrics.jsonl
+MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
+HERE = str(Path(__file__).parent)
+ROOT = Path(__file__).parents[2]
+TORCH = tuple(str(Path(module.__file__).parent) for module in (torch, np))
+FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), "<", "/tmp/torchinductor")
+LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def current_frames() -> dict:
+    """sys._current_frames(), safe while collections are on.
+
+    Before Python 3.12 a collection that begins inside it may crash: another thread runs on while
+    its frame objects are made.
+    """
+    if not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
+
+
+class Sampler:
+    """Looks at the thread that makes it until `close`. clock: knows the phase."""
+
+    def __init__(self, clock):
+        self.clock, self.thread_id = clock, threading.get_ident()
+        self.counts = Counter()  # of (phase, (code, line) and those of the caller, library)
+        self.worth = {}  # code → whether its file is worth naming
+        self.named, self.sources = set(), {}  # places with a known source text; the new ones
+        self.hurry, self.ended = True, False
+        threading.Thread(target=self.run, name="sampler", daemon=True).start()
+
+    def run(self):
+        jitter = random.Random(0).random  # steps may last as long as a pause
+        while not self.ended:
+            time.sleep(SECONDS / (HURRY if self.hurry else 1) * (0.5 + jitter()))
+            # A thread that computes in Python keeps its lock for sys.getswitchinterval(). It is
+            # shorter only for a moment around the look, so that other threads do not pay for it.
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_SECONDS)
+            time.sleep(2e-3 * jitter())
+            self.look(current_frames().get(self.thread_id))
+            sys.setswitchinterval(before)
+
+    def look(self, frame):
+        """Count where the thread is; keeps no frame, and so none of the tensors in it."""
+        inner = self.innermost(frame)
+        caller = self.innermost(inner.f_back) if inner else None
+        place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
+        library = "" if inner is frame else library_name(frame.f_code.co_filename)
+        self.counts[self.clock.current, place, library] += 1
+
+    def innermost(self, frame):
+        """The first frame from this one outwards that is worth naming."""
+        while frame:
+            code = frame.f_code
+            if code not in self.worth:
+                self.worth[code] = worth_naming(code.co_filename)
+            if self.worth[code]:
+                return frame
+            frame = frame.f_back
+        return None
+
+    def take(self) -> dict[str, dict]:
+        """Columns of a row since the last call: {"profile": {phase: {place: looks}}, "sources":
+        {"FILE:LINE": text}}; {} if there were few looks. A place: as in lines.Line.
+        """
+        if self.counts.total() < LEAST:
+            return {}
+        taken, self.counts = self.counts, Counter()
+        profile, self.sources = {}, {}
+        for (phase, place, library), n in taken.most_common():
+            lines = profile.setdefault(phase, {})
+            name = OTHERS
+            if len(lines) < MOST_LINES and place[0]:
+                name = " < ".join(self.name(code, line) for code, line in filter(None, place))
+                name += f" | {library}" if library else ""
+            lines[name] = lines.get(name, 0) + n
+        return {"profile": profile} | ({"sources": self.sources} if self.sources else {})
+
+    def name(self, code, line: int) -> str:
+        where = f"{short(code.co_filename)}:{line}"
+        if where not in self.named:
+            self.named.add(where)
+            self.sources[where] = linecache.getline(code.co_filename, line).strip()[:120]
+        # with its class, known since Python 3.11
+        function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
+        return f"{where} {function.replace(' ', '')}"
+
+    def close(self):
+        self.ended = True
+
+
+def worth_naming(file: str) -> bool:
+    """Whether it belongs neither to torch nor to the standard library."""
+    library = file.startswith(LIBRARY) and "-packages" not in file
+    return not (library or file.startswith(FOREIGN))
+
+
+def library_name(file: str) -> str:
+    """json, numpy, …; "" for torch, compiled code, and the monitor itself."""
+    if file.startswith((TORCH[0], HERE, "<", "/tmp/")):
+        return ""
+    parts = Path(file).with_suffix("").parts
+    base = len(Path(LIBRARY).parts)
+    if "site-packages" in parts:
+        base = len(parts) - parts[::-1].index("site-packages")
+    return parts[min(base, len(parts) - 1)]
+
+
+def short(file: str) -> str:
+    """A path as it is shown: from the repository, or its last two parts."""
+    path = Path(file)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(*path.parts[-2:]))
+
+
+# --- traces, on request ----------------------------------------------------------------------
+
+TRACED_STEPS, MOST_TRACES = 3, 5
+
+
+class Tracer:
+    """A trace of three steps by torch.profiler, in out_dir/traces, on SIGUSR2 or at step `at`.
+
+    https://ui.perfetto.dev opens it. `step` is called after each step.
+    """
+
+    def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
+        self.folder, self.device, self.at = out_dir / "traces", device, at
+        self.profiler, self.first, self.handler, self.wanted = None, 0, None, False
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
+            self.handler = signal.signal(signal.SIGUSR2, self.want)
+
+    def want(self, *_):
+        self.wanted = True
+
+    def step(self, step: int) -> dict:
+        """Begin or end a trace; columns of a row if the step was disturbed by one."""
+        if self.profiler is None:
+            if not (self.wanted or step + 1 == self.at):
+                return {}
+            self.wanted = False
+            few = len(list(self.folder.glob("step_*.json"))) < MOST_TRACES
+            # a fork may profile by itself; torch does not promise this name
+            if few and not getattr(torch.autograd, "_profiler_enabled", bool)():
+                from torch.profiler import ProfilerActivity, profile
+
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+                activities = [ProfilerActivity.CPU]
+                activities += [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+                self.profiler, self.first = profile(activities=activities), step + 1
+                self.profiler.start()
+            return {}
+        if step < self.first + TRACED_STEPS - 1:
+            return {"perf/disturbed": 1}
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        file = self.folder / f"step_{self.first}.json"
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+            self.folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(file))
+            print(f"step {step}: a trace of {TRACED_STEPS} steps is in {file}", flush=True)
+            return {"perf/disturbed": 1, "trace": str(file)}
+        return {"perf/disturbed": 1}
+
+    def close(self):
+        if self.profiler:
+            self.profiler.stop()
+        if self.handler is not None:
+            signal.signal(signal.SIGUSR2, self.handler)

@@ -1,0 +1,161 @@
+"""Slow from the first step: the part of every step that is avoidable, the line or option, the gain.
+
+From columns that are in the rows anyway. Each millisecond is promised once: a cause takes its time
+out of the phase it lies in, and the next one finds what is left. `python monitor.py try RUN`
+measures options whose gain no row shows.
+"""
+
+import math
+import re
+
+import numpy as np
+
+from steady.watch.findings import CAUSES, Finding, finding
+from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import (
+    OTHERS,
+    add_profiles,
+    function_of,
+    library_of,
+    own_part,
+    waits_for_loader,
+)
+from steady.watch.slower import COMPUTE, Left, goes_on, slowest_rank
+
+LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
+LEAST_LOOKS = 60  # of the sampler, to name lines
+WORTH_REPORTING = 0.1  # of a step, in all
+WORTH_NAMING = 0.05  # of a step
+STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
+ALWAYS = 0.25  # quantile over logs: what comes and goes is not slow from the start
+SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
+RARE = 0.05  # of a step, between mean and median
+BUSY_THREAD = 0.2  # of a step
+PADDING = 0.2
+WAITS = ("quota", "stolen", "contention", "memory", "disk")
+TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
+HOST_PHASES = ("data", "other", "logging")  # any line in them is avoidable
+AVOIDABLE = (  # source text of lines avoidable in any phase → what to do
+    (r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.numpy\(\)", "keep it on the device until a log"),
+    (r"synchronize\(|empty_cache\(", "leave it out, or do it at a log"),
+    (r"gc\.collect\(", "collect rarely, after gc.freeze()"),
+    (r"\bsleep\(", "leave it out"),
+    (r"\bprint\(|\blog\w*\.\w+\(|\.write\(|\bopen\(|json\.|pickle\.|add_scalar|torch\.save\(",
+     "do it at a log, or in another thread"),
+    (r"deepcopy\(|\bsorted\(|for .* in range\(", "do it once, or on the device"),
+)
+ADVICE = {"data": "--num_workers 2, or less work per sample", "other": "less of it in each step",
+          "logging": "a larger --log_interval"}
+
+
+def slow(history: History, ends: float = math.inf) -> list[Finding]:
+    """At most one finding, whose parts are gains in ms/step; [] below 10 %.
+
+    ends: the step since which steps are slower, a finding of its own.
+    """
+    rows = [row for row in history.rows if row["step"] < ends
+            and "perf/startup_s" not in row and "perf/disturbed" not in row]
+    rows = [row for row in rows if row.get("perf/step_ms_median")][:MOST_LOGS]
+    if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
+        return []
+    profile = add_profiles(rows)
+    if sum(n for lines in profile.values() for n in lines.values()) < LEAST_LOOKS:
+        return []
+    mean = {name: float(np.mean([row.get(name, 0.0) for row in rows]))
+            for name in {name for row in rows for name in row if name.startswith(NUMBERS)}}
+    ms = {name: mean.get(f"perf/{name}_ms", 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
+    left, step = Left(dict(ms)), sum(ms.values())
+    if step <= 0:
+        return []
+    take_lines(left, ms, profile, history.sources)
+    collected = sum(part.ms for part in left.parts if "collect(" in str(part))  # by such a line
+    gc_ms = mean.get("perf/gc_ms", 0.0) - collected
+    left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0)
+    take_rank(left, mean, rows)
+    left.take("data", left.ms["data"] if left.ms["data"] > STARVED * step else 0.0, ["data"])
+    for code in WAITS:
+        waited = always([row.get(CAUSES[code][0], 0.0) for row in rows])
+        left.take(code, waited if waited > 2 * WORTH_NAMING * step else 0.0, STEP_PHASES)
+    take_rare(left, mean, rows)
+    thread = mean.get("perf/thread_ms", 0.0)
+    names = [row["busiest_thread"] for row in rows if "busiest_thread" in row]
+    if names and thread > BUSY_THREAD * mean["perf/step_ms"]:
+        left.take("thread", thread, STEP_PHASES, name=max(set(names), key=names.count))
+    share = mean.get("perf/padding_fraction", 0.0)
+    if share > PADDING:
+        left.take("padding", share * (left.ms["forward"] + left.ms["backward"]), share=share,
+                  names=("forward", "backward"))
+    for name, times in TIMES_RARER.items():
+        if left.ms[name] > WORTH_NAMING * step:
+            left.take(name, left.ms[name] * (1 - 1 / times), [name])
+    parts = sorted((part for part in left.parts if part.ms > WORTH_NAMING * step),
+                   key=lambda part: -part.ms)
+    gain = sum(part.ms for part in parts)
+    if gain < WORTH_REPORTING * step:
+        return []
+    return [finding("slow", rows[0]["step"], ms=gain, of=step, parts=tuple(parts))]
+
+
+NUMBERS = ("perf/", "machine/")
+
+
+def always(values: list[float]) -> float:
+    return float(np.quantile(values, ALWAYS))
+
+
+def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[str, str]):
+    """Take functions in phases of host work, and elsewhere lines known to be avoidable."""
+    for phase, lines in profile.items():
+        looks = sum(lines.values())
+        if phase not in ms or looks == 0:
+            continue
+        functions = {}  # (file, function) → [(looks, place)] of avoidable lines
+        for place, n in lines.items():
+            if place != OTHERS and (phase in HOST_PHASES or advice_for(place, sources)):
+                functions.setdefault(function_of(place), []).append((n, place))
+        for places in functions.values():
+            total, place = sum(n for n, _ in places), max(places)[1]
+            if total > 2 and not waits_for_loader(place):
+                advice = advice_for(place, sources) or ADVICE[phase]
+                left.take("line", ms[phase] * total / looks, [phase], advice=advice, phase=phase,
+                          line=own_part(place), source=source_of(place, sources))
+
+
+def source_of(place: str, sources: dict[str, str]) -> str:
+    return sources.get(place.partition(" ")[0], "")
+
+
+def advice_for(place: str, sources: dict[str, str]) -> str:
+    """The remedy for a line avoidable in any phase; "" for a line that may be the model's."""
+    text, (_, function) = source_of(place, sources), function_of(place)
+    for pattern, advice in AVOIDABLE:
+        if re.search(pattern, text):
+            return advice
+    if library := library_of(place):
+        return f"{library} runs on the host: use torch, or do it once"
+    loop = "<" in function and "<module>" not in function  # <genexpr>, <lambda>, …
+    return "a loop of Python: use tensors" if loop else ""
+
+
+def take_rank(left: Left, mean: dict, rows: list[dict]):
+    """Take the wait for a rank that is slower than the others all the time."""
+    ratio = float(np.median([row.get("perf/slowest_rank_ratio", 1.0) for row in rows]))
+    rank, phase, share = slowest_rank(rows)
+    if ratio > SLOWER_RANK and share > 0.7:
+        own = mean["perf/step_ms"] - left.ms["waiting"]
+        gain = left.ms["waiting"] if rank else own * (1 - 1 / ratio)
+        left.take("slow rank", gain, STEP_PHASES, rank=rank, ratio=ratio, phase=phase)
+
+
+def take_rare(left: Left, mean: dict, rows: list[dict]):
+    """Take the time of a few heavy steps, and of repeated compilation."""
+    median = float(np.mean([row["perf/step_ms_median"] for row in rows]))
+    taken = sum(part.ms for part in left.parts)
+    rare = always([row["perf/step_ms"] - row["perf/step_ms_median"] for row in rows]) - taken
+    queue = mean.get("perf/cpu_queue_ms", 0.0)
+    if rare < RARE * mean["perf/step_ms"] + 2 * queue or median <= 0:
+        return
+    if goes_on([{"row": row} for row in rows], "perf/compilations"):
+        left.take("compilations", rare, COMPUTE)
+    else:
+        left.take("rare", rare, STEP_PHASES, factor=mean["perf/step_ms"] / median)

@@ -1,0 +1,458 @@
+"""Slower than before: since when steps take longer, by how much, and why.
+
+One principle separates machine and program: time added to all phases in proportion is the
+machine's; time added to one phase alone, as the others are as fast as before, is the program's, and
+the lines in it that became longer are named. Readings of the kernel, the device and the probe name
+the machine's part, each up to the ms it can account for. The rest is unexplained.
+"""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from steady.watch.findings import CAUSES, OF_MACHINE, Finding, finding
+from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import add_profiles, longer_lines, waits_for_loader
+
+COMMON = "all phases"
+COMPUTE = ("forward", "backward", "optimizer")
+OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
+COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
+WAITS = ("quota", "stolen", "contention", "disk", "memory")
+READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
+            "machine/gpu_watts": "{:.0f} W"}
+
+# Constants, from `python -m tests.bench diagnosis` and `slowdowns`
+MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
+BASELINE = 10  # points that define the usual time of each phase
+SAME_WORK = 0.9, 1.1  # of a step: other work has other shares of phases
+LEAST = 0.025  # of a step: two quiet halves of a run differ by less
+WORTH_NAMING = 0.05  # of the time added
+LOWER_CLOCKS = 0.97  # of a GPU's clock before
+SLOWER_RANK = 1.1  # times the work of the others
+LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
+LINE_LEFT = 0.7  # of that half interval: a name for less would be noise
+CERTAIN_LOOKS = 60  # of the sampler, to name a line
+PATIENCE = 32  # points to wait for them
+
+
+def slowdown(history: History) -> list[Finding]:
+    """All slow-downs in the history worth reporting; `until` is set for those that ended."""
+    points = merge(history.rows)
+    if len(points) < BASELINE:
+        return []
+    series = split(points)
+    rises = [rise for name, values in series.items() for rise in find_rises(name, values, points)]
+    events, known = [], []
+    for rise in sorted(rises, key=lambda rise: (rise.found, rise.series == COMMON)):
+        locate(rise, series[rise.series])
+        if not any(belongs(rise, other) for other in known):
+            events.append(rise)
+        known.append(rise)
+    found = [explain(event, series, points, history.sources) for event in events]
+    return [f for f in found if worth_reporting(f)]
+
+
+def worth_reporting(found: Finding) -> bool:
+    """Neither what came to nothing, nor the small ups and downs of a shared machine."""
+    least = 1 if found.side == "program" else 10
+    return found.phase != "step" or dict(found.values)["percent"] >= least
+
+
+def is_certain(found: Finding) -> bool:
+    """Whether a live report would name the line, or waiting longer would not help."""
+    values = dict(found.values)
+    looks, points = values["looks"], values["points"]
+    return not 0 < looks < CERTAIN_LOOKS or points > PATIENCE
+
+
+# --- points of equal work --------------------------------------------------------------------
+
+
+def merge(rows) -> list[dict]:
+    """Means over at least MIN_STEPS steps: {first, last, row, profile}. Skips first steps of a
+    process, traced steps, and logs without times.
+
+    "work" of a row: FLOPs of a step, or its tokens, relative to the first point.
+    """
+    points, block, step, whole = [], [], 0, None
+    for row in rows:
+        if "perf/startup_s" in row or row.get("perf/disturbed"):
+            block, step = [], row["step"]
+            continue
+        if not row.get("perf/step_ms_median"):
+            continue
+        rate = row.get("perf/tflops") or row.get("perf/tokens_per_second") or 0.0
+        work = rate * row["perf/step_ms"]
+        whole = whole or work
+        block.append(row | {"work": work / whole if work and whole else 1.0})
+        if row["step"] - step >= MIN_STEPS:
+            points.append(dict(first=step + 1, last=row["step"], row=mean_row(block),
+                               profile=add_profiles(block)))
+            block, step = [], row["step"]
+    return points
+
+
+def mean_row(rows: list[dict]) -> dict[str, float]:
+    """Means of measurements; the newest of counts and sizes; medians of probes.
+
+    Not every row has them; a probe may have caught a bad moment.
+    """
+    if len(rows) == 1:
+        return {name: value for name, value in rows[0].items() if name != "profile"}
+    out = {}
+    for name in {name: None for row in rows for name in row if name != "profile"}:
+        values = [row[name] for row in rows if name in row]
+        if name.endswith("_probe_us"):
+            out[name] = statistics.median(values)
+        elif name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS:
+            out[name] = sum(values) / len(values)
+        else:
+            out[name] = values[-1]
+    return out
+
+
+def ms_of(row: dict, phase: str) -> float:
+    """ms per step of equal work."""
+    return row.get(f"perf/{phase}_ms", 0.0) / row["work"]
+
+
+def split(points: list[dict]) -> dict[str, list[tuple[int, float]]]:
+    """{series: [(point, ms/step of equal work)]}: time of each phase alone, and time all share.
+
+    They share the growth of the middle one of forward, backward and optimizer: a plant in one of
+    them does not move it, a slower machine moves all. Outside phases: their cost per step.
+    """
+    start = same_work_since([p["row"]["work"] for p in points])
+    usual = points[start : start + BASELINE]
+    normal = {name: float(np.median([ms_of(p["row"], name) for p in usual]))
+              for name in STEP_PHASES}
+    work = float(np.median([p["row"]["work"] for p in usual]))
+    series = {name: [] for name in (*STEP_PHASES, COMMON)}
+    last_done = {}
+    for i, point in enumerate(points):
+        row = point["row"]
+        ms = {name: ms_of(row, name) for name in STEP_PHASES}
+        factors = [ms[name] / normal[name] for name in COMPUTE if normal[name]]
+        factor = statistics.median_low(factors) if factors else 1.0
+        alone = {}
+        if SAME_WORK[0] < row["work"] / work < SAME_WORK[1]:
+            alone = {name: value - factor * normal[name] for name, value in ms.items()}
+        series[COMMON].append((i, row["perf/step_ms"] / row["work"] - sum(alone.values())))
+        for name, value in alone.items() if i >= start else ():
+            series[name].append((i, value / max(1.0, factor)))  # noise grows with the machine's
+        for name in OUTSIDE_PHASES:
+            total = row.get(f"perf/{name}_ms", 0.0) * (point["last"] - point["first"] + 1)
+            if total > 0:
+                since = last_done.get(name, point["first"] - 1)
+                series.setdefault(name, []).append((i, total / (point["last"] - since)))
+                last_done[name] = point["last"]
+    return series
+
+
+def same_work_since(work: list[float]) -> int:
+    """The first point of the newest stretch of equal work."""
+    start, level = 0, statistics.median(work[:BASELINE])
+    for i in range(BASELINE, len(work)):
+        newest = work[i - BASELINE + 1 : i + 1]
+        if not any(SAME_WORK[0] < w / level < SAME_WORK[1] for w in newest):
+            start, level = i - BASELINE + 1, statistics.median(newest)
+    return start
+
+
+# --- rises -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Rise:
+    """A series above its level, which began at the point `began`.
+
+    since, found, until: points. likely: the 95 % interval of `since`. creeps: a gradual rise.
+    """
+
+    series: str
+    began: int
+    since: int
+    found: int
+    before: float
+    after: float
+    until: int | None = None
+    likely: tuple[int, int] = (0, 0)
+    creeps: bool = False
+
+
+def belongs(rise: Rise, other: Rise) -> bool:
+    """Whether it is part of an event found before: began before that was known, and while it
+    lasted."""
+    same = [kind_of(each.series) for each in (rise, other)]
+    both = (rise.series in STEP_PHASES) == (other.series in STEP_PHASES)
+    lasts = other.until is None or rise.found <= other.until
+    return same[0] == same[1] and both and lasts and rise.since <= other.found
+
+
+def kind_of(series: str) -> str:
+    return series if series in OUTSIDE_PHASES else "step"
+
+
+def find_rises(name: str, values: list[tuple[int, float]], points: list[dict]) -> list[Rise]:
+    """Rises of a series, by a one-sided CUSUM chart.
+
+    E. S. Page, "Continuous Inspection Schemes", Biometrika 41 (1954). Each value adds to a sum its
+    excess over the level, less an allowance of half the smallest rise to find (2.5 %) or one
+    standard deviation; a rise is found where the sum passes a threshold of 10 % or 8 standard
+    deviations. One value adds at most a sixth of that, so an outlier alone is never a rise. The
+    first BASELINE values define the level, and so do later ones in control, up to 50. After a rise
+    the higher level is learned anew; the lower one is kept, to see the series return to it.
+    """
+    rises, lower = [], []  # lower: (values of a level, its upper end, the rise above it)
+    normal, rising, newest = [], [], deque(maxlen=5)
+    total, since, began = 0.0, 0, 0
+    level = unit = allowance = threshold = 0.0
+
+    def learn():
+        nonlocal level, unit, allowance, threshold
+        level, sigma = usual_level(normal)
+        # what a rise is relative to: the time all phases share, or the level
+        unit = level if name == COMMON else points[i]["row"]["perf/step_ms"] / points[i]["row"][
+            "work"]
+        allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # few tell it roughly
+        threshold = max(0.1, 8 * sigma / unit)
+
+    for n, (i, value) in enumerate(values):
+        newest.append(value)
+        if lower and len(newest) == 5 and sorted(newest)[2] < lower[-1][1]:
+            normal, _, rise = lower.pop()
+            rise.until, rising, total, since, began = i, [], 0.0, n + 1, n + 1
+            learn()
+        elif len(normal) < BASELINE:
+            normal.append(value)
+            since = n + 1
+            if len(normal) == BASELINE:
+                learn()
+        else:
+            excess = (value - level) / unit - allowance
+            total += min(excess, threshold / 6)
+            if total <= 0:
+                if len(normal) < 50:  # with those that rose and fell, or it would be low
+                    normal += [*rising, value]
+                    learn()
+                total, since, rising = 0.0, n + 1, []
+                continue
+            rising.append(value)
+            if total >= threshold:
+                after = float(np.median(rising[-10:]))
+                rises.append(Rise(name, values[began][0], values[since][0], i, level, after))
+                lower.append((normal, 0.7 * level + 0.3 * after, rises[-1]))
+                normal, rising, total, began = [], [], 0.0, since
+    return rises
+
+
+def usual_level(normal: list[float]) -> tuple[float, float]:
+    """(mean without outliers, standard deviation)."""
+    values = np.array(normal)
+    # from differences, which a gradual rise hardly widens; 0.954 = 0.6745 sqrt(2)
+    sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
+    middle = np.median(values)
+    return float(np.clip(values, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
+
+
+def locate(rise: Rise, values: list[tuple[int, float]]):
+    """Refine `since`, its interval, and whether it is a jump."""
+    end = values[-1][0] if rise.until is None else rise.until
+    part = [(i, value) for i, value in values if rise.began <= i <= end]
+    rise.likely = rise.since, rise.since
+    if len(part) < 8 or part[0][0] > rise.since:
+        return
+    k, (low, high), creeps = change_point(np.array([value for _, value in part]))
+    if part[k][0] <= rise.found:  # not a later change
+        rise.since, rise.creeps = part[k][0], creeps
+        rise.likely = part[low][0], part[high][0]
+
+
+def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
+    """(first index after the most likely change, its 95 % interval, whether it is a gradual rise).
+
+    Least squares of two models with as many parameters: a jump at k, and a line rising from k on.
+    The interval is of all k with a likelihood not much below that of the best.
+    """
+    n = len(values)
+    smooth = np.array([np.median(values[max(0, i - 2) : i + 3]) for i in range(n)])
+    noise = 1.5 * np.median(np.abs(values - smooth)) + 1e-9 * np.abs(values).max()
+    y = np.clip(values, smooth - 3 * noise, smooth + 3 * noise)  # outliers are no changes
+    y = y - y.mean()
+    i, k = np.arange(n), np.arange(1, n)[:, None]
+    left = []  # squared errors of a jump, and of a line, at each k
+    for x in (i >= k).astype(float), np.maximum(0.0, i - k + 1.0):  # [n - 1, n]
+        x = x - x.mean(1, keepdims=True)
+        explained = np.maximum(0.0, x @ y) ** 2 / np.maximum((x * x).sum(1), 1e-12)
+        left.append(np.maximum(y @ y - explained, 1e-30))
+    jump, line = left
+    creeps = bool(n * np.log(jump.min() / line.min()) > 4.0)  # only if a line is clearly better
+    sums = line if creeps else jump
+    likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
+    return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), creeps
+
+
+# --- why -------------------------------------------------------------------------------------
+
+
+class Left:
+    """Time not explained yet, ms/step: {phase: ms}. parts: the causes that took of it."""
+
+    def __init__(self, ms: dict[str, float]):
+        self.ms, self.total, self.parts = ms, sum(ms.values()), []
+
+    def take(self, code: str, ms: float, names=None, line: str = "", **values):
+        """Let a cause explain up to so many ms of these phases."""
+        taken = 0.0
+        for name in names or self.ms:
+            part = min(ms - taken, self.ms.get(name, 0.0))
+            if part > 0:
+                self.ms[name] -= part
+                taken += part
+        if taken:
+            self.parts.append(finding(code, values=values, ms=float(taken), line=line))
+
+
+def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str]) -> Finding:
+    """The finding of a rise: the phases that became longer, the causes with their ms, the side.
+
+    series: of `split`. sources: "FILE:LINE" → source text.
+    """
+    kind, since = kind_of(rise.series), points[rise.since]["first"]
+    until = None if rise.until is None else points[rise.until]["last"]
+    first = max(0, min(rise.began, rise.since - BASELINE))
+    before = points[first : rise.since] or points[:1]
+    after = points[rise.since : rise.until]
+    after = after[:-3] if rise.until is not None else after  # it ended where 3 of 5 are normal
+    after = after or points[rise.since : rise.since + 1]
+    facts = dict(creeps=rise.creeps, points=len(after), looks=looks_in(after), phases=[],
+                 likely=[points[i]["first"] for i in rise.likely])
+    if kind != "step":
+        grows = kind == "checkpoint" and rise.creeps
+        ms = rise.after - rise.before
+        step = points[rise.since]["row"]["perf/step_ms"]
+        facts |= dict(percent=100 * ms / step, phases=[(kind, round(ms, 3))])
+        part = finding("checkpoint grows" if grows else kind)
+        return finding("slower", since, facts, until=until, phase=kind, ms=ms, of=rise.before,
+                       parts=(part,))
+    old, new = (mean_row([p["row"] for p in part]) for part in (before, after))
+    of = float(np.median([p["row"]["perf/step_ms"] / p["row"]["work"] for p in before]))
+    more = {name: grown(series[name], before, after, points)
+            for name in (STEP_PHASES if rise.series in STEP_PHASES else (COMMON,))}
+    shared = max(0.0, grown(series[COMMON], before, after, points))
+    left = Left({name: ms for name, ms in more.items() if ms > LEAST * of})
+    total = left.total
+    if not total:
+        facts |= dict(percent=0.0)
+        return finding("slower", since, facts, until=until, ms=0.0, of=of,
+                       parts=(finding("passed"),))
+    alone = {name: ms for name, ms in left.ms.items() if name != COMMON}
+    take_measured(left, old, new, after)
+    take_lines(left, old, new, before, after, 1 + shared / of, sources)
+    take_waits(left, old, new, shared)
+    left.take("data", total, ["data"])
+    for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
+        ratio = new[column] / old[column] if new.get(column) and old.get(column) else 1.0
+        left.take("probe", (ratio - 1) * of, [COMMON], ratio=ratio)
+    left.take("network", total, ["waiting"])
+    machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
+    unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
+    program = total - machine - unclear - left.ms.get(COMMON, 0.0)
+    left.parts.append(finding("unexplained", ms=float(sum(left.ms.values()))))
+    left.parts.sort(key=lambda part: -part.ms)
+    # where they share all of it, show the phases in which it lies
+    shown = alone or {name: ms_of(new, name) - ms_of(old, name) for name in STEP_PHASES}
+    ranked = sorted(shown.items(), key=lambda item: -item[1])
+    facts["phases"] = [(name, round(float(ms), 3)) for name, ms in ranked
+                       if ms > 0.05 * ranked[0][1]]
+    facts["shared"] = not alone
+    side = "machine" if machine > 0.5 * total else "program" if program > 0.5 * total else "unclear"
+    return finding("slower", since, facts | dict(percent=100 * total / of), until=until, ms=total,
+                   of=of, side=side,
+                   parts=tuple(p for p in left.parts if p.ms > WORTH_NAMING * total))
+
+
+def looks_in(points: list[dict]) -> int:
+    return sum(n for p in points for lines in p["profile"].values() for n in lines.values())
+
+
+def grown(values: list, before: list[dict], after: list[dict], points: list[dict]) -> float:
+    """Growth of the mean of a series from some points to others, without outliers."""
+    value_of = {id(points[i]): value for i, value in values}
+    found = [np.array([value_of[id(p)] for p in part if id(p) in value_of])
+             for part in (before, after)]
+    if not all(map(len, found)):
+        return 0.0
+    old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))).mean() for x in found)
+    return float(new - old)
+
+
+def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
+    """Take what is measured by itself, in any phase."""
+    left.take("gc", added(old, new, "perf/gc_ms"))
+    left.take("thread", added(old, new, "perf/thread_ms"), name=new.get("busiest_thread"))
+    ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
+    rank, phase, share = slowest_rank([p["row"] for p in after])
+    if share and ratio > SLOWER_RANK * old_ratio:
+        left.take("slow rank", (ratio / old_ratio - 1) * old["perf/step_ms"], rank=rank,
+                  ratio=ratio, phase=phase)
+    if goes_on(after, "machine/stops"):
+        left.take("stopped", left.total)
+    compute = [name for name in left.ms if name not in ("data", "waiting")]
+    if goes_on(after, "perf/compilations"):
+        left.take("compilations", left.total, compute)
+    elif goes_on(after, "memory/alloc_retries"):
+        left.take("allocator", left.total, compute)
+    if new.get("perf/clock_mhz", 0.0) < LOWER_CLOCKS * old.get("perf/clock_mhz", 0.0):
+        readings = [form.format(new[name]) for name, form in READINGS.items() if name in new]
+        left.take("clocks", left.total, (COMMON, *COMPUTE), readings=", ".join(readings))
+
+
+def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
+    """(rank, phase, share) of the one named most often; the share is 0 if none is."""
+    votes = [(int(row["perf/slowest_rank"]), OWN_PHASES[int(row["perf/slowest_rank_phase"])])
+             for row in rows if "perf/slowest_rank" in row
+             and row.get("perf/slowest_rank_phase", len(OWN_PHASES)) < len(OWN_PHASES)]
+    if not votes:
+        return 0, "", 0.0
+    rank, phase = max(set(votes), key=votes.count)
+    return rank, phase, sum(each == rank for each, _ in votes) / len(votes)
+
+
+def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
+               factor: float, sources: dict[str, str]):
+    """Take the growth of lines, beyond that of a machine `factor` times slower."""
+    for phase in left.ms.keys() & {*OWN_PHASES}:
+        looks = [add_profiles(part).get(phase, {}) for part in (before, after)]
+        for line in longer_lines(phase, [ms_of(old, phase), ms_of(new, phase)], looks, factor):
+            sure = line.ms > LINE_SURE * line.error and left.ms[phase] > LINE_LEFT * line.error
+            if sure and not waits_for_loader(line.place):
+                left.take("line", line.ms, [phase], line=line.place, error=line.error, phase=phase,
+                          source=sources.get(line.place.partition(" ")[0], ""))
+
+
+def take_waits(left: Left, old: dict, new: dict, shared: float):
+    """Take the time in which threads were ready, or wanted to be, and did not run.
+
+    shared: ms that all phases share, explained before the time of one alone.
+    """
+    for code in WAITS:
+        ms = added(old, new, CAUSES[code][0])
+        left.take(code, ms, [COMMON])
+        for phase in STEP_PHASES:
+            share = new.get(f"perf/{phase}_ms", 0.0) / new["perf/step_ms"]  # of it that it meets
+            left.take(code, share * (ms - shared), [phase])
+
+
+def added(old: dict, new: dict, name: str) -> float:
+    """Growth of a column; 0 if it is new, as after an update of this program."""
+    return new.get(name, 0.0) - old[name] if name in old else 0.0
+
+
+def goes_on(points: list[dict], name: str) -> bool:
+    """Whether a count rises again and again; once would not make all steps slower."""
+    counts = [p["row"].get(name, 0) for p in points]
+    return len(counts) > 1 and float(np.mean(np.diff(counts) > 0)) > 0.25

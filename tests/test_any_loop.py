@@ -1,0 +1,260 @@
+"""The monitor in loops that are not ours: copied into an empty folder, as docs/any-loop.md says."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, column, events_of, rows
+
+from steady.watch.history import OUTSIDE_PHASES, PHASES
+
+DOCS = (ROOT / "docs" / "any-loop.md").read_text("utf-8")
+EVERY, PLANTED, LATE_STEPS, STEPS = 10, 221, 400, 130
+
+PLAIN = """
+import sys, time
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from monitor import Monitor
+
+planted, first, last, die_at = map(int, sys.argv[1:])
+torch.manual_seed(0)
+config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1)
+model = Qwen2ForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+def load(step):
+    if step >= planted:
+        time.sleep(0.04)
+    return torch.randint(64, (2, 16))
+
+monitor = Monitor("run", log_interval=10, last_step=last)
+for step in range(first, last + 1):
+    monitor.phase("data")
+    batch = load(step)
+    monitor.phase("forward")
+    loss = model(batch, labels=batch).loss
+    monitor.phase("backward")
+    loss.backward()
+    monitor.phase("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    monitor.step(step, loss=loss, tokens=batch.numel())
+    if step == die_at:
+        raise RuntimeError("it dies")
+monitor.close()
+"""
+
+NANOGPT = """
+import os, sys, time
+import numpy as np
+import torch
+import torch.nn as nn
+from monitor import Monitor
+
+planted, iter_num, max_iters, die_at = map(int, sys.argv[1:])
+out_dir, eval_interval, gradient_accumulation_steps = 'run', 100, 2
+batch_size, block_size, n_embd = 4, 16, 32
+np.random.randint(64, size=4096).astype(np.uint16).tofile('train.bin')
+
+def get_batch():
+    data = np.memmap('train.bin', dtype=np.uint16, mode='r')
+    ix = torch.randint(len(data) - block_size, (batch_size,))
+    x = torch.stack([torch.from_numpy((data[i:i+block_size]).astype(np.int64)) for i in ix])
+    y = torch.stack([torch.from_numpy((data[i+1:i+1+block_size]).astype(np.int64)) for i in ix])
+    return x, y
+
+def noise(x):
+    if iter_num >= planted:
+        time.sleep(0.02)
+    return x
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(64, n_embd), nn.Linear(n_embd, 64)
+        self.block = nn.TransformerEncoderLayer(n_embd, 2, 64, 0.0, batch_first=True)
+
+    def forward(self, idx, targets):
+        logits = self.head(noise(self.block(self.wte(idx))))
+        return logits, nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1))
+
+model = GPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler('cpu', enabled=False)
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
+X, Y = get_batch()
+monitor = Monitor(out_dir, 10, last_step=max_iters)
+while True:
+    if iter_num % eval_interval == 0:
+        monitor.phase('evaluation')
+        val = sum(model(*get_batch())[1].item() for k in range(3)) / 3
+        torch.save(model.state_dict(), os.path.join(out_dir, 'ckpt.pt')) if iter_num else None
+    for micro_step in range(gradient_accumulation_steps):
+        monitor.phase('forward')
+        logits, loss = model(X, Y)
+        loss = loss / gradient_accumulation_steps
+        monitor.phase('data')
+        X, Y = get_batch()
+        monitor.phase('backward')
+        scaler.scale(loss).backward()
+    monitor.phase('optimizer')
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    monitor.phase('other')
+    monitor.step(iter_num, loss=loss * gradient_accumulation_steps, tokens=tokens_per_iter)
+    if iter_num == die_at:
+        raise RuntimeError("it dies")
+    iter_num += 1
+    if iter_num > max_iters:
+        break
+monitor.close()
+"""
+
+TRAINER = """
+import sys, time
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+from monitor import Monitor
+from callback import Phases
+
+planted, first, last, die_at = map(int, sys.argv[1:])
+config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1)
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.served = 0
+
+    def __len__(self):
+        return 4 * last
+
+    def __getitem__(self, i):
+        if trainer.state.global_step + 1 >= planted:
+            time.sleep(0.01)
+        if trainer.state.global_step == die_at:
+            raise RuntimeError("it dies")
+        row = torch.full((16,), i % 64)
+        return dict(input_ids=row, labels=row)
+
+class Held(Rows):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return dict(input_ids=torch.full((16,), i), labels=torch.full((16,), i))
+
+args = TrainingArguments("out", max_steps=last, per_device_train_batch_size=2, report_to=[],
+                         gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=100,
+                         save_steps=100, save_total_limit=1, logging_steps=50, use_cpu=True,
+                         disable_tqdm=True)
+trainer = Trainer(Qwen2ForCausalLM(config), args, train_dataset=Rows(), eval_dataset=Held())
+EXTRA
+"""
+USE = re.search(r"```python\n(monitor = .*?)```", DOCS[DOCS.index("Hugging Face"):], re.S)[1]
+CALLBACK = re.search(r"```python\n(from functools.*?)```", DOCS, re.S)[1]
+TRAINER = TRAINER.replace("EXTRA", USE.replace('"runs/mine"', '"run", 10'))
+LOOPS = {"plain": (PLAIN, "load"), "nanogpt": (NANOGPT, "noise"),
+         "trainer": (TRAINER, "Rows.__getitem__")}
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request, tmp_path):
+    """loop(planted, first, last, die_at=0) → (run directory, printed, the function to be named)."""
+    if request.param == "trainer" and not importlib.util.find_spec("accelerate"):
+        pytest.skip("needs accelerate")
+    script, function = LOOPS[request.param]
+    shutil.copy(ROOT / "monitor.py", tmp_path)
+    shutil.copytree(ROOT / "steady" / "watch", tmp_path / "steady" / "watch",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "steady" / "__init__.py").touch()
+    (tmp_path / "loop.py").write_text(script)
+    (tmp_path / "callback.py").write_text(CALLBACK)
+
+    def loop(planted, first, last, die_at=-1):
+        printed = python(tmp_path, "loop.py", planted, first, last, die_at, expect=die_at >= 0)
+        return tmp_path / "run", printed, function
+
+    loop.name = request.param
+    return loop
+
+
+def python(folder, *argv, expect=0) -> str:
+    done = subprocess.run([sys.executable, *map(str, argv)], cwd=folder, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=300)
+    assert done.returncode == expect, done.stdout
+    return done.stdout
+
+
+def lines_of(findings: list[dict], code: str) -> list[str]:
+    """The lines named by findings of this code, the largest part of each first."""
+    return [part["line"] for found in findings if found["code"] == code
+            for part in found["parts"] if part["code"] == "line"]
+
+
+def check_columns(run_dir):
+    logs = [row for row in rows(run_dir) if "perf/step_ms" in row]
+    for row in logs:
+        parts = [row.get(f"perf/{name}_ms", 0) for name in PHASES if name not in OUTSIDE_PHASES]
+        assert sum(parts) == pytest.approx(row["perf/step_ms"], rel=1e-6), row
+        assert row["train/loss"] > 0 and row["perf/tokens_per_second"] > 0
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert all(row[f"perf/{name}_ms"] > 0 for row in logs[1:]), name
+    events = events_of(run_dir / "tensorboard")
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert shown == pytest.approx(column(run_dir, "train/loss"), rel=1e-5)
+
+
+def test_slow_from_its_first_step(loop):
+    run_dir, printed, function = loop(0, 0, STEPS)  # as nanoGPT counts; a Trainer from 1
+    check_columns(run_dir)
+    found = [row["finding"] for row in rows(run_dir) if "finding" in row]
+    named = lines_of(found, "slow")
+    assert named and re.fullmatch(rf"\S*loop.py:\d+ {function}", named[0]), found
+    assert named[0] in printed
+    assert named[0] in python(run_dir.parent, "monitor.py", "run")
+
+
+@pytest.mark.slow
+def test_slower_from_a_step_on(loop):
+    run_dir, printed, function = loop(PLANTED, 1, LATE_STEPS)
+    check_columns(run_dir)
+    found = [row["finding"] for row in rows(run_dir) if "finding" in row]
+    named = lines_of(found, "slower")
+    assert named and named[0].split(" < ")[0].endswith(f" {function}"), found
+    (since,) = {f["since"] for f in found if lines_of([f], "slower")}
+    assert abs(since - PLANTED) <= 3 * 2 * EVERY
+    assert named[0] in python(run_dir.parent, "monitor.py", "run")
+    assert "slow" not in [f["code"] for f in found]
+
+
+def test_a_loop_that_dies_is_continued_or_begun_again(loop):
+    """Without a call of close."""
+    run_dir, _, _ = loop(10**6, 1, 60, 34)
+    before = column(run_dir, "train/loss")
+    assert max(before) == 30
+    events = events_of(run_dir / "tensorboard").Scalars("train/loss")
+    assert [event.step for event in events] == list(before)
+    if loop.name != "plain":
+        return
+    loop(10**6, 21, 60)  # as from a checkpoint of step 20
+    after = column(run_dir, "train/loss")
+    assert list(after) == sorted({*after}) == [1, 10, 20, 21, 30, 40, 50, 60]
+    assert {k: before[k] for k in (1, 10, 20)} == {k: after[k] for k in (1, 10, 20)}
+    shown = [event.step for event in events_of(run_dir / "tensorboard").Scalars("train/loss")]
+    assert shown == list(after)
+    loop(10**6, 1, 20)
+    assert list(column(run_dir, "train/loss")) == [1, 10, 20]
+    assert sum(row.get("lost_s", 0) for row in rows(run_dir)) > 0
+
+
+def test_the_callback_is_as_short_as_it_says():
+    code = [line for line in CALLBACK[CALLBACK.index("class"):].splitlines() if line.strip()]
+    assert len(code) <= 20

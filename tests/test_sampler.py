@@ -1,0 +1,146 @@
+"""The sampler: the lines at which it looks, and their names."""
+
+import gc
+import json
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, rows, until
+
+from steady.watch import sampler as profile
+from steady.watch.history import PHASES
+from steady.watch.lines import add_profiles, library_of, own_part
+from steady.watch.sampler import LEAST, Sampler
+
+FRAMES = []
+
+
+class Watched(torch.nn.Module):
+    def forward(self, x):
+        FRAMES.append(sys._getframe())
+        return x
+
+
+def through_libraries(model):
+    return json.loads("[1]", object_hook=None) and model(torch.ones(1))
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    monkeypatch.setattr(profile.threading.Thread, "start", lambda self: None)
+    return Sampler(SimpleNamespace(current="forward"))
+
+
+def test_a_look_skips_torch_and_the_standard_library(sampler):
+    outer = Watched()
+    through_libraries(outer)
+    frame = FRAMES.pop()
+    for _ in range(LEAST - 1):
+        sampler.look(frame)
+    assert sampler.take() == {}  # too few yet
+    sampler.look(frame)
+    (line,) = sampler.take()["profile"]["forward"]
+    inner, caller = line.split(" < ")  # with torch's own Module.__call__ between them
+    assert inner.startswith("tests/test_sampler.py:") and inner.endswith(" Watched.forward")
+    assert caller.startswith("tests/test_sampler.py:") and caller.endswith(" through_libraries")
+    assert sampler.take() == {}
+    sampler.look(None)  # a thread that has ended
+    assert sampler.counts
+
+
+@pytest.mark.parametrize("file, shown", [
+    (f"{profile.LIBRARY}/site-packages/transformers/modeling.py", "transformers/modeling.py:1 f"),
+    ("/home/me/project/my_data.py", "project/my_data.py:1 f"),
+    (f"{profile.ROOT}/steady/ranks/muon.py", "steady/ranks/muon.py:1 f"),
+    (f"{profile.LIBRARY}/json/decoder.py", "tests/test_sampler.py:"),
+    ("<eval_with_key>.3", "tests/test_sampler.py:"),
+])
+def test_which_files_are_named(sampler, file, shown):
+    space = {"sys": sys}
+    exec(compile("def f(): return sys._getframe()", file, "exec"), space)
+    frame = space["f"]()
+    for _ in range(LEAST):
+        sampler.look(frame)
+    (line,) = sampler.take()["profile"]["forward"]
+    assert line.startswith(shown)
+
+
+def test_it_looks_until_it_is_closed(monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    before, others = sys.getswitchinterval(), set(threading.enumerate())
+    sampler = Sampler(SimpleNamespace(current="data"))
+    (thread,) = set(threading.enumerate()) - others
+    assert until(lambda: sampler.counts.total() > 3)
+    assert thread.is_alive()
+    sampler.close()
+    assert until(lambda: not thread.is_alive())
+    assert sys.getswitchinterval() == before
+
+
+def test_collections_are_on_again_after_a_look(monkeypatch):
+    """A look switches them off: before Python 3.12 one that begins inside it may crash."""
+    seen = []
+    monkeypatch.setattr(profile.sys, "_current_frames", lambda: seen.append(gc.isenabled()))
+    profile.current_frames()
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        profile.current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_nothing_else_asks_for_the_frames_of_another_thread():
+    """The rule of `current_frames` holds for all: the watchdog looks while set-up collects."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("steady/**/*.py"), *ROOT.glob("tools/*.py")]
+    asking = [path.name for path in files if "_current_frames()" in path.read_text()]
+    assert asking == ["sampler.py"]
+
+
+def test_a_look_into_another_library_names_it(sampler):
+    """In a compute phase time in NumPy is work on the host; time in torch is the model's."""
+    def inside(*_):
+        FRAMES.append(sys._getframe(1))
+        return 1.0
+
+    np.vectorize(inside, otypes=[float])(np.ones(1))
+    torch.ones(1).apply_(inside)
+    for frame in (FRAMES.pop(), FRAMES.pop()):
+        sampler.counts.clear()
+        for _ in range(LEAST):
+            sampler.look(frame)
+        found = {library_of(place) for place in sampler.take()["profile"]["forward"]}
+        assert found <= {"numpy", ""}
+        last = found
+    assert last == {"numpy"}
+
+
+def test_the_source_text_of_a_line_comes_along_once(sampler):
+    frame = sys._getframe()
+    for _ in range(2 * LEAST):
+        sampler.look(frame)  # this line
+    row = sampler.take()
+    (place,) = [name for name in row["profile"]["forward"] if "text_of_a_line" in name][:1]
+    where = own_part(place).partition(" ")[0]
+    assert row["sources"][where] == "sampler.look(frame)  # this line"
+    for _ in range(2 * LEAST):
+        sampler.look(frame)
+    assert where not in sampler.take().get("sources", {})
+
+
+def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    monkeypatch.setattr(profile, "LEAST", 1)
+    run("--out_dir", "r", "--log_interval", 4)
+    found = add_profiles(rows(tmp_path / "r"))
+    assert found and found.keys() <= {*PHASES}
+    places = {name for lines in found.values() for name in lines}
+    assert any("train.py:" in name for name in places), places
+    assert any(row.get("sources") for row in rows(tmp_path / "r"))
+    run("--out_dir", "off", "--monitoring", "off")
+    assert not add_profiles(rows(tmp_path / "off"))

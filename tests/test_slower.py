@@ -1,0 +1,428 @@
+"""Slower than before: since when, machine or program, and the line. Rows with a known answer."""
+
+import itertools
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from steady.watch import machine
+from steady.watch.findings import finding
+from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import OTHERS, longer_lines
+from steady.watch.report import news
+from steady.watch.slower import change_point, find_rises, slowdown
+
+SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
+STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
+
+
+def wobble(rng, logs: int, size: float) -> np.ndarray:
+    """How much slower the machine is at each log: a random walk that comes back, in blocks."""
+    walk = np.zeros(logs)
+    for i in range(1, logs):
+        walk[i] = 0.9 * walk[i - 1] + rng.normal(0, size * 0.44)
+    return np.exp(np.clip(walk, -size, size))
+
+
+def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, creeps=False,
+         factor=1.0, probes=True, more=lambda late: {}):
+    """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
+    rng, rows = np.random.default_rng(seed), []
+    machine_is = wobble(rng, logs, wobbles)
+    for i in range(logs):
+        late = i >= PLANTED
+        slower = machine_is[i] * (factor if late else 1.0)
+        ms = {name: STEP_MS * part * slower * rng.lognormal(0, noise)
+              for name, part in SHARES.items()}
+        grown = (i - PLANTED + 1) / (logs - PLANTED) if creeps else 1.0
+        if phase and late:
+            ms[phase] += STEP_MS * share * grown
+        total = sum(ms.values())
+        row = {f"perf/{name}_ms": value for name, value in ms.items()}
+        row |= dict.fromkeys((f"perf/{name}_ms" for name in OUTSIDE_PHASES), 0.0)
+        row |= {"step": (i + 1) * EVERY, "perf/step_ms": total, "perf/step_ms_median": total,
+                "perf/tflops": 1 / total, "perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
+        if probes:
+            row["machine/cpu_probe_us"] = 10 * slower * rng.lognormal(0, 0.01)
+        rows.append(row | more(late))
+    return rows
+
+
+def detect(rows) -> list:
+    return slowdown(History(rows))
+
+
+def live(rows) -> list[tuple[int, object]]:
+    """(step, finding) of those reported while the run went on."""
+    history, reported = History(), []
+    for row in rows:
+        history.append(row)
+        for found in news(history):
+            reported.append((row["step"], found))
+            history.append({"step": row["step"], "finding": found.row()})
+    return reported
+
+
+def codes(found) -> list[str]:
+    return [part.code for part in found.parts]
+
+
+def value(found, name: str):
+    return dict(found.values)[name]
+
+
+def of_program(found) -> list:
+    return [each for each in found if each.side == "program"]
+
+
+@pytest.mark.parametrize("phase", SHARES)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
+    events = of_program(detect(made(seed, phase=phase, share=0.06)))
+    assert len(events) == 1, events
+    (event,) = events
+    (name, ms), *_ = value(event, "phases")
+    assert name == phase and not value(event, "creeps")
+    assert ms == pytest.approx(0.06 * STEP_MS, rel=0.35)
+    assert abs(event.since - PLANTED * EVERY) <= 3 * EVERY
+    low, high = value(event, "likely")
+    assert low <= PLANTED * EVERY + 1 <= high + EVERY
+
+
+def test_a_wobbling_machine_is_never_blamed_on_the_program():
+    for seed in range(10):
+        for event in detect(made(seed, wobbles=0.25)):
+            assert event.side != "program", (seed, event)
+
+
+@pytest.mark.parametrize("probes, blames", [(True, "machine"), (False, "unclear")])
+def test_a_slower_machine_is_told_by_its_probe(probes, blames):
+    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=probes))
+    assert event.side == blames and abs(event.since - PLANTED * EVERY) <= 3 * EVERY
+    assert value(event, "percent") == pytest.approx(30, abs=5)
+    if probes:
+        assert codes(event)[0] == "probe", event.parts
+    else:
+        assert codes(event) == ["unexplained"]
+        assert event.parts[0].ms == pytest.approx(0.3 * STEP_MS, rel=0.2)
+
+
+def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
+    """Ten times slower, what the phases differ by is ten times as large, too."""
+    for seed in range(15):
+        rows = made(seed, factor=12, noise=0.05, wobbles=0.1)
+        for row in rows[PLANTED:]:
+            row["perf/cpu_queue_ms"] = 0.9 * row["perf/step_ms"]
+        events = detect(rows)
+        assert not of_program(events), (seed, events)
+        event = max(events, key=lambda each: each.ms)
+        assert abs(event.since - PLANTED * EVERY) <= 6 * EVERY and event.ms > 5 * event.of, seed
+        assert codes(event)[0] == "contention", event
+
+
+def test_a_slower_program_is_not_a_slower_machine():
+    """All phases take longer, and the probe does not: nobody is blamed."""
+    rows = made(wobbles=0.02, factor=1.3)
+    for row in rows:
+        row["machine/cpu_probe_us"] = 10.0
+    (event,) = detect(rows)
+    assert event.side == "unclear" and codes(event) == ["unexplained"]
+
+
+def test_a_second_change_on_top_of_the_first_is_found():
+    rows = made(wobbles=0.05, phase="forward", share=0.2)
+    for row in rows[90:]:
+        for name in ("perf/data_ms", "perf/step_ms", "perf/step_ms_median"):
+            row[name] += 0.2 * STEP_MS
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    first, second = of_program(detect(rows))
+    assert [value(each, "phases")[0][0] for each in (first, second)] == ["forward", "data"]
+    assert abs(second.since - 90 * EVERY) <= 3 * EVERY
+
+
+def test_a_change_long_ago_keeps_its_beginning_and_is_reported_once():
+    rows = made(phase="data", share=0.3, wobbles=0.05, logs=300)
+    (event,) = detect(rows)  # and not the machine's 5 % up and down
+    assert abs(event.since - PLANTED * EVERY) <= EVERY and event.side == "program"
+    assert value(event, "phases")[0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1))
+    ((step, _),) = live(rows[:120])
+    assert step <= (PLANTED + 10) * EVERY
+
+
+@pytest.mark.parametrize("column, ms, cause", [
+    ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
+    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"),
+    ("machine/stops", 5, "stopped"),
+])
+def test_what_the_kernel_says_is_the_machine(column, ms, cause):
+    def more(late):
+        return {column: ms * late}
+
+    rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
+    for i, row in enumerate(rows) if column == "machine/stops" else ():
+        row[column] = 3 * max(0, i - PLANTED)  # so far
+    (event,) = detect(rows)
+    assert event.side == "machine" and codes(event)[0] == cause
+
+
+def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
+    """Not all that one phase has more than the others, as a neighbour comes at the same time."""
+    rows = made(phase="other", share=0.2, wobbles=0.0,
+                more=lambda late: {"perf/cpu_queue_ms": 3.0 if late else 0.01})
+    (event,) = detect(rows)
+    assert event.side == "program" and codes(event) == ["unexplained", "contention"]
+    assert 0.8 <= event.parts[0].ms / event.ms < 0.9, event
+
+
+@pytest.mark.parametrize("more, readings", [
+    ({"machine/gpu_celsius": 88, "machine/gpu_watts": 650.0}, "1400 MHz, 88 °C, 650 W"),
+    ({}, "1400 MHz"),
+])
+def test_lower_clocks_of_a_gpu_come_with_what_it_reports(more, readings):
+    rows = made(factor=1.3, wobbles=0.02, probes=False,
+                more=lambda late: {"perf/clock_mhz": 1400 if late else 1900} | more)
+    (event,) = detect(rows)
+    assert event.side == "machine" and codes(event)[0] == "clocks"
+    assert event.parts[0].values == (("readings", readings),)
+
+
+def test_a_report_waits_until_a_line_is_known():
+    """The first looks after the change are too few."""
+    rows = itertools.count()
+
+    def looks(late):
+        lines = {"model.py:5 attend": 1 + 2 * late, "model.py:9 norm": 1}
+        return {"profile": {"forward": lines}} if next(rows) % 4 == 0 else {}
+
+    made_rows = made(phase="forward", share=0.5, wobbles=0.01, more=looks)
+    ((step, event),) = live(made_rows)
+    assert codes(event)[0] == "line"
+    early = [row for row in made_rows if row["step"] < step]
+    assert detect(early)  # known before, without the line
+
+
+def test_a_cause_found_later_is_reported_again_once():
+    """At first the sampler has not met the line; then it does."""
+    rows = made(phase="forward", share=0.5, wobbles=0.01)
+    for i, row in enumerate(rows):
+        lines = {"model.py:5 attend": 3, "model.py:9 norm": 3}
+        if i >= PLANTED + 10:
+            lines["model.py:7 plant"] = 12
+        row["profile"] = {"forward": lines} if not PLANTED <= i < PLANTED + 10 else {}
+    first, second = live(rows)
+    assert first[1].cause == "unexplained" and second[1].cause == "line"
+    assert "model.py:7 plant" in second[1].parts[0].line and first[1].since == second[1].since
+
+
+@pytest.mark.parametrize("ratio, code, blames", [(1.8, "slow rank", "unclear"),
+                                                 (1.02, "network", "machine")])
+def test_a_slow_rank_or_a_slow_network(ratio, code, blames):
+    rows = made(wobbles=0.02, more=lambda late: {
+        "perf/slowest_rank": 3, "perf/slowest_rank_ratio": ratio if late else 1.02,
+        "perf/slowest_rank_phase": 1, "perf/waiting_ms": 2.0 + 10.0 * late})
+    for row in rows:
+        row["perf/step_ms"] += row["perf/waiting_ms"]
+        row["perf/step_ms_median"] = row["perf/step_ms"]
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    (event,) = detect(rows)
+    assert codes(event)[0] == code and event.side == blames
+
+
+def test_change_points():
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(40):
+        creeps, k = bool(rng.integers(2)), int(rng.integers(20, 80))
+        i = np.arange(100)
+        rise = np.maximum(0, i - k + 1.0) / 20 if creeps else 1.0 * (i >= k)
+        values = 10 + rise + rng.normal(0, 0.2, 100)
+        values[rng.integers(0, 100, 3)] += 5  # outliers
+        at, (low, high), shape = change_point(values)
+        found += abs(at - k) <= (8 if creeps else 1) and low <= k <= high and shape == creeps
+    assert found >= 38
+
+
+def test_the_machine_is_read():
+    reader = machine.Machine(torch.device("cpu"))
+    reader.begin(0)
+    try:
+        assert "machine/cpu_probe_us" in reader.read(1)
+        assert "machine/cpu_probe_us" not in reader.read(2)  # not at every log
+        reader.slow_read = -1e9, *reader.slow_read[1:]
+        row = reader.read(3)
+        assert row["machine/cpu_probe_us"] > 0 and row["machine/steal_ms"] >= 0
+    finally:
+        reader.close()
+
+
+def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch):
+    assert machine.gpu_readings(torch.device("cuda")) == {}  # no GPU, or no nvidia-ml-py
+    for name, value in dict(clock_rate=1410, temperature=84, power_draw=350_500).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert machine.gpu_readings(torch.device("cpu")) == {}
+    assert machine.gpu_readings(torch.device("cuda")) == {
+        "perf/clock_mhz": 1410, "machine/gpu_celsius": 84, "machine/gpu_watts": 350.5}
+
+
+def test_stops_are_counted():
+    before = signal.getsignal(signal.SIGCONT)
+    reader = machine.Machine(torch.device("cpu"))
+    reader.begin(0)
+    try:
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert reader.read(1)["machine/stops"] == 1
+    finally:
+        reader.close()
+    assert signal.getsignal(signal.SIGCONT) == before
+
+
+# --- what once was taken for something else ---
+
+
+def test_rare_slow_steps_that_stop_are_no_slow_down():
+    """Stalls are in the mean, not in the median: with their end, the rest seemed to be longer."""
+    rows = made(wobbles=0.01)
+    for row in rows[:PLANTED]:
+        row["perf/data_ms"] += 7.5
+        row["perf/step_ms"] += 7.5
+        row["perf/tflops"] = 1 / row["perf/step_ms"]
+    assert detect(rows) == []
+
+
+@pytest.mark.parametrize("column", ["perf/compilations", "memory/alloc_retries", "machine/stops"])
+def test_what_happened_once_does_not_make_all_steps_slower(column):
+    (event,) = detect(made(wobbles=0.02, factor=1.3, more=lambda late: {column: 1 + late}))
+    assert event.side == "machine" and codes(event)[0] == "probe"
+
+
+@pytest.mark.parametrize("name", ["perf/tflops", "perf/step_ms", "perf/logging_ms",
+                                  "perf/step_ms_median", "perf/forward_ms"])
+@pytest.mark.parametrize("value", [None, 0.0, "gone"])
+def test_rows_with_holes_are_passed_over(name, value):
+    rows = made(phase="forward", share=0.3)
+    for row in rows[::7]:
+        if value == "gone":
+            del row[name]
+        else:
+            row[name] = value
+    detect(rows)
+
+
+# --- ends, and single values ---
+
+
+def quiet_row(step: int, ms: float) -> dict:
+    row = dict.fromkeys((f"perf/{name}_ms" for name in (*STEP_PHASES, *OUTSIDE_PHASES)), 0.0)
+    return row | {"step": step, "perf/step_ms": ms, "perf/step_ms_median": ms,
+                  "perf/tflops": 1 / ms, "perf/forward_ms": ms}
+
+
+def test_two_rises_that_end_are_both_reported_to_have_ended():
+    """10 ms, then 20, then 40, then 10 again: as where one cause came on top of another."""
+    ms = [10.0] * 30 + [20.0] * 40 + [40.0] * 40 + [10.0] * 40
+    reported = live([quiet_row(50 * i, x) for i, x in enumerate(ms, start=1)])
+    began = [found.since for _, found in reported if found.until is None]
+    ended = [found.since for _, found in reported if found.until is not None]
+    assert began == [1501, 3501] and sorted(ended) == began
+
+
+def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
+    """One step in 50 waits 2.5 s for data, from 751 to 1500; the median step takes 30 ms all along.
+
+    Without those 50 ms/step it would take -20 ms, and be slower at the end.
+    """
+    rows = []
+    for n in range(50, 3001, 50):
+        row = quiet_row(n, 30.0)
+        if 750 < n <= 1500:
+            row |= {"perf/step_ms": 80.0, "perf/data_ms": 50.0, "perf/tflops": 1 / 80}
+        rows.append(row)
+    (event,) = detect(rows)
+    assert (event.since, value(event, "phases")) == (751, [("data", 50.0)]) and event.until > 1500
+    assert value(event, "percent") == pytest.approx(167, abs=1)
+
+
+def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
+    """A checkpoint every 150 steps takes 300 ms, and 1.2 s from step 6001 on."""
+    rows = []
+    for n in range(50, 12001, 50):
+        seconds = (n % 150 == 0) * (0.3 if n <= 6000 else 1.2)
+        rows.append(quiet_row(n, 10.0) | {"perf/checkpoint_ms": 1e3 * seconds / 50})
+    (event,) = detect(rows)
+    assert event.phase == "checkpoint" and 6001 <= event.since <= 6151
+    assert (event.of, event.ms) == (pytest.approx(2), pytest.approx(6))
+    assert value(event, "percent") == pytest.approx(60)  # of a step
+
+
+def test_six_values_are_needed_and_one_wild_value_is_not_believed():
+    def rises(values):
+        points = [{"row": {"perf/step_ms": x, "work": 1.0}} for x in values]
+        return find_rises("all phases", list(enumerate(values)), points)
+
+    calm = [1e6 if n == 50 else 1.0 + 0.001 * math.sin(n) for n in range(100)]
+    assert rises(calm) == [] and rises(calm + [3.0] * 5) == []
+    (rise,) = rises(calm + [3.0] * 7)
+    assert rise.since == 100 and rise.after == 3.0
+
+
+# --- lines ---
+
+
+def profiles(slower: str, ms: float, looks: int = 40):
+    """Looks at a forward pass of three lines; one takes so many ms more once it is late."""
+    usual = {"attend": 3.0, "project": 3.0, "norm": 1.5}  # of 0.3 STEP_MS
+
+    def more(late: bool) -> dict:
+        lines = {name: t + (ms if late and name == slower else 0.0) for name, t in usual.items()}
+        total = sum(lines.values())
+        return {"profile": {"forward": {f"model.py:{i} {name} < model.py:9 forward":
+                                        round(looks * t / total)
+                                        for i, (name, t) in enumerate(lines.items())}}}
+
+    return more
+
+
+@pytest.mark.parametrize("slower", ["attend", "norm"])
+def test_the_line_that_became_slower_is_named(slower):
+    share = 0.2
+    found = detect(made(1, phase="forward", share=share,
+                        more=profiles(slower, share * STEP_MS)))
+    (event,) = of_program(found)
+    assert codes(event) == ["line"] and event.since <= (PLANTED + 3) * EVERY
+    (line,) = event.parts
+    assert value(line, "phase") == "forward" and f" {slower} < model.py:9 forward" in line.line
+    assert abs(line.ms - share * STEP_MS) < max(value(line, "error"), 0.2 * share * STEP_MS)
+
+
+def test_lines_that_keep_their_shares_are_not_blamed():
+    """All of them longer alike, as on a slower machine, or beside work that no look has met."""
+    found = detect(made(1, factor=1.5, more=profiles("none", 0.0)))
+    assert found and not any("line" in codes(event) for event in found)
+
+
+def test_of_a_function_the_line_that_has_grown_is_named():
+    """It took less than the others before; a third line is met only after the change."""
+    looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
+             {"m.py:1 f": 60, "m.py:2 f": 110, "m.py:3 f": 5, "m.py:9 g": 30, OTHERS: 5})
+    line, other = longer_lines("forward", [10.0, 21.0], looks, 1.0)
+    assert line.place == "m.py:2 f" and line.ms == pytest.approx(17.5 - 7.0)
+    assert other.place == "m.py:9 g" and abs(other.ms) < 1e-9
+    # binomial: 2 sqrt(p (1 - p) / n) of the phase, before and after
+    assert line.error == pytest.approx(math.hypot(
+        2 * 10 * math.sqrt(0.7 * 0.3 / 100), 2 * 21 * math.sqrt((175 / 210) * (35 / 210) / 210)),
+        rel=0.03)
+    slower, _ = longer_lines("forward", [10.0, 21.0], looks, 1.5)
+    assert slower.ms == pytest.approx(17.5 - 1.5 * 7.0)
+
+
+def test_a_line_of_a_phase_that_hardly_took_time_before():
+    looks = {}, {"data.py:5 augment < data.py:9 batch": 30, "data.py:9 batch < train.py:1 train": 3}
+    line, other = longer_lines("data", [0.1, 5.0], looks, 1.0)
+    assert line.place.startswith("data.py:5 augment") and line.ms == pytest.approx(4.5, abs=0.1)
+    assert line.error < 1.5 and other.ms < 1.0
+    assert longer_lines("data", [0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0) == []  # too few
+    part = finding("line", ms=4.5, line="data.py:5 augment")
+    assert "data.py:5 augment" in str(part)
