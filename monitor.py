@@ -14,7 +14,7 @@ tensors stay on their device until the next log and leave it in one copy. Every 
 metrics.jsonl, and everything reported is computed from the newest 512 rows.
 """
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # before the imports below, for they take seconds
     from importlib.util import find_spec
 
     if find_spec("steady.guard"):  # else a copy in another project: see the last lines
@@ -23,6 +23,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         start("tools.report:main")
 
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -33,8 +34,8 @@ from torch import Tensor
 from steady.watch import proc
 from steady.watch.clock import Clock
 from steady.watch.findings import describe_anomaly, log_line
-from steady.watch.gather import gather, on_device, scalar, slowest_rank
-from steady.watch.history import OUTSIDE_PHASES, History, quantile
+from steady.watch.gather import gather, on_host, scalar, slowest_rank
+from steady.watch.history import OUTSIDE_PHASES, quantile
 from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
@@ -49,70 +50,63 @@ class Monitor:
     """Times phases, gathers metrics, writes a row every `log_interval` steps, reports findings.
 
     out_dir: only rank 0 writes there; None writes nothing. level: "off" (loss and throughput) or
-    more. first_step: of this process, if steps of an earlier one are to be cut off. last_step: of
-    the run, or a function that returns it, None if unknown. flops_per_token: of training.
-    peak_flops: of all devices together. about: facts on the run, such as vocab_size. tensorboard:
-    its folder, True for out_dir/tensorboard. group: a gloo group of all ranks. datasets: names for
-    `add_losses`. columns: () → more of a row. autopsy: (step, rank) → more on an anomaly, called
-    on every rank.
+    more. first_step: of this process; rows of later steps are cut off. last_step: of the run, or a
+    function returning it. peak_flops: of all devices. about: facts on the run, such as vocab_size.
+    tensorboard: its folder, True for out_dir/tensorboard. group: a gloo group of all ranks.
+    datasets: names for `add_losses`. columns: () → more of a row. autopsy: (step, rank) → more on
+    an anomaly, called on every rank.
     """
 
     def __init__(self, out_dir, log_interval: int = 50, *, level: str = "light",
                  device: torch.device | None = None, first_step: int | None = None,
                  last_step=None, flops_per_token: int = 0, peak_flops: float | None = None,
                  about: dict | None = None, tensorboard=True, flush_secs: int = 60,
-                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None,
-                 trace_step: int = 0):
+                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir) if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = log_interval, level, group
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = device or accelerator or torch.device("cpu")
         self.last_step = last_step if callable(last_step) else lambda: last_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.about, self.columns, self.autopsy = about or {}, columns, autopsy
-        folder = self.out_dir and self.out_dir / "tensorboard"
-        self.sink_options = dict(tensorboard=folder if tensorboard is True else tensorboard or None,
-                                 flush_secs=flush_secs, wandb=wandb)
-        self.sinks, self.history, self.spikes, self.healthy = None, History(), Spikes(), True
+        self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, wandb=wandb)
+        self.sinks, self.spikes, self.healthy = None, Spikes(), True
         self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log
         self.losses, self.grad_norms = [], []  # of every step since the last log
-        self.tokens, self.all_tokens, self.step_tokens = 0, 0, 0.0  # of this rank since the last
-        # log; of all ranks since begun; of all ranks in a step of this log
+        self.tokens = 0  # of this rank since the last log
+        self.all_tokens = 0  # of all ranks since the run began
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
+        if len(self.datasets) > 1 and level != "off":
+            self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
         self.clock = Clock(self.device, level != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.machine = self.sampler = self.tracer = None
-        self.limited, self.next_check = False, 0.0
-        if level != "off":
-            self.machine = Machine(self.device)
-            if self.out_dir:
-                self.sampler = Sampler(self.clock)
-                self.tracer = Tracer(self.out_dir, self.device, trace_step)
+        self.parts, self.limited, self.next_check = [], False, 0.0
         if first_step is not None:
             self.begin(first_step)
 
     def begin(self, first_step: int):
-        """Open the sinks, and the history of earlier processes, at the first step of this one."""
+        """Open the sinks, with the history of earlier processes."""
         self.first_step, self.logged_step = first_step, first_step - 1
-        if self.machine:
-            self.machine.begin(first_step - 1)
+        if self.out_dir and self.level != "off":
+            self.machine = Machine(self.device, first_step - 1)
+            self.sampler, self.tracer = Sampler(self.clock), Tracer(self.out_dir, self.device)
+            self.parts = [self.machine, self.sampler, self.tracer]
         if self.out_dir:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
             self.history = self.sinks.history
             self.all_tokens = self.columns().get("train/tokens", 0)
-            self.about = {"last_step": self.last_step()} | self.about
-            known = {name: value for name, value in self.about.items() if value is not None}
-            self.write(max(0, first_step - 1), {"about": known})  # some loops count from 0
+            about = {"last_step": self.last_step()} | self.about
+            self.write(max(0, first_step - 1), {"about": about})  # some loops count from 0
 
-    # --- what a loop calls ---
+    # --- the interface of a loop ---
 
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
 
         A weight of 1 gives the mean over steps and ranks. Never syncs with the device. All ranks
-        must log the same names, since their values are gathered by position.
+        must log the same names.
         """
         if self.log_interval:
             value, weight = scalar(value), scalar(weight)
@@ -124,12 +118,10 @@ class Monitor:
             self.log(name, value)
 
     def add_losses(self, losses: Tensor, batch):
-        """A micro-batch's losses [B, T], 0 where targets are ignored, of one or more datasets."""
+        """A micro-batch's losses [B, T], 0 for ignored targets, of one or more datasets."""
         self.tokens += batch.tokens.numel()
         assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
-        if len(self.datasets) > 1 and self.level != "off":
-            if self.dataset_totals is None:
-                self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
+        if self.dataset_totals is not None:
             batch.add_by_dataset(self.dataset_totals, losses)
 
     def due(self, step: int) -> bool:
@@ -141,7 +133,7 @@ class Monitor:
              lr: float | None = None):
         """Step number `step` is done: log if it is due.
 
-        loss and tokens: of this rank (without those of `add_losses`); grad_norm: of all ranks.
+        loss and tokens: of this rank (without `add_losses`'); grad_norm: of all ranks.
         Tensors stay on their device.
         """
         if self.first_step is None:
@@ -163,10 +155,8 @@ class Monitor:
                 self.safely(self.report_anomaly, anomaly)
             self.safely(self.write_row, step, row)
             self.phase(previous)
-        if self.tracer and (disturbed := self.safely(self.tracer.step, step)):
-            self.gathered["perf/disturbed"] = (1, 1)
-            if "trace" in disturbed:
-                self.write(step, {"trace": disturbed["trace"]})
+        if self.parts:
+            self.safely(self.tracer.step, step)
         if self.clock.events and step % max(1, self.log_interval // 8) == 0:
             self.clock.events.begin(self.clock.current)  # the step that begins now
 
@@ -179,16 +169,14 @@ class Monitor:
     def close(self) -> str:
         """Write the last row; returns the report of the run. Raises nothing."""
         global accounted_s
-        for part in (self.machine, self.sampler, self.tracer):
-            if part:
-                self.safely(part.close)
+        for part in self.parts:
+            self.safely(part.close)
         if not self.sinks:
             return ""
         accounted_s = proc.process_age_seconds()
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
-        self.safely(self.check, True)
-        seconds = {name: s for name, s in self.clock.seconds.items() if s}  # after the last log
-        self.write(self.newest_step, {"seconds": seconds})
+        self.safely(self.check)
+        self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # after the last log
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""
 
@@ -203,53 +191,48 @@ class Monitor:
             for name, total, weight in zip(self.datasets, *self.dataset_totals, strict=True):
                 self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
+        steps = max(1, step - self.logged_step)
         names = sorted(self.gathered)  # in the same order on every rank
         totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
-        own = self.clock.own_ms(max(1, step - self.logged_step))
-        parts = (totals, weights, self.losses, self.grad_norms,
-                 [self.tokens / max(1, step - self.logged_step)], own)
-        values = on_device([value for part in parts for value in part], self.device)
-        previous = self.phase("waiting") if dist.is_initialized() else None
-        # [values, ranks], as lists: for a few values they are faster than NumPy
-        columns = iter(gather(values, names, self.group).T.tolist())
-        if previous:
-            self.phase(previous)
-        totals, weights, losses, norms, tokens, own = ([next(columns) for _ in part]
-                                                       for part in parts)
+        parts = on_host([totals, weights, self.losses, self.grad_norms], self.device)
+        parts += [[self.tokens / steps], self.clock.own_ms(steps)]
+        previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
+        of_ranks = gather(parts, names, self.group)
+        self.phase(previous)
+        totals, weights, losses, norms, tokens, own = zip(*of_ranks, strict=True)
         self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
-        self.step_tokens = sum(tokens[0])
-        sums = zip(names, map(sum, totals), map(sum, weights), strict=True)
-        row, anomalies = {name: total / weight for name, total, weight in sums if weight}, []
-        if losses:
-            row["train/loss"] = sum(map(sum, losses)) / len(losses) / len(losses[0])
-        if self.level != "off" and losses:
-            norms = [of_ranks[0] for of_ranks in norms]
-            if norms:
-                row["train/grad_norm"] = sum(norms) / len(norms)
-            found = self.safely(self.spikes.add, step, losses, norms)
+        self.step_tokens = sum(of_rank[0] for of_rank in tokens)
+        row, anomalies = {}, []
+        for i, name in enumerate(names):
+            weight = sum(of_rank[i] for of_rank in weights)
+            if weight:
+                row[name] = sum(of_rank[i] for of_rank in totals) / weight
+        if losses[0]:
+            row["train/loss"] = sum(map(sum, losses)) / len(losses[0]) / len(losses)
+        if norms[0]:
+            row["train/grad_norm"] = sum(norms[0]) / len(norms[0])
+        if self.level != "off" and losses[0]:
+            found = self.safely(self.spikes.add, step, [*zip(*losses, strict=True)], norms[0])
             anomalies, row["health/nonfinite_steps"] = found or ([], 0)
         return row | slowest_rank(own), anomalies
 
     def rates(self, step: int, lr: float | None) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
         steps = max(1, step - self.logged_step)
-        seconds, ms, window = self.clock.take(steps)
-        step_ms = sum(value for name, value in ms.items() if name not in OUTSIDE_PHASES)
-        step_ms = max(step_ms, 1e-6)
-        row = {} if lr is None else {"train/learning_rate": lr}
-        row |= {"perf/step_ms": step_ms}
+        ms, window = self.clock.take(steps)
+        step_ms = max(1e-6, sum(ms[name] for name in ms if name not in OUTSIDE_PHASES))
+        row = {"perf/step_ms": step_ms} | ({} if lr is None else {"train/learning_rate": lr})
         if self.step_tokens:
-            rate = self.step_tokens / step_ms * 1e3
-            before, padded = self.all_tokens, steps * self.step_tokens
-            row["train/tokens"] = before + round(padded)
+            rate, padded = self.step_tokens / step_ms * 1e3, steps * self.step_tokens
+            row |= {"train/tokens": self.all_tokens + round(padded),
+                    "perf/tokens_per_second": rate}
             row |= self.columns()  # may have another count: without padding, of earlier processes
+            real = (row["train/tokens"] - self.all_tokens) / padded
             self.all_tokens = row["train/tokens"]
-            row["perf/tokens_per_second"] = rate
             if self.flops_per_token:
                 row["perf/tflops"] = rate * self.flops_per_token / 1e12
-                if self.peak_flops:
-                    row["perf/mfu"] = rate * self.flops_per_token / self.peak_flops
-            real = (self.all_tokens - before) / padded
+            if self.flops_per_token and self.peak_flops:
+                row["perf/mfu"] = rate * self.flops_per_token / self.peak_flops
             if real < 1 - 1e-6:  # more than by rounding
                 row["perf/padding_fraction"] = 1 - real
                 row["perf/real_tokens_per_second"] = rate * real
@@ -264,46 +247,37 @@ class Monitor:
         if window:
             row["perf/step_ms_median"] = quantile(window, 0.5)
             row["perf/step_ms_p95"] = quantile(window, 0.95)
-        row["perf/data_fraction"] = ms["data"] / step_ms
-        compute = ms["forward"] + ms["backward"] + ms["optimizer"]
-        return row | {"perf/compute_fraction": compute / step_ms}
+        return row | {"perf/data_fraction": ms["data"] / step_ms}
 
     def write_row(self, step: int, row: dict):
         """To the files, then to the screen, with findings if there are any."""
         if not self.sinks:
             return
-        if self.level != "off":
-            row |= self.machine.read(step)
-            if "machine/cpu_probe_us" in row:  # not at every log of short steps
-                row |= read_resources(self.device, self.out_dir)
-            if self.sampler:
-                row |= self.sampler.take()
+        for part in self.parts:
+            row |= part.read(step)
+        if "machine/cpu_probe_us" in row:  # not at every log of short steps
+            row |= read_resources(self.device, self.out_dir)
         self.write(step, row)
         if "memory/threads" in row and not self.limited:  # now that the loader's processes run
             self.limited = True
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             self.write(step, {"about": limits(row, self.device, ranks)})
         say(log_line(step, self.last_step(), row))
-        self.check()
+        if time.perf_counter() >= self.next_check:
+            self.check()
 
-    def check(self, final: bool = False):
-        """Report findings that are news, as often as CHECK_SHARE of the time allows."""
-        began = self.clock.since if final else self.phase_time()
-        if self.level == "off" or not (final or began >= self.next_check):
+    def check(self):
+        """Report findings that are news; the next time after CHECK_SHARE of the time allows it."""
+        if not self.parts:
             return
+        began = time.perf_counter()
         self.history.about["last_step"] = self.last_step() or 0
-        found = news(self.history)
-        for each in found:
-            self.write(self.newest_step, {"finding": each.row()})
-            self.warn(self.newest_step, str(each))
-        if self.sampler:
-            self.sampler.hurry = waits_for_lines(self.history)
-        self.next_check = began + (self.phase_time() - began) / CHECK_SHARE
-
-    def phase_time(self) -> float:
-        """Time on the clock of phases."""
-        self.phase(self.clock.current)
-        return self.clock.since
+        for found in news(self.history):
+            self.write(self.newest_step, {"finding": found.row()})
+            self.warn(self.newest_step, str(found))
+        self.sampler.hurry = waits_for_lines(self.history)
+        now = time.perf_counter()
+        self.next_check = now + (now - began) / CHECK_SHARE
 
     def report_anomaly(self, row: dict):
         """A row and a warning about a spike or a step that was not finite."""
@@ -319,7 +293,7 @@ class Monitor:
             say(f"warning: step {step}: {text}")
 
     def safely(self, call, *args):
-        """call(*args), of diagnosis, which never ends training: its first error switches it off."""
+        """call(*args), a part of the diagnosis: its first error switches it off, not training."""
         if not self.healthy:
             return None
         try:

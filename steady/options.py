@@ -223,6 +223,13 @@ class UniqueKeys(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
+def expect_file(path, option: str = ""):
+    """Raise ConfigError for a folder, and for a FIFO or a device, where reading may never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "a FIFO or a device"
+        raise ConfigError(f"{option}{path}: is {kind}; expected a file")
+
+
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
                ours: bool = False) -> list[str]:
     """The options in a YAML file as flags; where it names a model, except those in `drop`.
@@ -232,6 +239,7 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
     Values are passed on as written, so YAML's own types (`1e-4` is text, `no` is False, 010 is 8)
     do not matter.
     """
+    expect_file(path, "--config ")
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, UniqueKeys) or {}

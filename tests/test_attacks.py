@@ -394,3 +394,21 @@ def test_a_run_directory_that_goes_away_is_said_to_be_gone(run, tmp_path, monkey
     assert "r/checkpoints is gone: was it moved or deleted" in printed
     run("--auto_resume", "--out_dir", "elsewhere", bare=True)
     assert list_checkpoints(tmp_path / "elsewhere/checkpoints")[-1].name == "step_00000012.pt"
+
+
+@pytest.mark.parametrize("place", ["options.yaml", "tokens/train.bin", "tokens/train.bin.json",
+                                   "tokens/train.bin.docs", "tokens/train.bin.mask",
+                                   "tokens/val.bin", "r/config.yaml", "r/metrics.jsonl", "r/lock"])
+def test_a_fifo_is_refused_and_never_waited_for(tmp_path, corpus, place):
+    shutil.copytree(corpus, tmp_path / "tokens")
+    (tmp_path / "options.yaml").write_text("max_steps: 1\n")
+    flags = [*TINY, "--config", "options.yaml", "--data", "tokens", "--out_dir", "r"]
+    if place.startswith("r/"):
+        assert Process(tmp_path, flags).code() == 0
+        flags.append("--auto-resume")
+    (tmp_path / place).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / place)
+    process = Process(tmp_path, flags)
+    assert process.code(30) == 2, process.text()
+    assert place in process.text() and "expected a file" in process.text()
+    assert "Traceback" not in process.text()

@@ -115,7 +115,7 @@ def refused(run, tmp_path):
     ("--resume folder", "nor a finished checkpoint"),
     ("--check_checkpoints nowhere", "no such directory"),
     ("--check_checkpoints folder", "has no checkpoints"),
-    ("--config folder", "--config folder: Is a directory"),
+    ("--config folder", "--config folder: is a folder"),
 ])
 def test_a_bad_value_is_refused_in_one_line(refused, tmp_path, flags, said):
     (tmp_path / "folder").mkdir()

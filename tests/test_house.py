@@ -49,6 +49,13 @@ def test_steady_imports_nothing_from_above():
             assert all(other.startswith("steady") for other in imported), (name, imported)
 
 
+def test_the_watch_works_alone():
+    """In anybody's project: monitor.py and steady/watch/ import nothing else of this repository."""
+    for name, imported in IMPORTS.items():
+        if name == "monitor" or name.startswith("steady.watch"):
+            assert all(other.startswith("steady.watch") for other in imported), (name, imported)
+
+
 def test_top_level_modules_import_only_what_they_may():
     """Tools are imported in `__main__` blocks only, but for flags of train.py that do not train."""
     for name in TOP:
@@ -89,6 +96,27 @@ def test_imports_have_no_circles():
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as e:
         raise AssertionError(" imports ".join(reversed(e.args[1]))) from None
+
+
+LINES = {  # of code, at most: only ever lowered
+    "train.py": 550, "model.py": 295, "data.py": 350, "monitor.py": 320, "config.py": 306,
+    "steady/checkpoints": 1660, "steady/ranks": 1420, "steady/guard": 1010, "steady/watch": 2540,
+    "steady/tokens": 980, "steady/models": 1500, "steady": 435, "tools": 2770,
+}
+
+
+def test_no_room_grows():
+    lines = dict.fromkeys(LINES, 0)
+    for name, source in SOURCES.items():
+        parts = name.split(".")
+        if len(parts) == 1:
+            room = f"{name}.py"
+        elif parts[0] == "steady" and len(parts) > 2:
+            room = "/".join(parts[:2])
+        else:
+            room = parts[0]
+        lines[room] += len(source.splitlines())
+    assert {room: n for room, n in lines.items() if n > LINES[room]} == {}
 
 
 def test_files_can_be_read_in_one_sitting():

@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-import torch
 from test_monitor import Clock, make, spend, step
 from test_slower import codes, quiet_row, value
 
@@ -198,13 +197,10 @@ def drive(tmp_path, clock, monkeypatch):
 
 def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     """Rank 0 waits for rank 1, whose forward pass takes 30 ms more, for an unknown reason."""
-    more = torch.zeros(len(OWN_PHASES))
-    more[OWN_PHASES.index("forward")] = 30
-
-    def gather(values, names, group):
-        other = values.clone()
-        other[-len(OWN_PHASES):] += more * clock.late
-        return torch.stack((values, other))
+    def gather(parts, names, group):
+        *same, own = parts
+        more = [30 * clock.late * (phase == "forward") for phase in OWN_PHASES]
+        return [parts, [*same, [ms + late for ms, late in zip(own, more, strict=True)]]]
 
     monkeypatch.setattr(monitor, "gather", gather)
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)

@@ -246,8 +246,7 @@ def test_change_points():
 
 
 def test_the_machine_is_read():
-    reader = machine.Machine(torch.device("cpu"))
-    reader.begin(0)
+    reader = machine.Machine(torch.device("cpu"), 0)
     try:
         assert "machine/cpu_probe_us" in reader.read(1)
         assert "machine/cpu_probe_us" not in reader.read(2)  # not at every log
@@ -269,8 +268,7 @@ def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch):
 
 def test_stops_are_counted():
     before = signal.getsignal(signal.SIGCONT)
-    reader = machine.Machine(torch.device("cpu"))
-    reader.begin(0)
+    reader = machine.Machine(torch.device("cpu"), 0)
     try:
         os.kill(os.getpid(), signal.SIGCONT)
         assert reader.read(1)["machine/stops"] == 1

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from conftest import after_updates, rows
+from conftest import TINY, after_updates, processes, rows
 
 
 @pytest.fixture
@@ -48,3 +48,23 @@ def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert "step 12/12" in run("--out_dir", "r")
     assert not list((tmp_path / "r/traces").glob("*"))
+
+
+@pytest.mark.slow
+def test_a_trace_of_one_of_several_ranks(corpus, tmp_path):
+    def hook(rank):
+        import train
+
+        plain = train.update
+
+        def update(run, *args):
+            if rank == 0 and run.progress.step == 4:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            return plain(run, *args)
+
+        train.update = update
+
+    group = processes(tmp_path, 2, [*TINY, "--data", corpus, "--out_dir", "r", "--batch_size", "8",
+                                    "--log_interval", "2"], hook)
+    assert [process.code() for process in group] == [0, 0], group[0].text()
+    assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_6.json"]

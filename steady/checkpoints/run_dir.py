@@ -38,7 +38,7 @@ from steady.checkpoints.sealed import atomic_write
 from steady.checkpoints.state import make_writer, reconcile_best
 from steady.guard.faults import setting_up
 from steady.models.huggingface import KEPT, keep_config
-from steady.options import ConfigError, write_yaml
+from steady.options import ConfigError, expect_file, write_yaml
 from steady.ranks.ranks import restart_count
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
@@ -110,6 +110,8 @@ def refuse_links(out_dir: Path):
         if path.is_symlink():
             raise ConfigError(f"{path}: is a link; expected it in the run directory itself. To "
                               "use another disk, put --out_dir there")
+        if not path.is_dir():
+            expect_file(path)
 
 
 def holds_a_run(out_dir: Path) -> bool:
@@ -142,7 +144,7 @@ def redirect(cfg) -> dict:
         named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
         for run in [Path(named)] if named else reversed(numbered_folders()):
             config = run / "config.yaml"
-            text = config.read_text("utf-8", "replace") if config.exists() else ""
+            text = config.read_text("utf-8", "replace") if config.is_file() else ""
             if f"\n# launch: {launch()}\n" in text:
                 return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
     if "://" not in (cfg.resume or ""):
@@ -204,7 +206,7 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
 def run_id(run_dir: Path | None) -> str | None:
     """The id in its config.yaml; None if it has none."""
     config = run_dir and run_dir / "config.yaml"
-    return id_in(config.read_bytes()) if config and config.exists() else None
+    return id_in(config.read_bytes()) if config and config.is_file() else None
 
 
 # --- one writer ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from steady.options import ConfigError
+from steady.options import ConfigError, expect_file
 
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
 SHARD_HEADER_BYTES = 256 * 4
@@ -82,8 +82,8 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, seq_len: int):
-        if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; expected a file of token ids")
+        for suffix in ("", ".json", ".docs", ".mask"):
+            expect_file(f"{path}{suffix}")
         self.path, self.seq_len = path, seq_len
         self.found = {path: os.stat(path)}
         size = self.found[path].st_size

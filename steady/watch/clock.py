@@ -13,24 +13,23 @@ WINDOW = 100  # newest steps, at most, for the median and the 95th percentile
 
 
 class Clock:
-    """Times phases and steps.
+    """Times phases and steps. current, since: the phase now, and the perf_counter at its start.
 
-    current, since: the phase now, and the time.perf_counter() at its start. by_phase: whether
-    phases are reported; then steps are sampled on a GPU.
+    sampled: on a GPU also time some steps by CUDA events.
     """
 
-    def __init__(self, device: torch.device, by_phase: bool):
+    def __init__(self, device: torch.device, sampled: bool):
         self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
         self.seconds = defaultdict(float)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=WINDOW)
-        self.events = DeviceTimes() if device.type == "cuda" and by_phase else None
+        self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
     def phase(self, name: str) -> str:
         """Begin the phase `name`; returns the phase that this ends."""
         if not self.is_cpu and name in OUTSIDE_PHASES and name != self.current:
-            torch.accelerator.synchronize(self.device)  # what is still queued belongs to the steps
+            torch.accelerator.synchronize(self.device)  # queued work belongs to the steps
         now, ended = time.perf_counter(), self.current
         took = now - self.since
         self.seconds[ended] += took
@@ -51,23 +50,22 @@ class Clock:
     def own_ms(self, steps: int) -> list[float]:
         """ms per step of this rank's own work by phase, without waiting for other ranks."""
         self.phase(self.current)
-        if self.events:
-            mean = self.events.means()
-            return [mean.get(name, 0.0) for name in OWN_PHASES]
-        return [self.seconds[name] / steps * 1e3 for name in OWN_PHASES]
+        ms = self.events.means() if self.events else {
+            name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+        return [ms.get(name, 0.0) for name in OWN_PHASES]
 
-    def take(self, steps: int) -> tuple[dict[str, float], dict[str, float], list[float]]:
-        """(seconds by phase since the last call, ms per step by phase, ms of the newest steps)."""
+    def take(self, steps: int) -> tuple[dict[str, float], list[float]]:
+        """(ms per step by phase since the last call, ms of the newest steps)."""
         self.phase(self.current)
-        seconds, self.seconds = self.seconds, defaultdict(float)
-        names = {**dict.fromkeys(PHASES), **seconds}
-        ms = {name: seconds[name] / steps * 1e3 for name in names}
-        window = list(self.window_ms)
+        seconds = dict.fromkeys(PHASES, 0.0) | self.seconds
+        ms = {name: spent / steps * 1e3 for name, spent in seconds.items()}
+        window = [*self.window_ms]
+        self.seconds.clear()
         self.window_ms.clear()
         if self.events:
             ms |= dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
             window = self.events.take()
-        return seconds, ms, window
+        return ms, window
 
 
 class DeviceTimes:
@@ -102,8 +100,8 @@ class DeviceTimes:
     def means(self) -> dict[str, float]:
         """Mean ms by phase over the steps read since take."""
         while self.done and self.done[0][-1][1].query():
-            marks, ms = self.done.popleft(), defaultdict(float)
-            for (phase, event), (_, following) in itertools.pairwise(marks):
+            ms = defaultdict(float)
+            for (phase, event), (_, following) in itertools.pairwise(self.done.popleft()):
                 ms[phase] += event.elapsed_time(following)
             self.steps.append(ms)
         names = {name for ms in self.steps for name in ms}

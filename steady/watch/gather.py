@@ -13,44 +13,44 @@ def scalar(value):
     return value.detach().reshape(()) if isinstance(value, Tensor) else plain(value)
 
 
-def on_device(values: list, device: torch.device) -> Tensor:
-    """Numbers and tensors [] as [n] in fp32, in one copy from the host."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    numbers = iter(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
-    return torch.stack([value.to(device, torch.float32) if isinstance(value, Tensor)
-                        else next(numbers) for value in values])
+def on_host(parts: list[list], device: torch.device) -> list[list[float]]:
+    """Lists of numbers and tensors [] as lists of numbers, in one copy from the device."""
+    tensors = [value.to(device, torch.float32) for part in parts for value in part
+               if isinstance(value, Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [[next(copied) if isinstance(value, Tensor) else value for value in part]
+            for part in parts]
 
 
-def gather(values: Tensor, names: list[str], group=None) -> Tensor:
-    """[n] of each rank → [ranks, n], the same on every rank.
+def gather(parts: list[list[float]], names: list[str], group=None) -> list[list[list[float]]]:
+    """The parts of every rank, by rank.
 
-    names: of the metrics among the values. Raises RuntimeError on all ranks where they differ: gloo
-    aborts where sizes do, and else the values of one metric would be averaged with another's.
+    names: of the metrics among them. Raises RuntimeError on all ranks if their metrics differ: one
+    would be averaged with another.
     """
     if not dist.is_initialized():
-        return values[None]
+        return [parts]
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, names, group)
-    alone = {name: [rank for rank, have in enumerate(of_ranks) if name in have]
-             for name in sorted(set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks))}
+    dist.all_gather_object(of_ranks, (names, parts), group)
+    known = [set(names) for names, _ in of_ranks]
+    alone = {name: [rank for rank, have in enumerate(known) if name in have]
+             for name in sorted(set.union(*known) - set.intersection(*known))}
     if alone:
         found = "; ".join(f"{name} by {ranks} alone" for name, ranks in alone.items())
         raise RuntimeError(f"all ranks must log the same metrics: {found}")
-    table = values.new_empty(len(of_ranks), len(values))
-    dist.all_gather(list(table), values)
-    return table
+    return [parts for _, parts in of_ranks]
 
 
 def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
     """The rank with the most work of its own, its ratio to the others, and the phase.
 
-    own_ms: [own phases, ranks]. {} for a single rank, and where the GPU of one has not got to the
-    end of a step that is timed, as with a log at each step.
+    own_ms: [ranks, own phases]. {} for a single rank, or until the GPU of each has finished a timed
+    step, as with a log at each step.
     """
-    if len(own_ms[0]) == 1 or not np.any(own_ms, 0).all():
-        return {}
-    own = np.transpose(own_ms)
+    own = np.array(own_ms)
     busy = own.sum(1)
+    if len(own) == 1 or not busy.all():
+        return {}
     slow = int(busy.argmax())
     typical = np.median(np.delete(own, slow, 0), axis=0)
     return {

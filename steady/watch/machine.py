@@ -1,8 +1,7 @@
 """The machine beside the program: its speed now, and the time in which threads could not run.
 
 A slower machine and a slower program look alike in the times of steps. So a fixed piece of work is
-timed at the logs, and the kernel is asked for its waits. All of it becomes columns of
-metrics.jsonl, from which slower.py and slow.py tell the two apart.
+timed at the logs, and the kernel is asked for its waits; slower.py and slow.py compare them.
 """
 
 import contextlib
@@ -24,9 +23,7 @@ TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
-    """A fixed piece of work, timed on as many threads as the program has: the best of three, since
-    an interrupted try says nothing about the cores.
-    """
+    """A fixed piece of work: products of matrices, on as many threads as the program has."""
 
     def __init__(self):
         self.small = torch.full((128, 128), 0.01)
@@ -36,7 +33,7 @@ class Probe:
     def read(self, device: torch.device) -> dict[str, float]:
         """Microseconds; on CUDA also those of the kernel started at the last call."""
         times = []
-        for _ in range(3):
+        for _ in range(3):  # the best: an interrupted try says nothing about the cores
             began = time.perf_counter()
             torch.mm(self.small, self.small, out=self.product)
             times.append(time.perf_counter() - began)
@@ -48,7 +45,7 @@ class Probe:
             self.matrix = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
             self.result = torch.empty_like(self.matrix)
             self.gpu = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        elif self.gpu[1].query():  # the device has got there, so nothing waits
+        elif self.gpu[1].query():  # never waits
             row["machine/gpu_probe_us"] = self.gpu[0].elapsed_time(self.gpu[1]) * 1e3
         else:
             return row
@@ -61,20 +58,17 @@ class Probe:
 
 
 class Machine:
-    """Reads what may explain slow steps from outside the training loop, on the training thread."""
+    """Reads possible causes of slow steps outside the training loop, on the training thread."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, step: int):
+        """Counts from here, after this step."""
         self.device, self.probe = device, Probe()
+        self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         gc.callbacks.append(self.on_gc)
         self.handler = None
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCONT"):
+        if threading.current_thread() is threading.main_thread():
             self.handler = signal.signal(signal.SIGCONT, self.on_continue)
-
-    def begin(self, step: int):
-        """Count from here, after this step."""
-        self.read_step = step
-        self.slow_read = -math.inf, step, counters(), threads()
 
     def on_gc(self, when: str, info: dict):
         if when == "start":
@@ -90,9 +84,8 @@ class Machine:
 
         Slower readings come at most every SECONDS_BETWEEN, for the steps since then.
         """
-        gc_seconds, self.gc_seconds = self.gc_seconds, 0.0
-        row = {"perf/gc_ms": gc_seconds / max(1, step - self.read_step) * 1e3}
-        self.read_step = step
+        row = {"perf/gc_ms": self.gc_seconds / max(1, step - self.read_step) * 1e3}
+        self.gc_seconds, self.read_step = 0.0, step
         graphs = compilations()
         if graphs is not None:
             row["perf/compilations"] = graphs
@@ -103,8 +96,7 @@ class Machine:
             return row
         new, now = counters(), threads()
         moved = {name: new[name] - old[name] for name in new.keys() & old.keys()}
-        waits = stalls(moved.pop("faults", 0), moved.pop("read_bytes", 0), moved)
-        row |= {f"machine/{name}": value / (step - before) for name, value in waits.items()}
+        row |= {f"machine/{name}": ms / (step - before) for name, ms in own_stalls(moved).items()}
         row |= busiest(ran, now, step - before)
         row |= self.probe.read(self.device) | gpu_readings(self.device)
         self.slow_read = time.perf_counter(), step, new, now
@@ -128,8 +120,7 @@ def threads() -> dict[int, tuple[float, float]]:
     """{thread: (ms of running, ms of being ready while others had the core)}."""
     out = {}
     for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
-        text = proc.read(f"proc/self/task/{name}/schedstat").split()
-        if len(text) > 1:
+        if text := proc.read(f"proc/self/task/{name}/schedstat").split():
             out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
     return out
 
@@ -142,14 +133,13 @@ def counters() -> dict[str, float]:
     out = {}
     if fields := proc.stat_fields("thread-self"):
         out["faults"] = int(fields[9])
-    words = proc.read("proc/thread-self/io").split()
-    if "read_bytes:" in words:
-        out["read_bytes"] = int(words[words.index("read_bytes:") + 1])
+    if read := proc.read("proc/thread-self/io").partition("\nread_bytes: ")[2]:
+        out["read_bytes"] = proc.number(read)
     if cpus := proc.read("proc/stat").split():
         out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
     for kind, name in (("io", "disk_ms"), ("memory", "memory_ms")):
-        if some := proc.read(f"proc/pressure/{kind}").partition("total=")[2].split():
-            out[name] = int(some[0]) / 1e3
+        if some := proc.read(f"proc/pressure/{kind}").partition("total=")[2]:
+            out[name] = proc.number(some) / 1e3
     for folder in proc.cgroup_folders("cpu"):
         words = proc.read(f"{folder}/cpu.stat").split()
         for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
@@ -158,11 +148,12 @@ def counters() -> dict[str, float]:
     return out
 
 
-def stalls(faults: float, read_bytes: float, moved: dict[str, float]) -> dict[str, float]:
-    """Pressure counts stalls of all processes: it is this one's only if its thread has read."""
-    kept = dict(moved)
-    kept["memory_ms"] = kept.get("memory_ms", 0.0) if faults else 0.0
-    kept["disk_ms"] = kept.get("disk_ms", 0.0) if faults or read_bytes else 0.0
+def own_stalls(moved: dict[str, float]) -> dict[str, float]:
+    """Stalls of all processes count only if this thread has read from a disk meanwhile."""
+    kept = {"memory_ms": 0.0, "disk_ms": 0.0} | moved
+    faults, read_bytes = kept.pop("faults", 0), kept.pop("read_bytes", 0)
+    kept["memory_ms"] *= faults > 0
+    kept["disk_ms"] *= faults + read_bytes > 0
     return kept
 
 
@@ -178,8 +169,8 @@ def gpu_readings(device: torch.device) -> dict[str, float]:
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
-    """ms/step the longest waiting thread was kept from a core, as the others of an operation wait
-    for it; and ms/step the busiest other thread of Python computed."""
+    """ms/step the longest waiting thread was kept from a core (the others of an operation wait for
+    it), and ms/step the busiest other thread of Python computed."""
     more = {tid: [(new - old) / steps for new, old in zip(now[tid], before[tid], strict=True)]
             for tid in now.keys() & before.keys()}
     if not more:

@@ -1,4 +1,4 @@
-"""What the kernel says of a process, of this machine, and of the cgroups that limit it."""
+"""The kernel's figures of a process, of this machine, and of the cgroups that limit them."""
 
 import math
 import os
@@ -10,7 +10,7 @@ ROOT = Path("/")  # of /proc and /sys
 
 
 def read(path: str) -> str:
-    """The text of a file below ROOT; "" where there is none."""
+    """The text of a file below ROOT; "" if it cannot be read."""
     try:
         with open(f"{ROOT}/{path}", "rb", 0) as file:  # three times as fast as a text file
             return file.read().decode(errors="replace")
@@ -19,7 +19,7 @@ def read(path: str) -> str:
 
 
 def names(folder: str) -> list[str]:
-    """Of the files in a folder below ROOT, as proc/self/fd; [] where there is none."""
+    """Of the files in a folder below ROOT; [] without one."""
     try:
         return os.listdir(ROOT / folder)
     except OSError:
@@ -47,26 +47,22 @@ def competing_threads() -> int:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """What proc(5) says of a process, from its state on; [] if it is gone."""
+    """Fields of proc(5) of a process, from its state on; [] if it is gone."""
     return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
 
 
 def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
-    """Resident memory of a process, with or without the files it has mapped (token files, say).
-
-    0 if it has ended or the system does not say.
-    """
+    """Resident memory of a process, with or without mapped files (token files); 0 if unknown."""
     pages = read(f"proc/{pid}/statm").split() or (0, 0, 0)
     return (int(pages[1]) - int(pages[2]) * (not shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_age_seconds() -> float:
     """Seconds since this process was started; 0 if unknown."""
-    fields = stat_fields("self")
-    if not fields:
-        return 0.0
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    if fields := stat_fields("self"):
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return 0.0
 
 
 def available_bytes() -> float:
@@ -112,6 +108,6 @@ def soft_limit(name: str) -> float:
 
 
 def number(text: str) -> float:
-    """The number that a text begins with; infinity for "max" and for a file that is not there."""
+    """The leading number of a text; infinity for "max" and for a missing file."""
     word = text.replace("/", " ").split()[:1]
     return float(word[0]) if word and word[0].isdigit() else math.inf

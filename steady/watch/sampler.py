@@ -1,8 +1,8 @@
 """The lines in which the training thread spends its time: a look at it ten times a second.
 
-A daemon thread notes the phase, the innermost line outside torch and the standard library, and the
-line that called it. So time in torch counts for the line that called it, and a backward pass for
-the line that waits for it. A look costs 0.05 to 0.13 ms of a core, most of it to wake up.
+A daemon thread notes the phase, the innermost line outside torch and the standard library, and its
+caller. So time in torch counts for the line that called torch, and a backward pass for the line
+waiting for it. A look costs 0.05 to 0.13 ms of a core, most of it to wake up.
 """
 
 import contextlib
@@ -51,13 +51,13 @@ def current_frames() -> dict:
 
 
 class Sampler:
-    """Looks at the thread that makes it until `close`. clock: knows the phase."""
+    """Looks at its creator's thread until `close`. clock: knows the phase."""
 
     def __init__(self, clock):
         self.clock, self.thread_id = clock, threading.get_ident()
-        self.counts = Counter()  # of (phase, (code, line) and those of the caller, library)
+        self.counts = Counter()  # of (phase, ((code, line), the caller's), library)
         self.worth = {}  # code → whether its file is worth naming
-        self.named, self.sources = set(), {}  # places with a known source text; the new ones
+        self.named = set()  # "FILE:LINE" of the sources already in the file
         self.hurry, self.ended = True, False
         threading.Thread(target=self.run, name="sampler", daemon=True).start()
 
@@ -74,7 +74,7 @@ class Sampler:
             sys.setswitchinterval(before)
 
     def look(self, frame):
-        """Count where the thread is; keeps no frame, and so none of the tensors in it."""
+        """Count the thread's place; keeps no frame, and so none of the tensors in it."""
         inner = self.innermost(frame)
         caller = self.innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
@@ -92,28 +92,29 @@ class Sampler:
             frame = frame.f_back
         return None
 
-    def take(self) -> dict[str, dict]:
-        """Columns of a row since the last call: {"profile": {phase: {place: looks}}, "sources":
-        {"FILE:LINE": text}}; {} if there were few looks. A place: as in lines.Line.
+    def read(self, step: int) -> dict[str, dict]:
+        """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
+        {} after few looks. A place: as in lines.Line.
         """
         if self.counts.total() < LEAST:
             return {}
         taken, self.counts = self.counts, Counter()
-        profile, self.sources = {}, {}
+        profile, sources = {}, {}
         for (phase, place, library), n in taken.most_common():
             lines = profile.setdefault(phase, {})
             name = OTHERS
             if len(lines) < MOST_LINES and place[0]:
-                name = " < ".join(self.name(code, line) for code, line in filter(None, place))
-                name += f" | {library}" if library else ""
+                places = [self.name(code, line, sources) for code, line in filter(None, place)]
+                name = " < ".join(places) + (f" | {library}" if library else "")
             lines[name] = lines.get(name, 0) + n
-        return {"profile": profile} | ({"sources": self.sources} if self.sources else {})
+        return {"profile": profile} | ({"sources": sources} if sources else {})
 
-    def name(self, code, line: int) -> str:
+    def name(self, code, line: int, sources: dict) -> str:
+        """Its place; adds its text to the sources if it is new."""
         where = f"{short(code.co_filename)}:{line}"
         if where not in self.named:
             self.named.add(where)
-            self.sources[where] = linecache.getline(code.co_filename, line).strip()[:120]
+            sources[where] = linecache.getline(code.co_filename, line).strip()[:120]
         # with its class, known since Python 3.11
         function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
         return f"{where} {function.replace(' ', '')}"
@@ -147,43 +148,42 @@ def short(file: str) -> str:
 
 # --- traces, on request ----------------------------------------------------------------------
 
-TRACED_STEPS, MOST_TRACES = 3, 5
+TRACED_STEPS = 3
 
 
 class Tracer:
-    """A trace of three steps by torch.profiler, in out_dir/traces, on SIGUSR2 or at step `at`.
+    """Writes a trace of three steps by torch.profiler to out_dir/traces at a SIGUSR2.
 
     https://ui.perfetto.dev opens it. `step` is called after each step.
     """
 
-    def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
-        self.folder, self.device, self.at = out_dir / "traces", device, at
-        self.profiler, self.first, self.handler, self.wanted = None, 0, None, False
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
+    def __init__(self, out_dir: Path, device: torch.device):
+        self.folder, self.device = out_dir / "traces", device
+        self.profiler, self.wanted, self.row, self.handler = None, False, {}, None
+        if threading.current_thread() is threading.main_thread():
             self.handler = signal.signal(signal.SIGUSR2, self.want)
 
     def want(self, *_):
         self.wanted = True
 
-    def step(self, step: int) -> dict:
-        """Begin or end a trace; columns of a row if the step was disturbed by one."""
-        if self.profiler is None:
-            if not (self.wanted or step + 1 == self.at):
-                return {}
-            self.wanted = False
-            few = len(list(self.folder.glob("step_*.json"))) < MOST_TRACES
-            # a fork may profile by itself; torch does not promise this name
-            if few and not getattr(torch.autograd, "_profiler_enabled", bool)():
-                from torch.profiler import ProfilerActivity, profile
+    def step(self, step: int):
+        """Begin or end a trace."""
+        if self.profiler:
+            self.row["perf/disturbed"] = 1
+            if step == self.first + TRACED_STEPS - 1:
+                self.end(step)
+        # a fork may profile by itself; torch does not promise this name
+        elif self.wanted and not getattr(torch.autograd, "_profiler_enabled", bool)():
+            from torch.profiler import ProfilerActivity, profile
 
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
-                activities = [ProfilerActivity.CPU]
-                activities += [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-                self.profiler, self.first = profile(activities=activities), step + 1
-                self.profiler.start()
-            return {}
-        if step < self.first + TRACED_STEPS - 1:
-            return {"perf/disturbed": 1}
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+            self.profiler, self.first = profile(activities=activities), step + 1
+            self.profiler.start()
+        self.wanted = False
+
+    def end(self, step: int):
         profiler, self.profiler = self.profiler, None
         profiler.stop()
         file = self.folder / f"step_{self.first}.json"
@@ -191,8 +191,12 @@ class Tracer:
             self.folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
             print(f"step {step}: a trace of {TRACED_STEPS} steps is in {file}", flush=True)
-            return {"perf/disturbed": 1, "trace": str(file)}
-        return {"perf/disturbed": 1}
+            self.row["trace"] = str(file)
+
+    def read(self, step: int) -> dict:
+        """Columns of a row whose steps were disturbed."""
+        taken, self.row = self.row, {}
+        return taken
 
     def close(self):
         if self.profiler:

@@ -1,19 +1,19 @@
-"""The screen is a sink like the others: a write that fails is lost, the next one is not.
+"""The screen is a sink like the others: a failed write is lost, and training goes on.
 
-On a full disk, into a full pipe that does not block, with a terminal or a reader that is gone.
-Where output gets through again, it says first how much was lost, and why.
+On a full disk, into a full pipe that does not block, after a terminal or a reader is gone. The next
+write that succeeds first reports the loss and its reason.
 """
 
 import os
 from threading import get_ident
 
-# Characters that control a terminal, or that no encoding has, as data and names may hold.
+# Characters in data and names that control a terminal, or that no encoding has
 CONTROLS = {*range(32), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {*map(ord, "\t\n\r")}
 SHOWN = {code: ascii(chr(code))[1:-1] for code in CONTROLS}
 
 
 class Printable:
-    """Takes the place of sys.stdout or sys.stderr; shows characters that would control it."""
+    """Takes the place of sys.stdout or sys.stderr; escapes characters that would control it."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -26,11 +26,12 @@ class Printable:
         return getattr(self.stream, name)
 
 
-class Screen:
-    """Takes the place of sys.stdout or sys.stderr; writes whole lines, or what `flush` finds."""
+class Screen(Printable):
+    """The same, and writes whole lines, or what is there at a `flush`."""
 
     def __init__(self, stream):
-        self.stream, self.fd = stream, stream.fileno()
+        super().__init__(stream)
+        self.fd = stream.fileno()
         self.begun = {}  # thread → its line so far
         self.lost, self.reason = 0, ""
 
@@ -51,6 +52,3 @@ class Screen:
                 data = data[os.write(self.fd, data):]
         except OSError as e:
             self.lost, self.reason = self.lost + len(data), e.strerror
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)

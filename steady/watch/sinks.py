@@ -1,5 +1,6 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. Training needs none of them."""
+"""Outputs of metrics: metrics.jsonl, TensorBoard, Weights & Biases. Training needs none of them."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,17 +19,18 @@ SAY_SECONDS = 2.0  # that a message waits for whoever reads stderr
 class Sinks:
     """A sink that fails is given up with one warning.
 
-    history: the rows of an earlier process, up to start_step. tensorboard: its folder, or None.
-    wandb: settings of the run to show there, or None.
+    history: the rows of an earlier process, up to start_step. tensorboard: its folder, True for
+    out_dir/tensorboard. wandb: settings of the run to show there, or None.
     """
 
-    def __init__(self, out_dir: Path, start_step: int, tensorboard: Path | None,
+    def __init__(self, out_dir: Path, start_step: int, tensorboard: Path | bool | None,
                  flush_secs: int = 60, wandb: dict | None = None):
         out_dir.mkdir(parents=True, exist_ok=True)
         file, self.history, self.evaluated = open_metrics(out_dir / "metrics.jsonl", start_step)
         self.open = {"metrics.jsonl": file}
         if tensorboard:
-            self.open["TensorBoard"] = TensorBoard(tensorboard, start_step + 1, flush_secs)
+            folder = out_dir / "tensorboard" if tensorboard is True else tensorboard
+            self.open["TensorBoard"] = TensorBoard(folder, start_step + 1, flush_secs)
         if wandb is not None:
             self.open["W&B"] = wandb_sink.start(out_dir, wandb)
 
@@ -45,10 +47,9 @@ class Sinks:
         self.use("TensorBoard", lambda board: board.write(step, row))
 
     def close(self):
-        """All but metrics.jsonl, to which the last sample is still to come."""
-        self.use("TensorBoard", TensorBoard.close)
-        self.use("W&B", wandb_sink.finish)
-        for name in "TensorBoard", "W&B":
+        """All but metrics.jsonl, for the last sample."""
+        for name, close in (("TensorBoard", TensorBoard.close), ("W&B", wandb_sink.finish)):
+            self.use(name, close)
             self.open.pop(name, None)
 
     def use(self, name: str, do):
@@ -63,12 +64,9 @@ class Sinks:
 
 def say(text: str):
     """Print a line. A screen that is gone, full or of another encoding is no reason to stop."""
-    try:
-        print(text, flush=True)
-    except UnicodeEncodeError:
-        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
-    except (OSError, ValueError):
-        pass
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 ENCODER = json.JSONEncoder(default=str)
@@ -111,10 +109,10 @@ def seconds_of(rows: list[dict], step: int) -> float:
 
 
 class TensorBoard:
-    """A SummaryWriter that continues that of an earlier process.
+    """A SummaryWriter, after that of an earlier process.
 
-    Opened at the first row: importing it costs 0.2 s, and its thread must not be there when loader
-    processes fork.
+    Opened at the first row: the import takes 0.2 s, and loader processes must fork before its
+    thread starts.
     """
 
     def __init__(self, folder: Path, first_step: int, flush_secs: int):
@@ -149,14 +147,14 @@ class TensorBoard:
 
 
 def print_thread_error(error, plain=threading.excepthook):
-    """Except for TensorBoard's threads, whose errors Sinks gets as well."""
+    """Not of TensorBoard's threads: Sinks gets their errors as well."""
     if not type(error.thread).__module__.startswith("tensorboard."):
         plain(error)
 
 
 def put_event_files_in_order(folder: Path):
-    """Make event files sort before one created now: TensorBoard reads them by the Unix time in
-    their names, no later after a quick restart or when the clock was set back."""
+    """Make event files sort before one created now. TensorBoard reads them by the Unix time in
+    their names, equal after a quick restart and wrong after a change of the clock."""
     now = int(time.time())
     for old in folder.glob("events.out.tfevents.*.*"):
         second, rest = old.name.split(".", 4)[3:]

@@ -19,13 +19,7 @@ LEAST, MOST = 5, 50  # logs in a smoothed loss: a tenth of all, within these bou
 
 
 def diverged(history: History) -> list[Finding]:
-    """Divergence, nothing learned, a worse validation, non-finite steps.
-
-    A run has diverged where the smoothed loss is above its lowest by 20 %, by 0.1 nats and by 8
-    standard deviations of a log; or above that of the first step by 0.5 nats and by 6 standard
-    deviations of a step; or above both the first and a uniform guess by 0.5 nats. Deviations are
-    those of second differences, hardly widened by a trend.
-    """
+    """Divergence, nothing learned, a worse validation, non-finite steps."""
     rows = [row for row in history.rows if "train/loss" in row]
     steps = np.array([row["step"] for row in rows])
     losses = np.array([row["train/loss"] for row in rows])
@@ -50,6 +44,10 @@ def diverged(history: History) -> list[Finding]:
 
 
 def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) -> list[Finding]:
+    """A run has diverged once its smoothed loss exceeds the lowest by 20 %, 0.1 nats and 8 standard
+    deviations of a log; or the first step's by 0.5 nats and 6 standard deviations of a step; or
+    that and a uniform guess by 0.5 nats.
+    """
     uniform = math.log(vocab_size) if vocab_size and vocab_size > 1 else math.inf
     first, rest = losses[0], losses[1:]
     width = min(max(LEAST, len(rest) // 10), MOST)
@@ -58,20 +56,17 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     smooth = np.array([np.median(rest[max(0, i - width + 1) : i + 1])
                        for i in range(LEAST - 1, len(rest))])
     newest, lowest = smooth[-1], smooth.min()
-    # 3.139 = 1.2816 sqrt(6): the 0.8 quantile of second differences of a normal distribution
-    sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139
-    sigma *= 1 + 5 / len(rest)  # a few logs tell it roughly
+    # From second differences, which a trend hardly widens. Those of a normal distribution have the
+    # 0.8 quantile 3.139 = 1.2816 sqrt(6); the last factor is for few logs.
+    sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139 * (1 + 5 / len(rest))
     of_a_step = sigma * math.sqrt(np.diff(steps).max())
     limit = min(max(first, uniform) + 0.5, lowest + max(0.2 * abs(lowest), 0.1, 8 * sigma),
                 first + max(0.5, 6 * of_a_step))
     facts = dict(loss=float(newest), first=float(first), lowest=float(min(first, lowest)))
     if newest > limit:
-        calm = np.flatnonzero(rest <= limit)
-        start = calm[-1] + 1 if len(calm) and calm[-1] + 1 < len(rest) else 0
         below = np.flatnonzero(smooth <= limit)
-        if len(below):  # the newest stretch above
-            inside = np.arange(len(rest)) >= below[-1]
-            start = int(np.argmax(inside & (rest > limit)))
+        start = below[-1] if len(below) else 0  # of the newest stretch above
+        start += int(np.argmax(rest[start:] > limit))
         return [finding("diverged", int(steps[start]) + 1, facts)]
     if newest > uniform - 0.01:
         return [finding("nothing learned", 1, facts | dict(uniform=uniform))]
@@ -94,8 +89,8 @@ class Spikes:
     def add(self, step: int, losses: list[list[float]], norms: list[float]) -> tuple[list, int]:
         """(anomalies of the newest steps up to `step`, as rows; number of non-finite steps).
 
-        losses: [steps, ranks]; norms: [steps], or empty. A row of a non-finite step right after an
-        interval with such steps has "again".
+        losses: [steps, ranks]; norms: [steps], or empty. "again": the last interval had non-finite
+        steps as well.
         """
         sizes = [[loss if math.isfinite(loss) else math.inf for loss in ranks] for ranks in losses]
         worst = [max(ranks) for ranks in sizes]
@@ -139,10 +134,9 @@ class Spikes:
 SAMPLES = 20  # that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
 RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0; unit)
-    # Of this process and its loader's, without mapped files, such as token files: the system takes
-    # their pages back when it needs them.
+    # with the loader's processes, without mapped files (token files): the system may drop those
     "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB"),
-    # what the allocator reserves and does not use comes back, too
+    # without the unused reserve of the allocator, which it can give back
     "device memory": ("memory/allocated_gb", "limit/device_gb", "GB"),
     "open files": ("memory/open_files", "limit/open_files", ""),
     "threads": ("memory/threads", "limit/threads", ""),
@@ -176,13 +170,11 @@ def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, floa
 def limits(row: dict, device: torch.device, ranks: int) -> dict[str, float]:
     """How far each resource of this process can grow, GB and counts; row: its use now.
 
-    Read once, when the loader's workers run. ranks: processes of the run on this host, with equal
-    shares of the rest.
+    ranks: processes of the run on this host, with equal shares of the rest.
     """
-    threads = row.get("memory/threads", 0)
+    threads, host_gb = row.get("memory/threads", 0), row.get("memory/host_anonymous_gb", 0.0)
     found = {
-        "limit/host_gb": row.get("memory/host_anonymous_gb", 0.0)
-        + proc.available_bytes() / ranks / 1e9,
+        "limit/host_gb": host_gb + proc.available_bytes() / ranks / 1e9,
         "limit/threads": threads + proc.available_threads(threads) / ranks,
         "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
     }
@@ -194,7 +186,7 @@ def limits(row: dict, device: torch.device, ranks: int) -> dict[str, float]:
 
 
 def runs_out(history: History) -> list[Finding]:
-    """Resources whose growth would end the run before its last step."""
+    """Resources that would run out before the last step."""
     last_step, steps = history.about.get("last_step"), history.column("step")
     if not last_step or len(steps) < SAMPLES:
         return []
@@ -208,10 +200,10 @@ def runs_out(history: History) -> list[Finding]:
                 continue
             room = history.about[limit]
             x, values = steps[begin:], values[begin:]
-        else:  # until here checkpoints take space and none is deleted: that says nothing of later
+        else:  # before, checkpoints take space and none is deleted
             settled = steps > history.about.get("settled_step", 0)
             x, values = steps[settled], -values[settled]
-        if name == "device memory":  # a step needs more than what stays between steps
+        if name == "device memory":  # a step needs more than stays between steps
             peak, now = (np.nan_to_num(history.column(name)) for name in ("memory/peak_gb", used))
             room -= max(0.0, float(peak[-1] - now[-1]))
         x, values = x[np.isfinite(values)], values[np.isfinite(values)]
@@ -230,10 +222,9 @@ def runs_out(history: History) -> list[Finding]:
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     """(step at which sustained growth began, slope, step at which it reaches the limit) or None.
 
-    Of all samples, or of the newest half or quarter: before may be warm-up. Growth counts if it
-    goes on over five blocks without coming to rest and leaves the range seen before; it reaches
-    the limit if it does so within HORIZON times as long as it has lasted, and if its slowing down,
-    continued as that of 1 - exp(-t), does not end it earlier.
+    Of all samples, or of the newest half or quarter, in case the first are warm-up. Growth must go
+    on through five blocks, leave the range seen before, and reach the limit within HORIZON times
+    its length so far, also if it slows down like 1 - exp(-t).
     """
     for start in (3 * len(values) // 4, len(values) // 2, 0):
         x, y = steps[start:], values[start:]
@@ -243,11 +234,11 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
         rises, total = np.diff(blocks), blocks[-1] - blocks[0]
         if (rises.min() <= total / 16  # a quarter of the mean; a single step rises in one of them
                 or blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total):
-            continue  # a sawtooth: it has been there before
+            continue  # a sawtooth
         slope, level = np.polyfit(x, y, 1)
         left = max(0.0, limit - slope * x[-1] - level)
-        # Saturating growth adds in each half the same ratio less than in the one before: with a
-        # ratio as low as the noise of the medians of two blocks allows.
+        # Saturating growth falls by the same ratio from half to half. Take the lowest ratio that
+        # the noise of the medians of two blocks allows.
         off = values - slope * steps - level
         noise = float(np.median(np.abs(off[start:])))
         doubt = 3 * noise * math.sqrt(3.1 * 5 / len(y))

@@ -1,9 +1,9 @@
-"""Weights & Biases, in a process of its own: nothing that it does or waits for delays training.
+"""Weights & Biases, in a process of its own, so that nothing in it delays training.
 
     python -m steady.watch.wandb_sink RUN_DIR FROM SETTINGS
 
-It sends the rows that are added to metrics.jsonl after the byte FROM until its standard input ends,
-with the process that trains. SETTINGS: JSON.
+It sends the rows of metrics.jsonl after the byte FROM until its standard input ends, with the
+training process. SETTINGS: JSON.
 """
 
 import contextlib
@@ -17,34 +17,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-START_SECONDS = 10  # what W&B may take to be reached
+START_SECONDS = 10  # for W&B to answer
 END_SECONDS = 30  # and to take the last rows
 
 
 def scalars(row: dict) -> dict:
-    """What of a row of metrics.jsonl is drawn as charts; the numbers of an anomaly are not."""
+    """The charts of a row of metrics.jsonl; an anomaly has none."""
     return {} if "anomaly" in row else {
         name: value for name, value in row.items()
         if isinstance(value, (int, float)) and not name.startswith("limit/")}
 
 
-def run_id(run_dir: Path) -> str:
-    """The id in its config.yaml, the same after a resume; "" where there is none."""
+def identity(run_dir: Path) -> dict:
+    """One run of W&B over resumes and rollbacks: the id in config.yaml, unless the environment
+    names another."""
     file = run_dir / "config.yaml"
     text = file.read_text("utf-8", "replace") if file.is_file() else ""
     found = re.search(r"^# run: (\w+)$", text, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def identity(run_dir: Path) -> dict:
-    """One run of W&B over resumes and rollbacks; what the user's environment sets is kept."""
-    ours = dict(project="steady", id=run_id(run_dir) or None, name="/".join(run_dir.parts[-2:]))
-    names = dict(project="WANDB_PROJECT", id="WANDB_RUN_ID", name="WANDB_NAME")
-    return {k: v for k, v in ours.items() if not os.environ.get(names[k])}
+    ours = dict(WANDB_PROJECT=("project", "steady"), WANDB_RUN_ID=("id", found and found[1]),
+                WANDB_NAME=("name", "/".join(run_dir.parts[-2:])))
+    return dict(option for variable, option in ours.items() if not os.environ.get(variable))
 
 
 def start(run_dir: Path, settings: dict) -> subprocess.Popen:
-    """The process, which itself says why if it ends before training does."""
+    """The process. If it ends before training does, it says why."""
     size = (run_dir / "metrics.jsonl").stat().st_size
     return subprocess.Popen(
         [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), str(size),
@@ -55,7 +51,7 @@ def start(run_dir: Path, settings: dict) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen):
-    """Raises OSError if it does not take the last rows, or was killed and has not said why."""
+    """Raises if it does not take the last rows, or was killed and has not said why."""
     process.stdin.close()
     try:
         status = process.wait(END_SECONDS)
@@ -87,7 +83,7 @@ def main(run_dir: str, first_byte: str, settings: str):
                 *lines, torn = (torn + file.read()).split(b"\n")
                 for row in map(json.loads, lines):
                     run.log(scalars(row))
-        signal.alarm(END_SECONDS + 5)  # where training was killed, nobody waits for this process
+        signal.alarm(END_SECONDS + 5)  # if training was killed, nobody waits for this process
         run.finish()
     except Exception as e:
         reason = f"{type(e).__name__}: {e}".splitlines()[0]

@@ -230,7 +230,7 @@ def diagnosed(rows: list[dict]) -> list:
     return [found for found in slowdown(History(rows)) if found.phase == "step"]
 
 
-NOT_NEEDED = ("perf/tokens_per_second", "perf/compute_fraction", "perf/data_fraction",
+NOT_NEEDED = ("perf/tokens_per_second", "perf/data_fraction",
               "perf/step_ms_p95", "perf/mfu")
 
 
