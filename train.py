@@ -525,6 +525,7 @@ def train_with_recovery(run: Run) -> str:
         try:
             if evaluation_due(run):
                 keep_best(run, evaluate(run))
+                save(run)  # that it is made: there may be no step left
             with contextlib.closing(batches):  # ends its processes before errors are reported
                 train(run, batches)
             break

@@ -104,6 +104,20 @@ def test_an_evaluation_made_again_after_a_kill_is_in_the_log_once(run, tmp_path)
     finish_and_compare(run)
 
 
+def test_the_last_evaluation_is_made_up_for_once(run, tmp_path):
+    def hook(rank, at=0):
+        at_batch(at, lambda: signal.raise_signal(signal.SIGTERM))
+        plain = train.keep_best
+        train.keep_best = lambda run, loss: plain(run, loss and loss + run.progress.step)  # worse
+
+    flags = [*FLAGS, "--sample_interval", 0]  # before one it would be saved, too
+    run(*flags, hook=lambda rank: hook(rank, 21), expect=143)
+    printed = [run(*flags, "--auto_resume", hook=hook) for _ in range(2)]
+    assert ["nothing to do" in each for each in printed] == [False, True]
+    state = latest_valid(tmp_path / "r/checkpoints").state()
+    assert [state[name] for name in ("evaluated_step", "best_step", "waited")] == [12, 6, 1]
+
+
 @pytest.mark.parametrize("ranks, flags", [
     (2, []), pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
 ])
