@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Process, column, rows, until, wait_for
+from conftest import ROOT, TINY, Process, column, free_port, rows, until, wait_for
 from test_faults import steps
 from test_watchdog import at_step, hang_of
 
@@ -312,3 +312,19 @@ def test_process_1_answers_sigterm_while_it_starts(tmp_path):
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text()), signal.SIGTERM)
     assert process.wait(30) == 143
+
+
+def test_ctrl_c_ends_the_search_for_rank_0(tmp_path):
+    script = ("import sys; sys.path.insert(0, sys.argv[1])\n"
+              "from steady.guard import process\n"
+              "process.begin()\n"
+              "from steady.ranks.ranks import meet\n"
+              "main = lambda argv: (open('begun', 'w').close(), meet(1, 2, 100))\n"
+              "process.run(main)")
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1",
+             "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", script, ROOT], cwd=tmp_path,
+                               env={**os.environ, **there}, stderr=subprocess.DEVNULL)
+    wait_for(tmp_path / "begun")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT

@@ -44,7 +44,8 @@ def begin():
         os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} if competitors[0] else
                           {"GOMP_SPINCOUNT": SPINS})
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, end_at_once)
+        # torch's search for a rank 0 that is gone never comes back to Python
+        signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
