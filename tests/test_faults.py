@@ -1189,11 +1189,15 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     flags += ["--learning_rate", 1e-3, "--lr_schedule", "plateau"]  # each evaluation saves
     assert "verify  steps 4 to 8 resumed: " in run("--verify_resume", 4, *flags)
     assert "--max_minutes" in run("--verify_resume", 4, "--max_minutes", 1, bare=True, expect=2)
+    told = run("--verify_resume", 4, "--init_from", "r", "--eval_only", expect=2)
+    assert "--eval_only: not with" in told and "Traceback" not in told
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))
     output = run("--verify_resume", 4, "--dropout", "0.1", expect=1)
     assert "values differ, as model." in output
+    monkeypatch.setattr(faults.Writer, "write", lambda *_: None)
+    assert "no checkpoint of step 4" in run("--verify_resume", 4, expect=2)
     assert not list((tmp_path / "temporary").glob("steady-verify-*"))
 
 

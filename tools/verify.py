@@ -67,7 +67,7 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
 
     Returns 0 if every bit is the same, 1 if not. Raises ConfigError if they cannot be compared.
     """
-    for name in ("epochs", "max_minutes", "resume"):
+    for name in ("epochs", "max_minutes", "resume", "eval_only"):
         if getattr(cfg, name):
             raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps of a "
                               "new run")
@@ -83,8 +83,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
             if cfg.backup_to:  # not the run's own
                 mine.append(f"--backup_to={folder / name}-backup")
             if name == "resumed":
-                start = from_rank0(store, partial(checkpoint_at, folder / "whole/checkpoints", k))
-                mine.append(f"--resume={start and start.path}")
+                start = from_rank0(store, partial(the_checkpoint, folder / "whole", k))
+                mine.append(f"--resume={start}")
             if code := train.main([*argv, *flags, *mine]):
                 return code
         n, names = from_rank0(store, partial(compare_ends, folder, 2 * k))
@@ -109,7 +109,11 @@ def scratch_folder():
 
 def compare_ends(folder: Path, step: int) -> tuple[int, list[str]]:
     """(number of values, names of those that differ) of both checkpoints of this step."""
-    ends = [checkpoint_at(folder / name / "checkpoints", step) for name in ("whole", "resumed")]
-    if not all(ends):
-        raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
+    ends = [the_checkpoint(folder / name, step) for name in ("whole", "resumed")]
     return compare(*({name: end.state()[name] for name in COMPARED} for end in ends))
+
+
+def the_checkpoint(run_dir: Path, step: int) -> Checkpoint:
+    if found := checkpoint_at(run_dir / "checkpoints", step):
+        return found
+    raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
