@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from steady.checkpoints.backup import Backup
 from steady.checkpoints.checkpoint import Checkpoint, compare, latest_valid, list_checkpoints
 from steady.checkpoints.run_dir import run_id
 from steady.checkpoints.writer import WeightsNotFinite, Writer
+from tools import verify
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
          "--parallel", "zero3"]
@@ -225,7 +227,11 @@ def test_a_file_takes_the_place_of_the_best_parts(copy):
 
 
 def test_resume_is_verified_in_parts(run):
+    def hook(rank):
+        plain = verify.from_rank0  # which rank 1 reads late: it must still be there
+        verify.from_rank0 = lambda *args: (time.sleep(0.5 * rank), plain(*args))[1]
+
     flags = ["--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
-    assert " values same" in run(*flags, ranks=2)
+    assert " values same" in run(*flags, ranks=2, hook=hook)
 
 

@@ -6,6 +6,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from config import Config
 from steady.checkpoints.checkpoint import (
     Checkpoint,
@@ -88,6 +90,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
             if code := train.main([*argv, *flags, *mine]):
                 return code
         n, names = from_rank0(store, partial(compare_ends, folder, 2 * k))
+        if store:
+            dist.barrier()  # it may be in rank 0, which ends now
     if rank_and_world()[0] == 0:
         found = f"{len(names)} of {n} values differ, as {names[0]}" if names else f"{n} values same"
         print(f"verify  steps {k} to {2 * k} resumed: {found}")
