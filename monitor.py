@@ -63,7 +63,7 @@ class Monitor:
                  about: dict | None = None, tensorboard=True, flush_secs: int = 60,
                  wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.out_dir = Path(out_dir) if out_dir is not None and rank == 0 else None
+        self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = log_interval, level, group
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = device or accelerator or torch.device("cpu")
@@ -136,6 +136,7 @@ class Monitor:
         loss and tokens: of this rank (without `add_losses`'); grad_norm: of all ranks.
         Tensors stay on their device.
         """
+        step = int(step)  # of NumPy, or a float
         if self.first_step is None:
             self.begin(step)
         self.clock.end_step()
@@ -194,14 +195,14 @@ class Monitor:
         steps = max(1, step - self.logged_step)
         names = sorted(self.gathered)  # in the same order on every rank
         totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
-        parts = on_host([totals, weights, self.losses, self.grad_norms], self.device)
-        parts += [[self.tokens / steps], self.clock.own_ms(steps)]
+        parts = on_host([totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
+        parts.append(self.clock.own_ms(steps))
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
         of_ranks = gather(parts, names, self.group)
         self.phase(previous)
         totals, weights, losses, norms, tokens, own = zip(*of_ranks, strict=True)
         self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
-        self.step_tokens = sum(of_rank[0] for of_rank in tokens)
+        self.step_tokens = sum(of_rank[0] for of_rank in tokens) / steps
         row, anomalies = {}, []
         for i, name in enumerate(names):
             weight = sum(of_rank[i] for of_rank in weights)

@@ -1,15 +1,21 @@
 """The monitor in loops that are not ours: copied into an empty folder, as docs/any-loop.md says."""
 
 import importlib.util
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, column, events_of, rows
 
+from monitor import Monitor
 from steady.watch.history import OUTSIDE_PHASES, PHASES
 
 DOCS = (ROOT / "docs" / "any-loop.md").read_text("utf-8")
@@ -258,3 +264,76 @@ def test_a_loop_that_dies_is_continued_or_begun_again(loop):
 def test_the_callback_is_as_short_as_it_says():
     code = [line for line in CALLBACK[CALLBACK.index("class"):].splitlines() if line.strip()]
     assert len(code) <= 20
+
+
+@pytest.mark.parametrize("value, mean", [
+    (torch.tensor(1).bfloat16(), 1.0), (torch.tensor(2**15).half(), 2**15),
+    (torch.ones(3), 1.0), (np.arange(3), 1.0), ([1, 2], 1.5),
+    (np.float32(2), 2.0), ("x", math.nan), (None, math.nan)])
+def test_any_value_is_a_number_in_the_file(value, mean, tmp_path):
+    m = Monitor(tmp_path, 600, tensorboard=False)
+    for step in range(1, 601):
+        m.log("metric", value)
+        m.step(step, loss=1.0 if value is None else value, tokens=torch.tensor(7),
+               grad_norm=2.0 if step % 2 else None)
+    m.close()
+    logged = [row for row in rows(tmp_path) if "perf/step_ms" in row]
+    expected = None if mean != mean else pytest.approx(mean)
+    assert [row["metric"] for row in logged] == [expected] * 2
+    assert [row["train/tokens"] for row in logged] == [7, 4200]
+    assert m.healthy
+
+
+@pytest.mark.parametrize("steps", [np.arange(1, 31), torch.arange(1, 31), np.arange(31.0)])
+def test_a_step_may_be_any_whole_number(steps, tmp_path):
+    m = Monitor(tmp_path, 10)
+    for step in steps:
+        m.step(step, loss=1.0)
+    m.close()
+    logged = [int(steps[0]), 10, 20, 30]
+    assert [row["step"] for row in m.history.rows] == list(column(tmp_path, "train/loss")) == logged
+
+
+def test_the_settings_of_the_program_stay_its_own(tmp_path):
+    def own(*_):
+        pass
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGCONT)}
+    excepthook = threading.excepthook
+    threading.excepthook = own
+    signal.signal(signal.SIGUSR2, own)
+    try:
+        monitors = [Monitor(tmp_path / name, 1) for name in "ab"]
+        for step in range(1, 30):
+            for m in monitors:
+                m.step(step, loss=1.0)
+        assert signal.getsignal(signal.SIGUSR2) is own
+        signal.signal(signal.SIGCONT, own)
+        for m in reversed(monitors):
+            m.close()
+        assert signal.getsignal(signal.SIGUSR2) is signal.getsignal(signal.SIGCONT) is own
+        assert threading.excepthook is own
+    finally:
+        threading.excepthook = excepthook
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "run"])
+def test_a_folder_that_cannot_be_used_ends_no_training(place, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    m = Monitor(tmp_path / place, 10)
+    for step in range(1, 31):
+        m.step(step, loss=1.0)
+    m.close()
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    m = Monitor("run", 10)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    m.step(1, loss=1.0)
+    assert m.close()
+    assert column(tmp_path / "run", "train/loss") == {1: 1.0}

@@ -110,7 +110,7 @@ def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
 def test_rows_are_not_kept(tmp_path):
     """Neither by the report nor by the page, which keeps the numbers that it draws."""
     peaks = []
-    for logs in (300, 600):
+    for logs in (1500, 3000):  # the newest 512 are kept, and a thinned history
         write_rows(tmp_path / "r", long_run(logs, slow_from=201))
         tracemalloc.start()
         report(tmp_path / "r", page.Charts().add)

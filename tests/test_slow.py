@@ -57,8 +57,15 @@ def test_a_slow_data_set_in_the_training_process_names_its_line():
     assert line.ms == pytest.approx(14.0 * 10 / 11)
 
 
-def test_a_loop_starved_by_its_loader_processes():
-    looks = {"data": {"data.py:132 loader < train.py:8 train": 9}}
+def test_evaluation_is_named_by_no_line_of_it():
+    rows = rows_of({"evaluation": 4.0}, {"evaluation": {"my.py:5 evaluate": 9}})
+    assert parts_of(rows, {"my.py:5": "for x in range(9): f(x)"}) == {}
+
+
+@pytest.mark.parametrize("place", ["data.py:132 loader < train.py:8 train",
+                                   "my.py:8 <module> | multiprocessing", "my.py:8 f | selectors"])
+def test_a_loop_starved_by_its_loader_processes(place):
+    looks = {"data": {place: 9}}
     found = parts_of(rows_of({"data": 14.0}, looks))
     assert list(found) == ["data"] and found["data"].ms == pytest.approx(14.0)
 

@@ -195,16 +195,14 @@ def describe_anomaly(row: dict) -> str:
     return text + (f"; see {row['see']}" if "see" in row else "")
 
 
-def si(x: float) -> str:
-    """1234567 → 1.23M"""
+def si(x: float) -> str:  # 1234567 → 1.23M
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if x >= size:
             return f"{x / size:.3g}{unit}"
     return f"{x:.3g}"
 
 
-def duration(seconds: float) -> str:
-    """3700 → 1h01m"""
+def duration(seconds: float) -> str:  # 3700 → 1h01m
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"

@@ -1,16 +1,25 @@
 """Values of all ranks, in one copy from each device and one collective."""
 
+import math
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady.watch.sinks import plain
-
 
 def scalar(value):
-    """A tensor of one element as [], a NumPy scalar as a number; never syncs with the device."""
-    return value.detach().reshape(()) if isinstance(value, Tensor) else plain(value)
+    """The mean of a tensor in fp32 as [], that of anything else as a number, NaN if it has none.
+
+    Never syncs with the device.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().float()  # in bf16 a sum of ones would end at 256
+        return value.mean() if value.dim() else value
+    try:
+        return value if isinstance(value, (int, float)) else float(np.mean(value))
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def on_host(parts: list[list], device: torch.device) -> list[list[float]]:

@@ -25,7 +25,6 @@ DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, Infinity
 
 class History:
     """At most 512 logs. rows: logs, each with the evaluation that followed it.
-
     about: facts on the run from its newest process (last_step, vocab_size, …). reported: findings
     in the file, as dicts. sources: "FILE:LINE" → source text. process_began: the first step of the
     newest process.

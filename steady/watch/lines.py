@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 OTHERS = "…"  # lines without a name in a profile
 MIN_LOOKS = 8  # at a phase, to say anything of its lines
-LOADERS = ("data.py", "dataloader.py")
+LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's DataLoader
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def library_of(place: str) -> str:
 
 def waits_for_loader(place: str) -> bool:
     """Whether the loop waits there for loader processes."""
-    return function_of(place) == ("data.py", "loader")
+    return function_of(place) == ("data.py", "loader") or library_of(place) in LOADER_WAITS
 
 
 def longer_lines(phase: str, ms: list[float], looks: list[dict[str, int]],

@@ -66,9 +66,7 @@ class Machine:
         self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         gc.callbacks.append(self.on_gc)
-        self.handler = None
-        if threading.current_thread() is threading.main_thread():
-            self.handler = signal.signal(signal.SIGCONT, self.on_continue)
+        self.cont = take_signal(signal.SIGCONT, self.on_continue)
 
     def on_gc(self, when: str, info: dict):
         if when == "start":
@@ -105,8 +103,24 @@ class Machine:
     def close(self):
         if self.on_gc in gc.callbacks:
             gc.callbacks.remove(self.on_gc)
-        if self.handler is not None:
-            signal.signal(signal.SIGCONT, self.handler)
+        give_back_signal(signal.SIGCONT, self.on_continue, self.cont)
+
+
+def take_signal(number: int, handler):
+    """Handle a signal that the program leaves alone, in its main thread; the handler before."""
+    before = signal.getsignal(number)
+    free = before in (signal.SIG_DFL, signal.SIG_IGN) or (  # or of a Monitor never closed
+        getattr(before, "__module__", None) == handler.__module__)
+    if free and threading.current_thread() is threading.main_thread():
+        return signal.signal(number, handler)
+    return None
+
+
+def give_back_signal(number: int, handler, before):
+    """Restore the handler before, unless the program has set another one since."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and before is not None and signal.getsignal(number) == handler:
+        signal.signal(number, before)
 
 
 def compilations() -> int | None:
@@ -177,7 +191,8 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
         return {}
     row = {"perf/cpu_queue_ms": max(queued for _, queued in more.values())}
     others = [(more[thread.native_id][0], thread.name) for thread in threading.enumerate()
-              if thread is not threading.main_thread() and thread.native_id in more]
+              if thread not in (threading.main_thread(), threading.current_thread())
+              and thread.native_id in more]
     if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row

@@ -22,10 +22,13 @@ import numpy as np
 import torch
 
 from steady.watch.lines import OTHERS
+from steady.watch.machine import give_back_signal, take_signal
+from steady.watch.sinks import say
 
 SECONDS = 0.1  # between two looks, in the mean
 HURRY = 3  # times as often at first, and while a finding waits for its line
 SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; its own 5 ms hide lines
+LOOK = threading.Lock()  # or one sampler would restore the interval of another
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
 HERE = str(Path(__file__).parent)
@@ -67,11 +70,14 @@ class Sampler:
             time.sleep(SECONDS / (HURRY if self.hurry else 1) * (0.5 + jitter()))
             # A thread that computes in Python keeps its lock for sys.getswitchinterval(). It is
             # shorter only for a moment around the look, so that other threads do not pay for it.
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(SWITCH_SECONDS)
-            time.sleep(2e-3 * jitter())
-            self.look(current_frames().get(self.thread_id))
-            sys.setswitchinterval(before)
+            with LOOK:
+                before = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_SECONDS)
+                time.sleep(2e-3 * jitter())
+                with contextlib.suppress(AttributeError):  # of a frame that ends meanwhile
+                    self.look(current_frames().get(self.thread_id))
+                if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # not one set meanwhile
+                    sys.setswitchinterval(before)
 
     def look(self, frame):
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
@@ -159,9 +165,8 @@ class Tracer:
 
     def __init__(self, out_dir: Path, device: torch.device):
         self.folder, self.device = out_dir / "traces", device
-        self.profiler, self.wanted, self.row, self.handler = None, False, {}, None
-        if threading.current_thread() is threading.main_thread():
-            self.handler = signal.signal(signal.SIGUSR2, self.want)
+        self.profiler, self.wanted, self.row = None, False, {}
+        self.before = take_signal(signal.SIGUSR2, self.want)
 
     def want(self, *_):
         self.wanted = True
@@ -190,8 +195,9 @@ class Tracer:
         with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
-            print(f"step {step}: a trace of {TRACED_STEPS} steps is in {file}", flush=True)
-            self.row["trace"] = str(file)
+            shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            say(f"step {step}: a trace of {TRACED_STEPS} steps is in {shown}")
+            self.row["trace"] = str(shown)
 
     def read(self, step: int) -> dict:
         """Columns of a row whose steps were disturbed."""
@@ -201,5 +207,4 @@ class Tracer:
     def close(self):
         if self.profiler:
             self.profiler.stop()
-        if self.handler is not None:
-            signal.signal(signal.SIGUSR2, self.handler)
+        give_back_signal(signal.SIGUSR2, self.want, self.before)

@@ -25,9 +25,13 @@ class Sinks:
 
     def __init__(self, out_dir: Path, start_step: int, tensorboard: Path | bool | None,
                  flush_secs: int = 60, wandb: dict | None = None):
-        out_dir.mkdir(parents=True, exist_ok=True)
-        file, self.history, self.evaluated = open_metrics(out_dir / "metrics.jsonl", start_step)
-        self.open = {"metrics.jsonl": file}
+        self.open, self.history, self.evaluated = {}, History(), set()
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            file, self.history, self.evaluated = open_metrics(out_dir / "metrics.jsonl", start_step)
+            self.open["metrics.jsonl"] = file
+        except OSError as e:
+            alert(f"warning: no metrics.jsonl, training continues: {e}")
         if tensorboard:
             folder = out_dir / "tensorboard" if tensorboard is True else tensorboard
             self.open["TensorBoard"] = TensorBoard(folder, start_step + 1, flush_secs)
@@ -122,7 +126,7 @@ class TensorBoard:
     def open(self):
         from torch.utils.tensorboard import SummaryWriter
 
-        threading.excepthook = print_thread_error
+        self.excepthook, threading.excepthook = threading.excepthook, self.print_error
         put_event_files_in_order(self.folder)
         # With the default queue of 10 a slow disk blocks training. purge_step hides the steps of an
         # interrupted run after its last checkpoint.
@@ -141,15 +145,16 @@ class TensorBoard:
         if "sample" in row and self.writer:
             self.writer.add_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
 
+    def print_error(self, error):
+        """Not of TensorBoard's threads: Sinks gets their errors as well."""
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            self.excepthook(error)
+
     def close(self):
         if self.writer:
             self.writer.close()
-
-
-def print_thread_error(error, plain=threading.excepthook):
-    """Not of TensorBoard's threads: Sinks gets their errors as well."""
-    if not type(error.thread).__module__.startswith("tensorboard."):
-        plain(error)
+            if threading.excepthook == self.print_error:  # not one that the program has set since
+                threading.excepthook = self.excepthook
 
 
 def put_event_files_in_order(folder: Path):

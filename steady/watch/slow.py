@@ -1,8 +1,7 @@
 """Slow from the first step: the part of every step that is avoidable, the line or option, the gain.
 
-From columns that are in the rows anyway. Each millisecond is promised once: a cause takes its time
-out of the phase it lies in, and the next one finds what is left. `python monitor.py try RUN`
-measures options whose gain no row shows.
+Each millisecond is promised once: a cause takes its time out of its phase, and the next one finds
+the rest. `python monitor.py try RUN` measures options whose gain no row shows.
 """
 
 import math
@@ -107,7 +106,7 @@ def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[st
     """Take functions in phases of host work, and elsewhere lines known to be avoidable."""
     for phase, lines in profile.items():
         looks = sum(lines.values())
-        if phase not in ms or looks == 0:
+        if phase not in (*STEP_PHASES, "logging") or looks == 0:  # evaluation is meant to take time
             continue
         functions = {}  # (file, function) → [(looks, place)] of avoidable lines
         for place, n in lines.items():

@@ -1,9 +1,8 @@
 """Slower than before: since when steps take longer, by how much, and why.
 
-One principle separates machine and program: time added to all phases in proportion is the
-machine's; time added to one phase alone, as the others are as fast as before, is the program's, and
-the lines in it that became longer are named. Readings of the kernel, the device and the probe name
-the machine's part, each up to the ms it can account for. The rest is unexplained.
+Time added to all phases in proportion is the machine's; time added to one phase alone is the
+program's, and the lines in it that became longer are named. Readings of the kernel, the device and
+the probe name the machine's part. The rest is unexplained.
 """
 
 import statistics

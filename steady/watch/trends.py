@@ -94,7 +94,7 @@ class Spikes:
         """
         sizes = [[loss if math.isfinite(loss) else math.inf for loss in ranks] for ranks in losses]
         worst = [max(ranks) for ranks in sizes]
-        norms = norms or [0.0] * len(worst)
+        norms = norms if len(norms) == len(worst) else [0.0] * len(worst)
         good = [math.isfinite(loss + norm) for loss, norm in zip(worst, norms, strict=True)]
         found, bad = [], good.count(False)
 
