@@ -34,7 +34,8 @@ MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
 HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
 TORCH = tuple(str(Path(module.__file__).parent) for module in (torch, np))
-FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), "<", "/tmp/torchinductor")
+COMPILED = ("<", "/tmp/torchinductor")  # code without a file of its own
+FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -73,11 +74,13 @@ class Sampler:
             with LOOK:
                 before = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_SECONDS)
-                time.sleep(2e-3 * jitter())
-                with contextlib.suppress(AttributeError):  # of a frame that ends meanwhile
-                    self.look(current_frames().get(self.thread_id))
-                if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # not one set meanwhile
-                    sys.setswitchinterval(before)
+                try:
+                    time.sleep(2e-3 * jitter())
+                    with contextlib.suppress(AttributeError):  # of a frame that ends meanwhile
+                        self.look(current_frames().get(self.thread_id))
+                finally:
+                    if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody's since
+                        sys.setswitchinterval(before)
 
     def look(self, frame):
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
@@ -137,13 +140,10 @@ def worth_naming(file: str) -> bool:
 
 def library_name(file: str) -> str:
     """json, numpy, …; "" for torch, compiled code, and the monitor itself."""
-    if file.startswith((TORCH[0], HERE, "<", "/tmp/")):
+    if file.startswith((TORCH[0], HERE, *COMPILED)):
         return ""
-    parts = Path(file).with_suffix("").parts
-    base = len(Path(LIBRARY).parts)
-    if "site-packages" in parts:
-        base = len(parts) - parts[::-1].index("site-packages")
-    return parts[min(base, len(parts) - 1)]
+    inside = file.rpartition("-packages/")[2].removeprefix(LIBRARY)
+    return Path(inside.lstrip("/").partition("/")[0]).stem
 
 
 def short(file: str) -> str:
