@@ -4,8 +4,8 @@
     python monitor.py compare runs/001/config.yaml new.yaml --seeds 10 --json
 
 Trains both arms with one seed after another. The same seed gives both the same samples, dropout and
-initial weights (up to the first tensor of another shape), so the difference within a pair varies far
-less than the losses. Compared are the final validation losses, of averaged weights with --ema.
+initial weights (up to the first tensor of another shape), so the difference within a pair varies
+far less than the losses. Compared are the final validation losses, of averaged weights with --ema.
 """
 
 import contextlib

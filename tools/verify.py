@@ -1,4 +1,4 @@
-"""Flags of train.py that inspect and train no run: --check_checkpoints, --verify_resume, --estimate.
+"""Flags of train.py that only inspect: --check_checkpoints, --verify_resume, --estimate.
 
 The first reads the files of a run. The second trains twice in a temporary folder and compares the
 final checkpoints bit for bit. The third is tools/estimate.py.
