@@ -18,6 +18,7 @@ import gc
 import json
 import math
 import random
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -466,9 +467,9 @@ def main(argv: list[str]) -> int:
     """What `python train.py` does; returns the exit code."""
     cfg = config.parse(argv)
     if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate:
-        from tools.verify import inspect
+        from tools.verify import look
 
-        return inspect(argv, cfg, main, make_optimizers)
+        return look(argv, cfg, sys.modules[__name__])
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
