@@ -3,7 +3,6 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
-import contextlib
 import importlib
 import json
 import re
@@ -13,8 +12,6 @@ import sys
 import pytest
 from conftest import ROOT, TINY, Process, column, environment, processes
 from fakecuda.watch import COUNTERS, watch
-
-from steady.ranks import parallel
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
          "--no_tensorboard", "--eval_interval", "0", "--save_interval", "0"]
@@ -73,8 +70,6 @@ def go(corpus, tmp_path):
         def prepare(rank=0):
             if hook:
                 hook()
-            # what is set on this device stays unset
-            parallel.all_set = lambda *_, **how: contextlib.nullcontext()
             watch(found[rank], memory)
 
         if ranks == 1:
