@@ -69,7 +69,16 @@ def test_which_files_are_named(sampler, file, shown):
     assert line.startswith(shown)
 
 
-def test_it_looks_until_it_is_closed(monkeypatch):
+@pytest.fixture
+def interval():
+    """A switch interval that no other sampler of this process restores."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(4e-3)
+    yield 4e-3
+    sys.setswitchinterval(before)
+
+
+def test_it_looks_until_it_is_closed(interval, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     others = set(threading.enumerate())
     sampler = Sampler(SimpleNamespace(current="data"))
@@ -78,8 +87,32 @@ def test_it_looks_until_it_is_closed(monkeypatch):
     assert thread.is_alive()
     sampler.close()
     assert until(lambda: not thread.is_alive())
-    # another test's sampler may be in the middle of its look
-    assert until(lambda: sys.getswitchinterval() > 2 * profile.SWITCH_SECONDS)
+    assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
+
+
+def test_a_look_that_fails_leaves_the_interval_as_it_was(interval, monkeypatch):
+    def fail(*_):
+        assert sys.getswitchinterval() == pytest.approx(profile.SWITCH_SECONDS)
+        seen.append(True)
+        raise RuntimeError
+
+    seen = []
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    monkeypatch.setattr(profile.Sampler, "look", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    Sampler(SimpleNamespace(current="data"))
+    assert until(lambda: seen and sys.getswitchinterval() == pytest.approx(interval))
+
+
+@pytest.mark.parametrize("file, library", [
+    ("/tmp/env/lib/python3.11/site-packages/numpy/lib/function.py", "numpy"),
+    ("/usr/lib/python3/dist-packages/six.py", "six"),
+    (f"{profile.LIBRARY}/json/decoder.py", "json"),
+    ("/tmp/torchinductor_me/ab/cd.py", ""), ("<frozen os>", ""),
+    (f"{profile.TORCH[0]}/nn/functional.py", ""),
+])
+def test_which_libraries_are_named(file, library):
+    assert profile.library_name(file) == library
 
 
 def test_collections_are_on_again_after_a_look(monkeypatch):
