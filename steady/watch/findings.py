@@ -111,7 +111,7 @@ WORDS = {  # code → text; "slower", "slow" and "trial" have functions of their
                   "{since}",
     "not finite": "{count} of {steps} steps, since step {since}, were not finite and were skipped",
     "host memory": f"host memory {RUNS_OUT}; look for objects kept by the loop, or by the dataset "
-                   "in each loader process (SIGUSR2 or --trace records a few steps)",
+                   "in each loader process (SIGUSR2 records three steps)",
     "device memory": f"device memory {RUNS_OUT}; look for tensors kept by the loop, such as losses "
                      "never detached, and for reference cycles",
     "open files": f"open files: the limit {RUNS_OUT}; close them, or raise ulimit -n",
