@@ -43,7 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # or what a run prints would depend on what else the machine does
-whole_crowded, opening.crowded = opening.crowded, lambda: ""
+whole_crowded, opening.crowded = opening.crowded, lambda device: ""
 
 # One of 40 tokens takes a seventh of a run of 12 steps, and a third where weights are gathered.
 whole_sample = train.sample

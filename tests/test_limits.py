@@ -289,3 +289,8 @@ def test_a_machine_whose_cores_others_want_is_told_at_the_start(
     monkeypatch.setattr(opening.proc, "read", read)
     told = run("--max_steps", 1, "--warmup_steps", 1)
     assert said in told if said else "other threads" not in told
+
+
+def test_busy_cores_are_not_told_where_a_gpu_computes(monkeypatch):
+    monkeypatch.setattr(opening.process, "competitors", [1])
+    assert "1 other thread" in whole_crowded(CPU) and whole_crowded(torch.device("cuda")) == ""

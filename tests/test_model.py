@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_config
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import config
@@ -74,28 +75,30 @@ def test_a_mask_is_not_taken_for_documents():
 @pytest.mark.parametrize("rows", [4, 99])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
-    """The chunked loss and its gradients, with any weights in the sum, are the plain formula's."""
+    """The chunked loss, the one compiled for a GPU, and their gradients are the plain formula's."""
     monkeypatch.setattr(LinearCrossEntropy, "cpu_chunk", 128 * rows)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(layers, "on_cpu", lambda x: False)
     torch.manual_seed(0)
     n, width, vocab, padded = 21, 16, 99, 128
     hidden = torch.randn(n, width, requires_grad=True)
-    weight = torch.randn(padded, width, requires_grad=True)
+    head = layers.Head(width, padded, vocab)
+    weight = nn.init.normal_(head.weight)
     targets = torch.randint(vocab, (n,))
     targets[3] = targets[20] = IGNORE
     factors = torch.rand(n)
     found = []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for way in ("ours", "plain"):
-            if way == "ours":
-                losses = LinearCrossEntropy.apply(hidden, weight, targets, vocab)
-            else:
-                losses = plain_losses(hidden, weight, targets, vocab)
+        for losses in (LinearCrossEntropy.apply(hidden, weight, targets, vocab),
+                       head(hidden[None], targets[None])[0],
+                       plain_losses(hidden, weight, targets, vocab)):
             found.append((losses, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))))
-    for ours, plain in zip(*found, strict=True):
-        assert ours.dtype == plain.dtype == torch.float32
-        difference = (ours - plain).norm() / plain.norm()
-        assert difference < (1e-2 if autocast else 1e-6)
-    assert found[0][0][3] == 0 and found[0][0][20] == 0
+    *ours, plain = found
+    for way in ours:
+        for found, expected in zip(way, plain, strict=True):
+            assert found.dtype == expected.dtype == torch.float32
+            assert (found - expected).norm() / expected.norm() < (1e-2 if autocast else 1e-6)
+        assert way[0][3] == 0 and way[0][20] == 0
 
 
 def test_losses_and_logits_are_those_of_the_fused_path():

@@ -510,6 +510,15 @@ def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
     assert row["perf/step_ms_median"] == pytest.approx(41)
 
 
+def test_a_row_before_the_first_sampled_step_has_the_host_s_times(tmp_path, device_clock):
+    m = make(tmp_path)
+    m.clock.events = DeviceTimes()
+    spend(m, device_clock, forward=30)
+    step(m, 1)
+    row = next(row for row in rows(tmp_path) if "perf/step_ms" in row)
+    assert row["perf/step_ms"] == pytest.approx(30) == row["perf/forward_ms"]
+
+
 # --- a long run ---
 
 

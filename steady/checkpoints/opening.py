@@ -67,7 +67,7 @@ def describe(run) -> str:
     ]
     if run.dir.resumed_from:
         lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
-    return "\n".join(filter(None, (*lines, crowded(), untested())))
+    return "\n".join(filter(None, (*lines, crowded(ranks.device), untested())))
 
 
 def optimizer_lines(run) -> list[str]:
@@ -93,11 +93,11 @@ def untested() -> str:
     return f"torch   {torch.__version__}: tested up to {newest}" if version > TESTED else ""
 
 
-def crowded() -> str:
-    """A line for the start of a run on a machine whose cores are in use by others; or ""."""
+def crowded(device: torch.device) -> str:
+    """A line for the start of a CPU run if others use the cores; or ""."""
     at_start, cores = process.competitors[0], os.cpu_count()
     others = at_start or proc.competing_threads()
-    if not at_start and others < cores:
+    if device.type != "cpu" or not at_start and others < cores:
         return ""
     return (f"load    {others} other thread{'s' * (others > 1)} "
             f"compete{'d' * (at_start > 0)} for {cores} cores: steps will be slow and uneven; "

@@ -160,8 +160,14 @@ class Head(nn.Linear):
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is not None and not torch.compiler.is_compiling():
             return LinearCrossEntropy.apply(hidden, self.weight, targets, self.vocab_size)
-        logits = super().forward(hidden)[..., : self.vocab_size].float()
-        return logits if targets is None else cross_entropies(logits, targets)
+        logits = super().forward(hidden)
+        if targets is None:
+            return logits[..., : self.vocab_size].float()
+        if on_cpu(logits):
+            return cross_entropies(logits[..., : self.vocab_size].float(), targets)
+        # masked, not cut: compiled for a GPU, rows that end within a tile are slow
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= self.vocab_size
+        return cross_entropies(logits.float().masked_fill(padding, -math.inf), targets)
 
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ class Clock:
         window = [*self.window_ms]
         self.seconds.clear()
         self.window_ms.clear()
-        if self.events:
-            ms |= dict.fromkeys(STEP_PHASES, 0.0) | self.events.means()
+        if self.events and (sampled := self.events.means()):
+            ms |= dict.fromkeys(STEP_PHASES, 0.0) | sampled
             window = self.events.take()
         return ms, window
 
