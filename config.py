@@ -148,9 +148,8 @@ class Config:
         0.0, "probability, on attention, each block's outputs and embeddings", at_least=0, below=1)
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
-    activation_checkpointing: Literal["none", "selective", "full"] = option(
-        "none", "full recomputes each block in the backward pass: less memory, about 1/3 more "
-        "work; selective all but its matrix products and attention")
+    activation_checkpointing: Literal["none", "full"] = option(
+        "none", "full recomputes each block in the backward pass: less memory, 1/3 more work")
 
     max_steps: int | None = option(None, "optimizer steps in the whole run (default: 1000)",
                                    group="optimization", at_least=1, at_most=10**12)

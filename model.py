@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from config import Config
 from steady.models import layers
@@ -113,11 +114,11 @@ class Block(nn.Module):
         self.mlp_norm = layers.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
         self.mlp = FeedForward(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.recomputed = cfg.activation_checkpointing
+        self.recomputed = cfg.activation_checkpointing != "none"
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        if self.training and self.recomputed != "none":
-            return layers.recomputed(self.compute, self.recomputed, x, where)
+        if self.training and self.recomputed:
+            return checkpoint(self.compute, x, where, use_reentrant=False)
         return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:

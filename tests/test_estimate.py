@@ -71,11 +71,10 @@ def test_parts_are_exact():
     assert one["optimizer"] == pytest.approx(8 * parameters, rel=0.001)
     assert found["memory"]["zero3"]["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.001)
     assert found["sent"]["ddp"] == pytest.approx(4 * parameters, rel=0.01)  # 2 (n - 1) / n, n = 2
-    full, selective = (
-        estimate.simulate(replace(cfg, activation_checkpointing=how), torch.float32,
-                          found["micro_batch"], found["accumulation"], train.make_optimizers,
-                          "ddp", 2)[0]["activations"] for how in ("full", "selective"))
-    assert full <= selective < 0.9 * one["activations"] and full < 0.7 * one["activations"]
+    full, _ = estimate.simulate(
+        replace(cfg, activation_checkpointing="full"), torch.float32, found["micro_batch"],
+        found["accumulation"], train.make_optimizers, "ddp", 2)
+    assert full["activations"] < 0.7 * one["activations"]
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])

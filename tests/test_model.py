@@ -199,12 +199,10 @@ def test_layers_are_the_formulas_that_the_compiler_is_given(dtype, tolerance, mo
         assert error < tolerance
 
 
-@pytest.mark.parametrize("how", ["selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recomputing_changes_nothing_but_memory_and_work(how, dropout):
-    """Selective repeats no product: without dropout it makes as many FLOPs as without it."""
+def test_recomputing_changes_nothing_but_memory_and_work(dropout):
     plain, tokens = make(dropout=dropout), some_tokens()
-    recomputing = Transformer(tiny_config(dropout=dropout, activation_checkpointing=how))
+    recomputing = Transformer(tiny_config(dropout=dropout, activation_checkpointing="full"))
     for p in plain.parameters():  # or what a block begins as would hide its gradients
         torch.nn.init.normal_(p, std=0.1)
     recomputing.load_state_dict(plain.state_dict())
@@ -217,8 +215,7 @@ def test_recomputing_changes_nothing_but_memory_and_work(how, dropout):
         flops.append(counter.get_total_flops())
     for name, g in found[0].items():
         assert torch.equal(g, found[1][name]), name
-    if dropout == 0:
-        assert (flops[1] == flops[0]) == (how == "selective")
+    assert flops[1] > flops[0]
 
 
 @pytest.mark.parametrize("name", config.MODELS)

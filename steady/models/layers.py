@@ -5,18 +5,12 @@ many passes over memory of them; the functions here, equal up to rounding, make 
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from steady.tokens.files import IGNORE
 
@@ -59,34 +53,6 @@ class NormOnCPU(Function):
         mean = (product @ wide)[..., None] / x.shape[-1]
         of_x = (grad * wide).addcmul_(normal, mean, value=-1).mul_(scale)
         return of_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
-
-
-# What takes most of a block's time: products, and attention in each of its forms.
-COSTLY = {
-    "aten::mm", "aten::addmm", "torch_attn::_varlen_attn",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-}
-
-
-def recomputed(block, how: str, x: Tensor, where) -> Tensor:
-    """block(x, where), keeping less for the backward pass, where it is computed again.
-
-    full: keeps x alone. selective: also the results of COSTLY operations, and so computes the rest
-    again, but no product whose result is smaller than its operand: of a block's, that is the last
-    one, which nothing in the block needs again.
-    """
-    def policy(ctx, operation, *args, **_):
-        name = operation.name().partition(".")[0]
-        narrows = name == "aten::mm" and args[0].shape[1] > args[1].shape[1]
-        keep = name in COSTLY and not narrows
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    options = {}
-    if how == "selective":
-        options = dict(context_fn=partial(create_selective_checkpoint_contexts, policy))
-    return checkpoint(block, x, where, use_reentrant=False, **options)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
