@@ -18,7 +18,6 @@ import gc
 import json
 import math
 import random
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -467,9 +466,9 @@ def main(argv: list[str]) -> int:
     """What `python train.py` does; returns the exit code."""
     cfg = config.parse(argv)
     if cfg.check_checkpoints or cfg.verify_resume or cfg.estimate:
-        from tools.verify import look
+        from tools.verify import inspect
 
-        return look(argv, cfg, sys.modules[__name__])
+        return inspect(argv, cfg, main, make_optimizers)
     run = set_up(argv)
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:

@@ -3,10 +3,9 @@
     python monitor.py compare "--learning_rate 0.01" "--learning_rate 0.02 --ema 0.99" --steps 300
     python monitor.py compare runs/001/config.yaml new.yaml --seeds 10 --json
 
-Both arms are trained with one seed after another. The same seed gives both the same samples in the
-same steps, the same dropout, and the same initial weights up to the first tensor whose shape
-differs. So the difference within a pair varies far less than the losses do. The validation loss is
-that of the end, over the same samples, and of the averaged weights in an arm with --ema.
+Trains both arms with one seed after another. The same seed gives both the same samples, dropout and
+initial weights (up to the first tensor of another shape), so the difference within a pair varies
+far less than the losses. Compared are the final validation losses, of averaged weights with --ema.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from train import choose_run
 ROOT = Path(__file__).resolve().parent.parent
 B_IS_BETTER, A_IS_BETTER, NEITHER = 0, 3, 4  # exit codes; 3 is also that of a regression
 
-# A look at n pairs, n = 3 … 20, finds a difference where |t| is above this. Where there is none,
+# After n pairs, n = 3 … 20, a difference is found if |t| exceeds this. Without a true difference
 # the first n looks find one with a probability of 5 % x (1 - 2/n) / (1 - 2/20), however many pairs
 # were planned: alpha spending (Lan and DeMets 1983, Biometrika 70, 659), calibrated on 16 million
 # series of normal differences. Heavier tails err less often, strongly skewed ones up to 17 %.
@@ -40,19 +39,15 @@ CRITICAL = {3: 7.25, 4: 5.11, 5: 4.43, 6: 4.11, 7: 3.93, 8: 3.82, 9: 3.75, 10: 3
             12: 3.64, 13: 3.62, 14: 3.60, 15: 3.59, 16: 3.59, 17: 3.58, 18: 3.58, 19: 3.58,
             20: 3.58}
 
-OF_EVERY_RUN = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
-                "--no_wandb", "--no_auto_resume", "--no_overwrite"]
-NEVER_BUT_AT_THE_END = 10**12
+FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
+               "--no_wandb", "--no_auto_resume", "--no_overwrite"]
+ONLY_AT_THE_END = 10**12  # steps between evaluations
 
 # --- the statistics --------------------------------------------------------------------------
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
-    """Their mean, and half the width of an interval around it; infinite for fewer than 3.
-
-    With a probability of 95 % the intervals of all looks hold the true mean, so one may stop at the
-    first that lies on one side of 0.
-    """
+    """The mean and half the width of its 95 % interval, valid over all looks; infinite below 3."""
     mean, n = statistics.fmean(differences), len(differences)
     if n not in CRITICAL:
         return mean, math.inf
@@ -60,13 +55,13 @@ def interval(differences: list[float]) -> tuple[float, float]:
 
 
 def settled(differences: list[float]) -> bool:
-    """Whether no more pairs are needed: a difference is found, or there is none at all."""
+    """True once a difference is found, or three pairs show none at all."""
     mean, half = interval(differences)
     return abs(mean) > half or len(differences) in CRITICAL and not any(differences)
 
 
 def verdict(differences: list[float]) -> tuple[str, int]:
-    """(one line, exit code) from the differences of the losses, B - A."""
+    """(one line, exit code) for differences of the losses, B - A."""
     mean, half = interval(differences)
     n = f"({len(differences)} pairs)"
     if not any(differences):
@@ -77,92 +72,82 @@ def verdict(differences: list[float]) -> tuple[str, int]:
     return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", code
 
 
-# --- the arms --------------------------------------------------------------------------------
+# --- the runs --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Arm:
-    flags: list[str]  # of all its runs
-    loss: str  # the name of what is compared
-    evaluated: list  # which validation samples
-    identity: list  # what its results depend on besides the seed, the code and the versions
+    flags: list[str]
+    loss: str  # name of the compared loss
+    evaluated: list  # identifies the validation samples
+    identity: list  # all that its results depend on besides seed, code and versions
 
 
 def open_arm(text: str, steps: int | None) -> Arm:
-    """Raises ConfigError where its runs would end with one."""
+    """Raises ConfigError for flags that its runs would refuse."""
     try:
         flags = ["--config", text] if text.endswith((".yaml", ".yml")) else shlex.split(text)
     except ValueError as e:
         raise ConfigError(f"{text}: {e}") from None
-    flags += [*OF_EVERY_RUN, *([f"--max_steps={steps}"] if steps is not None else [])]
+    flags += [*FIXED_FLAGS, *([f"--max_steps={steps}"] if steps is not None else [])]
     cfg, _ = choose_run(flags)
     if cfg.resume or cfg.backup_to or cfg.eval_only:
         raise ConfigError(f"{text}: --resume, --backup_to and --eval_only cannot be compared")
-    if not cfg.patience:  # which needs evaluations on the way
-        flags.append(f"--eval_interval={NEVER_BUT_AT_THE_END}")
-    initial = huggingface.fingerprint(cfg.init_from) if cfg.init_from else ""
+    if not cfg.patience:  # needs evaluations on the way
+        flags.append(f"--eval_interval={ONLY_AT_THE_END}")
     train_data, val_data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
-    weights = [str(dataset.weight) for dataset in val_data.datasets]
-    evaluated = [val_data.fingerprint, weights, val_data.mode, cfg.seq_len,
-                 eval_samples(cfg, val_data)]
+    evaluated = [val_data.fingerprint, [str(d.weight) for d in val_data.datasets], val_data.mode,
+                 cfg.seq_len, eval_samples(cfg, val_data)]
     options = dataclasses.asdict(dataclasses.replace(cfg, seed=0, config=None))
+    initial = huggingface.fingerprint(cfg.init_from) if cfg.init_from else ""
     return Arm(flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated,
                [options, evaluated, train_data.fingerprint, initial])
 
 
 def comparison_id(arms: dict[str, Arm]) -> str:
-    """The same only for the same arms and data, code of this repository, Python and torch."""
+    """A hash of both arms, their data, the code of this repository, Python and torch."""
     files = sorted([*ROOT.glob("*.py"), *ROOT.glob("steady/**/*.py")])
     code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     parts = [[arm.identity for arm in arms.values()], code, sys.version, torch.__version__]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-# --- the runs --------------------------------------------------------------------------------
-
-
-def results_so_far(file: Path, comparison: str) -> dict[tuple[str, int], dict]:
-    """The results in the file that belong to this comparison, by arm and seed."""
-    found = {}
-    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):  # torn when the machine went down
-            row = json.loads(line)
-            if row["comparison"] == comparison:
-                found[row["arm"], row["seed"]] = row
-    return found
-
-
 def train_once(name: str, arm: Arm, seed: int, out_dir: Path) -> dict:
-    """What a run of train.py says of itself at its end. Raises Failed."""
+    """Results of a run as train.py prints them at its end. Raises Failed."""
     with tempfile.TemporaryDirectory(dir=out_dir, prefix="run-") as folder:
         command = [sys.executable, str(ROOT / "train.py"), *arm.flags, f"--seed={seed}",
                    f"--out_dir={folder}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    found = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
-    if found.get(arm.loss) is None:  # nor is one that is not finite
+    result = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    if result.get(arm.loss) is None:  # a non-finite loss is null
         last = (done.stdout + done.stderr).splitlines()[-12:]
         raise Failed("\n".join([f"{name} with --seed {seed}: exit code {done.returncode}, no "
                                 f"{arm.loss}; its last lines:", *last]))
-    return {key: value for key, value in found.items() if key not in ("run", "checkpoint", "best")}
+    return result
 
 
 def run_pairs(arms: dict[str, Arm], seeds: int, out_dir: Path, screen) -> list[dict]:
-    """Train both arms with one seed after another until it is settled. Raises Failed."""
+    """Train both arms with one seed after another until settled, reusing results of before."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    file, comparison, pairs = out_dir / "results.jsonl", comparison_id(arms), []
-    results = results_so_far(file, comparison)
+    file, comparison, results, pairs = out_dir / "results.jsonl", comparison_id(arms), {}, []
+    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):  # torn when the machine went down
+            row = json.loads(line)
+            if row["comparison"] == comparison:
+                results[row["arm"], row["seed"]] = row
     for seed in range(1, seeds + 1):
-        for name in "AB" if seed % 2 else "BA":  # a drift of the machine hits both
+        for name in "AB" if seed % 2 else "BA":  # a drift of the machine affects both
             if (name, seed) not in results:
-                results[name, seed] = train_once(name, arms[name], seed, out_dir)
-                row = dict(comparison=comparison, arm=name, seed=seed, flags=arms[name].flags)
+                row = results[name, seed] = train_once(name, arms[name], seed, out_dir)
+                row |= dict(comparison=comparison, arm=name, seed=seed, flags=arms[name].flags)
                 with open(file, "a", encoding="utf-8") as lines:
-                    lines.write(f"{json.dumps(row | results[name, seed])}\n")
-        a, b = (results[name, seed][arm.loss] for name, arm in arms.items())
+                    lines.write(json.dumps(row) + "\n")
+        pair = [results[name, seed] for name in arms]
+        a, b = (row[arm.loss] for row, arm in zip(pair, arms.values(), strict=True))
         pairs.append(dict(seed=seed, loss=[a, b], difference=b - a,
-                          step_ms=[results[name, seed]["step_ms"] for name in arms]))
+                          step_ms=[row["step_ms"] for row in pair]))
         print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
               flush=True)
         if settled([pair["difference"] for pair in pairs]):
@@ -170,46 +155,40 @@ def run_pairs(arms: dict[str, Arm], seeds: int, out_dir: Path, screen) -> list[d
     return pairs
 
 
-def step_ms_ratio(pairs: list[dict]) -> list[float] | None:
-    """B / A: the geometric mean over pairs, and the ends of its interval; None if not measured."""
-    if not all(all(pair["step_ms"]) for pair in pairs):
-        return None
-    mean, half = interval([math.log(b / a) for a, b in (pair["step_ms"] for pair in pairs)])
-    return [math.exp(x) for x in (mean, mean - half, mean + half)]
-
-
 def compare(argv: list[str]) -> int:
-    """Exit code 0 if B is better, 3 if A is, 4 if neither is known to be."""
+    """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
                     "Trains both with the same seeds, and compares validation losses in pairs.",
                     epilog="It ends as soon as a difference is found, with an error of at most 5 % "
-                    "over all looks, or after three pairs without any. Called again, also with "
-                    "more --seeds, it goes on. Exit codes: 0 B is better, 3 A is, 4 neither is "
-                    "known to be; 1 a run failed, 2 wrong usage.")
+                    "over all looks, or after three pairs without any. The same command continues "
+                    "an interrupted comparison, also with more --seeds. Exit codes: 0 B is better, "
+                    "3 A is, 4 neither is known to be; 1 a run failed, 2 wrong usage.")
     parser.add_argument("A", help="a YAML file of options, or flags of train.py in quotes")
     parser.add_argument("B", help="another")
     parser.add_argument("--steps", type=int, metavar="N",
-                        help="--max_steps of both (default: what they say)")
+                        help="--max_steps of both (default: as in their options)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N",
                         help="pairs at most, 3 to 20 (default: 5)")
     parser.add_argument("--out_dir", type=Path, default=Path("compare"), metavar="DIR",
-                        help="results.jsonl is there: a line for each run (default: compare)")
+                        help="folder of results.jsonl, a line for each run (default: compare)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    if argv[:1] not in (["-h"], ["--help"]):  # to argparse, flags after a space are no options
+    if argv[:1] not in (["-h"], ["--help"]):  # argparse takes flags after a space for values
         argv = [*(f" {arm}" for arm in argv[:2]), *argv[2:]]
     args = read_flags(parser, argv)
     if args.seeds not in CRITICAL:
         raise ConfigError(f"--seeds {args.seeds}: expected 3 to 20")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the run that it began
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run, too
     arms = {"A": open_arm(args.A.strip(), args.steps), "B": open_arm(args.B.strip(), args.steps)}
     if arms["A"].evaluated != arms["B"].evaluated:
-        raise ConfigError("A and B have different validation samples, so their losses cannot be "
-                          "compared; expected the same --val_data, --seq_len and --data_mode, and "
-                          "the same product of --eval_steps and --batch_size")
+        raise ConfigError("A and B have different validation samples; expected the same "
+                          "--val_data, --seq_len and --data_mode, and the same product of "
+                          "--eval_steps and --batch_size")
     pairs = run_pairs(arms, args.seeds, args.out_dir, sys.stderr if args.json else sys.stdout)
     differences = [pair["difference"] for pair in pairs]
-    (mean, half), ratio = interval(differences), step_ms_ratio(pairs)
-    text, code = verdict(differences)
+    (mean, half), (text, code), ratio = interval(differences), verdict(differences), None
+    if all(all(pair["step_ms"]) for pair in pairs):  # the geometric mean of B / A
+        middle, width = interval([math.log(b / a) for a, b in (pair["step_ms"] for pair in pairs)])
+        ratio = [math.exp(x) for x in (middle, middle - width, middle + width)]
     if args.json:
         better = {B_IS_BETTER: "B", A_IS_BETTER: "A", NEITHER: None}[code]
         print(json.dumps(dict(

@@ -1,6 +1,6 @@
-"""python data.py show: samples as text, with the tokens that the loss counts marked.
+"""python data.py show: samples as text, with the tokens counted by the loss in brackets.
 
-Of a folder of token files, the first samples; of a run, those that it trained on in a step.
+Of a folder of token files, the first documents; of a run, the samples it trained on in a step.
 """
 
 import contextlib
@@ -16,41 +16,40 @@ from steady.watch.history import read_rows
 
 
 def show(path: str, n: int):
-    """Print the samples of update n of a run directory, or else the first n of token files."""
+    """Print the samples of step n of a run, or the first n documents of token files."""
     if not 1 <= n <= 10**12:
-        raise ConfigError(f"{n}: expected 1 or more, a number of samples or of an update")
-    if Path(path, "config.yaml").exists():
-        show_step(path, n)
-    else:
-        show_first(path, n)
+        raise ConfigError(f"{n}: expected 1 or more, a number of samples or of a step")
+    samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
+    for title, ids, counted, tokenizer in samples(path, n):
+        print(f"--- {title}")
+        print(marked(ids, counted, tokenizer))
 
 
-def show_first(path: str, n: int):
-    """Print the first n documents of a folder or file of tokens."""
+def first_documents(path: str, n: int):
+    """Yields (title, ids, whether the loss counts each, tokenizer) of up to n documents."""
     files = find_files(path, "train", "show")
     if not files:
         raise ConfigError(f"show {path}: not a run, and no train.bin or *_train*.bin in there")
     for name in files:
         file = TokenFile(name, seq_len=1)
         _, tokenizer, folder, _ = read_sidecars([file], None)
-        tokenizer = "bytes" if tokenizer == "bytes" else folder
         at = file.documents()
         for i, (begin, end) in enumerate(zip(at[:n], at[1:], strict=False)):
             counted = [True] * (end - begin) if file.mask is None else file.mask[begin:end] > 0
-            print(f"--- document {i} of {len(at) - 1:,} in {name}: {end - begin:,} tokens, "
-                  f"{sum(counted):,} counted")
-            print(marked(file.tokens[begin:end].tolist(), counted, tokenizer))
+            title = f"document {i} of {len(at) - 1:,} in {name}: {end - begin:,} tokens, "
+            yield (f"{title}{sum(counted):,} counted", file.tokens[begin:end].tolist(), counted,
+                   "bytes" if tokenizer == "bytes" else folder)
         n -= len(at) - 1
         if n <= 0:
             return
 
 
-def show_step(run_dir: str, step: int):
-    """Print the samples of update number `step`, in the order of their positions."""
+def samples_of_step(run_dir: str, step: int):
+    """As `first_documents`, for the samples of one step in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
                         mode=cfg.data_mode)
-    # each process writes where its samples begin; the newest one before the step made it
+    # each start of the run logs the order of its samples; the last one before the step applies
     order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
     with contextlib.suppress(OSError):
         for _, row in read_rows(Path(run_dir, "metrics.jsonl")):
@@ -61,30 +60,28 @@ def show_step(run_dir: str, step: int):
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)
     batch = data.batch(first, first + n)
-    tokenizer = "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder
     for i in range(n):
         dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
         if data.mode != "stream":
             ids = ids[: dataset.lengths[sample[i]]]
         counted = [True] * len(ids)
-        if data.has_prompts:  # a document's first token is no target
+        if data.has_prompts:  # the first token of a document is no target
             same = True if batch.documents is None else batch.documents[i].diff() == 0
             counted = [False, *((batch.targets[i][:-1] != IGNORE) & same)][: len(ids)]
-        path, token = dataset.find(sample[i])
-        print(f"--- sample {first + i}: {dataset.name}, {path} from token {token:,}")
-        print(marked(ids, counted, tokenizer))
+        file, token = dataset.find(sample[i])
+        yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
+               "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder)
 
 
 def marked(ids: list[int], counted: list[bool], tokenizer: str | None) -> str:
-    """The text of a sample, the counted stretches in brackets, unless all of it is."""
+    """The text, with counted stretches in brackets unless all of it counts."""
     if all(counted):
         return decode(tokenizer, ids)
     text = done = ""
     at = 0
     for counts, stretch in groupby(map(bool, counted)):
         at += len(list(stretch))
-        # decoded from the beginning, since some tokenizers drop a space there
-        so_far = decode(tokenizer, ids[:at])
+        so_far = decode(tokenizer, ids[:at])  # some tokenizers drop a space at the beginning
         new, done = so_far[len(done) :], so_far
         text += f"⟦{new}⟧" if counts else new
     return text
