@@ -119,7 +119,9 @@ def test_no_room_grows():
     assert {room: n for room, n in lines.items() if n > LINES[room]} == {}
 
 
-PAGES = {"CHANGELOG.md": 60}  # in lines, at most: only ever lowered
+PAGES = {  # in lines, at most: only ever lowered
+    "CHANGELOG.md": 60, "README.md": 140, "README.zh-CN.md": 140,
+}
 
 
 def test_pages_stay_short():
