@@ -64,7 +64,7 @@ class Monitor:
                  wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
-        self.log_interval, self.level, self.group = log_interval, level, group
+        self.log_interval, self.level, self.group = max(0, log_interval), level, group
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = device or accelerator or torch.device("cpu")
         self.last_step = last_step if callable(last_step) else lambda: last_step

@@ -218,9 +218,18 @@ def check_columns(run_dir):
     assert shown == pytest.approx(column(run_dir, "train/loss"), rel=1e-5)
 
 
-def test_slow_from_its_first_step(loop):
-    run_dir, printed, function = loop(0, 0, STEPS)  # as nanoGPT counts; a Trainer from 1
+def test_its_rows_and_its_lines(loop):
+    run_dir, _, function = loop(0, 0, STEPS)  # as nanoGPT counts; a Trainer from 1
     check_columns(run_dir)
+    looks = [place for row in rows(run_dir) for lines in row.get("profile", {}).values()
+             for place in lines]
+    assert any(re.match(rf"\S*loop.py:\d+ {function}", place) for place in looks), looks
+    assert "verdict" in python(run_dir.parent, "monitor.py", "run")
+
+
+@pytest.mark.timed
+def test_slow_from_its_first_step(loop):
+    run_dir, printed, function = loop(0, 0, STEPS)
     found = [row["finding"] for row in rows(run_dir) if "finding" in row]
     named = lines_of(found, "slow")
     assert named and re.fullmatch(rf"\S*loop.py:\d+ {function}", named[0]), found
@@ -228,7 +237,7 @@ def test_slow_from_its_first_step(loop):
     assert named[0] in python(run_dir.parent, "monitor.py", "run")
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_slower_from_a_step_on(loop):
     run_dir, printed, function = loop(PLANTED, 1, LATE_STEPS)
     check_columns(run_dir)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import events_of, rows
+from conftest import column, events_of, rows
 
 import monitor
 import train
@@ -508,6 +508,25 @@ def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
     row = rows(tmp_path)[-1]
     assert row["perf/forward_ms"] == pytest.approx(10) and row["perf/data_ms"] == pytest.approx(1)
     assert row["perf/step_ms_median"] == pytest.approx(41)
+
+
+def test_a_phase_of_another_name_counts_as_other(tmp_path, clock):
+    m = make(tmp_path)
+    for n in range(1, 9):
+        spend(m, clock, forward=10, shuffle=5)
+        step(m, n)
+    row = rows(tmp_path)[-1]
+    assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
+    m.close()
+    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
+
+
+def test_a_negative_interval_is_no_interval(tmp_path, clock):
+    m = Monitor(tmp_path, log_interval=-1)
+    for n in range(1, 9):
+        m.step(n, loss=torch.ones(()))
+    assert not m.losses and not column(tmp_path, "train/loss")
+    m.close()
 
 
 def test_a_row_before_the_first_sampled_step_has_the_host_s_times(tmp_path, device_clock):

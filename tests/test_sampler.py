@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -90,25 +91,27 @@ def test_it_looks_until_it_is_closed(interval, monkeypatch):
     assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
 
 
-def test_a_look_that_fails_leaves_the_interval_as_it_was(interval, monkeypatch):
-    def fail(*_):
+def test_a_look_that_fails_is_the_last_one_and_leaves_the_interval(interval, monkeypatch, capsys):
+    def fail(sampler, _):
         assert sys.getswitchinterval() == pytest.approx(profile.SWITCH_SECONDS)
-        seen.append(True)
-        raise RuntimeError
+        seen.append(sampler)
+        raise RuntimeError("no looks")
 
-    seen = []
+    seen, others = [], set(threading.enumerate())
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile.Sampler, "look", fail)
-    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
-    Sampler(SimpleNamespace(current="data"))
-    assert until(lambda: seen and sys.getswitchinterval() == pytest.approx(interval))
+    sampler = Sampler(SimpleNamespace(current="data"))
+    assert until(lambda: sampler in seen and not set(threading.enumerate()) - others)
+    assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
+    assert seen.count(sampler) == 1
+    assert "RuntimeError: no looks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file, library", [
     ("/tmp/env/lib/python3.11/site-packages/numpy/lib/function.py", "numpy"),
     ("/usr/lib/python3/dist-packages/six.py", "six"),
     (f"{profile.LIBRARY}/json/decoder.py", "json"),
-    ("/tmp/torchinductor_me/ab/cd.py", ""), ("<frozen os>", ""),
+    (f"{tempfile.gettempdir()}/torchinductor_me/ab/cd.py", ""), ("<frozen os>", ""),
     (f"{profile.TORCH[0]}/nn/functional.py", ""),
 ])
 def test_which_libraries_are_named(file, library):

@@ -27,7 +27,8 @@ class Clock:
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
     def phase(self, name: str) -> str:
-        """Begin the phase `name`; returns the phase that this ends."""
+        """Begin a phase, of PHASES or else "other"; returns the one that this ends."""
+        name = name if name in PHASES else "other"
         if not self.is_cpu and name in OUTSIDE_PHASES and name != self.current:
             torch.accelerator.synchronize(self.device)  # queued work belongs to the steps
         now, ended = time.perf_counter(), self.current

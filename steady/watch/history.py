@@ -74,56 +74,54 @@ def checked(row) -> dict | None:
         return None
     out = {}
     for name, value in row.items():
-        if name in STRUCTURED:
-            if (kept := STRUCTURED[name](value)) is not None:
-                out[name] = kept
-        elif name in LOSSES and (value is None or isinstance(value, float) and value != value):
-            out[name] = math.nan  # not finite
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            low = 0 if name.startswith(NEVER_NEGATIVE) else -1e100
-            if low <= value < 1e100:  # not NaN
-                out[name] = value
+        if name in LOSSES and (value is None or value != value):
+            value = math.nan  # not finite
+        elif name in SHAPES or isinstance(value, bool):
+            value = fitting(value, SHAPES.get(name))
+        elif not is_number(value) or value < 0 and name.startswith(NEVER_NEGATIVE):
+            continue
+        if value is not None:
+            out[name] = value
     return out
 
 
-def text(value) -> str | None:
-    return value if isinstance(value, str) else None
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e100  # not NaN
 
 
-def numbers(value) -> dict | None:
-    return {k: v for k, v in value.items() if isinstance(v, (int, float)) and abs(v) < 1e100} if (
-        isinstance(value, dict)) else None
+def is_count(value) -> bool:
+    return type(value) is int and 0 < value < 1e9
 
 
-def texts(value) -> dict | None:
-    return {k: v for k, v in value.items() if isinstance(v, str)} if (
-        isinstance(value, dict)) else None
+def is_text(value) -> bool:
+    return isinstance(value, str)
 
 
-def profile(value) -> dict | None:
-    return {phase: {k: n for k, n in lines.items() if type(n) is int and 0 < n < 1e9}
-            for phase, lines in value.items() if isinstance(lines, dict)} if (
-        isinstance(value, dict)) else None
+def is_finding(value) -> bool:
+    return (isinstance(value, dict) and is_text(value.get("code")) and type(value.get("since"))
+            is int and isinstance(value.get("parts", []), list) and is_text(value.get("phase", "")))
 
 
-def instance(*types):
-    return lambda value: value if isinstance(value, types) else None
+def fitting(value, shape):
+    """The value, without entries of another shape; None if it has another shape itself.
+
+    shape: a test, or {str: the shape of each entry}.
+    """
+    if not isinstance(shape, dict):
+        return value if shape and shape(value) else None
+    if not isinstance(value, dict):
+        return None
+    entries = {key: fitting(entry, shape[str]) for key, entry in value.items()}
+    return {key: entry for key, entry in entries.items() if entry is not None}
 
 
-def finding(value) -> dict | None:
-    known = (isinstance(value, dict) and isinstance(value.get("code"), str)
-             and type(value.get("since")) is int and isinstance(value.get("parts", []), list)
-             and isinstance(value.get("phase", ""), str))
-    return value if known else None
-
-
-STRUCTURED = {  # name → its checked value, or None
+SHAPES = {  # of all that is not a number
     **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "first_bad_layer",
-                     "see"),
-                    text),
-    **dict.fromkeys(("about", "seconds", "order"), numbers),
-    **dict.fromkeys(("positions", "ranks_ms", "datasets"), instance(list)),
-    "sources": texts, "profile": profile, "finding": finding, "evaluated": instance(dict),
+                     "see"), is_text),
+    **dict.fromkeys(("about", "seconds", "order"), {str: is_number}),
+    **dict.fromkeys(("positions", "ranks_ms", "datasets"), lambda value: isinstance(value, list)),
+    "sources": {str: is_text}, "profile": {str: {str: is_count}}, "finding": is_finding,
+    "evaluated": lambda value: isinstance(value, dict),
 }
 
 

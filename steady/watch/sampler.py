@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from tempfile import gettempdir
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
 HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
 TORCH = tuple(str(Path(module.__file__).parent) for module in (torch, np))
-COMPILED = ("<", "/tmp/torchinductor")  # code without a file of its own
+# code without a file of its own, and the compiler's, as in torch._inductor.runtime.cache_dir_utils
+COMPILED = "<", os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor")
 FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -76,8 +78,12 @@ class Sampler:
                 sys.setswitchinterval(SWITCH_SECONDS)
                 try:
                     time.sleep(2e-3 * jitter())
-                    with contextlib.suppress(AttributeError):  # of a frame that ends meanwhile
-                        self.look(current_frames().get(self.thread_id))
+                    self.look(current_frames().get(self.thread_id))
+                except AttributeError:  # the frame has ended meanwhile
+                    continue
+                except Exception as e:
+                    say(f"warning: no more lines are named, after {type(e).__name__}: {e}")
+                    return
                 finally:
                     if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody's since
                         sys.setswitchinterval(before)
