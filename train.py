@@ -57,7 +57,7 @@ from steady.ranks.watchdog import Watchdog, patience
 def train(run: "Run", batches):
     """Train until the last step or a signal to stop. `progress.step` counts the updates made."""
     cfg, ranks, progress, guard, stop = run.cfg, run.ranks, run.progress, run.guard, run.ranks.stop
-    monitor = run.monitor  # every line that names it may go: nothing below depends on one
+    monitor = run.monitor  # delete every line that mentions it; training still works
     first_step = progress.step + 1
     # keeps gradients near their final size; ddp divides by world_size itself
     unit = ranks.world_size / (cfg.batch_size * cfg.seq_len)
@@ -77,7 +77,6 @@ def train(run: "Run", batches):
             ranks.scaler.scale(loss).backward()
             sums = sums + torch.stack((loss.detach().float(), (batch.targets != IGNORE).sum()))
             monitor.add_losses(losses.detach(), batch)
-        finish_copy(run)
         monitor.phase("optimizer")
         step_loss, grad_norm = update(run, sums)  # clips; skips non-finite gradients
         run.advance()  # step, position and tokens together
@@ -86,17 +85,23 @@ def train(run: "Run", batches):
         collect_garbage(progress.step, first_step)
         monitor.step(progress.step, lr=lr, loss=step_loss, grad_norm=grad_norm)
         guard.check(progress.step)  # reads the device only when it is due, as at a log
-        if evaluation_due(run):
-            keep_best(run, evaluate(run))
-        if due(progress.step, cfg.save_interval, run.last_step) or stop.save:
-            save(run)
-        if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
-            show_sample(run)  # that of the last step: see `main`
+        between_steps(run)
         tidy_memory(ranks.device, progress.step, first_step, cfg.cache_clear_interval)
     if stop.signal:
         save(run)
     else:
         guard.check(progress.step, ended=True)
+
+
+def between_steps(run: "Run"):
+    """Evaluate, save and show a sample, each when it is due."""
+    cfg, progress = run.cfg, run.progress
+    if evaluation_due(run):
+        keep_best(run, evaluate(run))
+    if due(progress.step, cfg.save_interval, run.last_step) or run.ranks.stop.save:
+        save(run)
+    if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
+        show_sample(run)  # `main` shows that of the last step
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -158,6 +163,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     change = Update(shards) if run.measures(run.progress.step + 1) else None
+    finish_copy(run)
     run.guard.begin_update()
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -229,7 +235,8 @@ def evaluate(run: "Run") -> float | None:
     `means.add(f"val/NAME{of}", values, batch)`, values of [B, T].
     """
     cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
-    save_before(run)
+    if cfg.save_interval:
+        save(run)  # first: an evaluation takes long and may fail
     previous = run.monitor.phase("evaluation")
     run.model.eval()
     means, n = Means(data, ranks), eval_samples(cfg, data)
@@ -274,23 +281,19 @@ def save(run: "Run", is_best: bool = False):
     run.monitor.phase(previous)
 
 
-def save_before(run: "Run"):
-    """Save before what takes long and may fail: then that costs no step."""
-    if run.cfg.save_interval:
-        save(run)
-
-
 def finish_copy(run: "Run"):
-    """Wait until the newest checkpoint is copied from the weights, which are about to change."""
+    """Before the weights change: wait for the newest checkpoint's copy of them."""
     if run.dir.writer and run.dir.writer.copied:
-        run.monitor.phase("checkpoint")
+        previous = run.monitor.phase("checkpoint")
         run.dir.writer.finish_copy()
+        run.monitor.phase(previous)
 
 
 def show_sample(run: "Run", title: str = ""):
     """Print a sample of what the model writes; called on every rank."""
     if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # then it takes all of them
-        save_before(run)
+        if run.cfg.save_interval:
+            save(run)
         previous = run.monitor.phase("evaluation")
         text = sample(run)
         run.monitor.phase(previous)
@@ -368,7 +371,7 @@ class Run:
 @faults.setting_up()
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
-    # which run: rank 0 decides for all
+    # choose the run directory (rank 0 decides)
     rank, local_rank, world_size, local_world_size = rank_and_world()
     store = meet(rank, world_size, patience(config.parse(argv).hang_seconds))
     cfg, out_dir = from_rank0(store, lambda: choose_run(argv))
@@ -376,10 +379,10 @@ def set_up(argv: list[str]) -> Run:
     check_shard_size(cfg.shard_size, world_size)
     uneven = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
-    # on what
+    # data
     train_data, val_data = load_data(cfg)
     cfg = config.resolve(cfg)  # with the steps of --epochs
-    # where it computes
+    # device and precision
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
     workers = devices.pick_workers(cfg.num_workers, device, local_world_size)
@@ -388,15 +391,15 @@ def set_up(argv: list[str]) -> Run:
     varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
-    # with whom
+    # the other ranks
     group = join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
                   faults.Stop(group, watchdog), watchdog, micro_batch, group)
-    # from where
+    # the checkpoint to continue from
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    # the model, and what updates it
+    # model, optimizers, state
     new_model = partial(make_model, cfg, train_data, start, device, dtype, shards)
     ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
     model = new_model()

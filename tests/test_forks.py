@@ -199,8 +199,9 @@ def test_a_second_backward_pass_is_shared_by_all_ranks(tmp_path, corpus):
     (clone / file).write_text(text.replace(old, new))
     for way in ("ddp", "zero2"):
         assert ranks_of(clone, corpus, *flags, "--parallel", way, "--overwrite") == [0, 0]
-    late = "        finish_copy(run)\n        run.model(*batch[:3]).sum().backward()\n"
-    (clone / file).write_text(text.replace("        finish_copy(run)\n", late))
+    here = '        monitor.phase("optimizer")\n'
+    late = "        run.model(*batch[:3]).sum().backward()\n"
+    (clone / file).write_text(text.replace(here, late + here))
     assert ranks_of(clone, corpus, *flags, "--overwrite") == [1, 1]
     assert "a backward pass beside run.ddp" in (clone / "log.txt").read_text()
 

@@ -154,11 +154,9 @@ def counters() -> dict[str, float]:
     for kind, name in (("io", "disk_ms"), ("memory", "memory_ms")):
         if some := proc.read(f"proc/pressure/{kind}").partition("total=")[2]:
             out[name] = proc.number(some) / 1e3
-    for folder in proc.cgroup_folders("cpu"):
-        words = proc.read(f"{folder}/cpu.stat").split()
-        for name, in_ms in (("throttled_usec", 1e-3), ("throttled_time", 1e-6)):  # cgroup v2, v1
-            if name in words:
-                return out | {"throttled_ms": int(words[words.index(name) + 1]) * in_ms}
+    for folder in proc.cgroup_folders():
+        if used_up := proc.read(f"{folder}/cpu.stat").partition("throttled_usec ")[2]:
+            return out | {"throttled_ms": proc.number(used_up) / 1e3}
     return out
 
 

@@ -68,15 +68,11 @@ def process_age_seconds() -> float:
 def available_bytes() -> float:
     """Host memory that this process could still take: the system's, or less in a cgroup."""
     rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
-    for folder in cgroup_folders("memory"):
-        limit = min(number(read(f"{folder}/memory.max")),
-                    number(read(f"{folder}/memory.limit_in_bytes")))
-        used = min(number(read(f"{folder}/memory.current")),
-                   number(read(f"{folder}/memory.usage_in_bytes")))
+    for folder in cgroup_folders():
+        limit, used = (number(read(f"{folder}/memory.{name}")) for name in ("max", "current"))
         if math.isfinite(limit) and math.isfinite(used):
             stat = dict(line.split() for line in read(f"{folder}/memory.stat").splitlines())
-            old = "total_" if "total_inactive_file" in stat else ""  # version 1
-            files = (int(stat.get(f"{old}{kind}_file", 0)) for kind in ("inactive", "active"))
+            files = (int(stat.get(f"{kind}_file", 0)) for kind in ("inactive", "active"))
             rooms.append(limit - used + sum(files))  # pages of files are taken back
     return max(0.0, min(rooms))
 
@@ -84,22 +80,17 @@ def available_bytes() -> float:
 def available_threads(now: int) -> float:
     """Threads that could still be started, by the user's limit and by the cgroup's."""
     rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
-    for folder in cgroup_folders("pids"):
+    for folder in cgroup_folders():
         used = number(read(f"{folder}/pids.current"))
         rooms.append(number(read(f"{folder}/pids.max")) - (used if math.isfinite(used) else 0))
     return max(0.0, min(rooms))
 
 
-def cgroup_folders(controller: str) -> list[str]:
-    """The cgroups that limit this process, of version 1 or 2: its own and those above it."""
-    out = []
-    for line in read("proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if not controllers or controller in controllers.split(","):
-            root = f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup"
-            names = [*filter(None, path.split("/"))]
-            out += ["/".join((root, *names[:n])) for n in range(len(names), -1, -1)]
-    return out
+def cgroup_folders() -> list[str]:
+    """The cgroups (version 2) that limit this process: its own and those above it."""
+    path = read("proc/self/cgroup").partition("0::")[2].partition("\n")[0]
+    names = [*filter(None, path.split("/"))]
+    return ["/".join(("sys/fs/cgroup", *names[:n])) for n in range(len(names), -1, -1)]
 
 
 def soft_limit(name: str) -> float:

@@ -444,7 +444,7 @@ def disturb(count: int, code: str):
 
 RIVAL = "import torch; x = torch.ones(4096, 4096, device='cuda')\nwhile 1: x @ x"
 HOGS = 64 if ON_CARD else 2
-BATCH, BACKWARD = (data.Mixture, "batch"), (train, "finish_copy")
+BATCH, BACKWARD = (data.Mixture, "batch"), (train.Monitor, "add_losses")
 PLANTS = {  # from step 200 on: after which function; what, and its result unless that is None; what
     # must be named, None where a card may not become slower
     "nothing": (BACKWARD, lambda found, call: None, ""),
