@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, default_convert
 
 from config import Config
-from steady.checkpoints.retry import retry
+from steady.checkpoints.disk import retry
 from steady.guard.memory import share
 from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError, Failed

@@ -22,7 +22,7 @@ from conftest import TINY, TRAIN, environment
 import config
 import train
 from steady.checkpoints.checkpoint import Checkpoint
-from steady.checkpoints.sealed import write_checkpoint
+from steady.checkpoints.disk import write_checkpoint
 from steady.guard.process import exit_code, leave
 from steady.options import given_texts
 from tools import verify

@@ -22,7 +22,7 @@ from conftest import (
 )
 
 import train
-from steady.checkpoints import opening, sealed
+from steady.checkpoints import disk, opening
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import list_checkpoints
 from steady.options import ConfigError
@@ -79,7 +79,7 @@ def test_a_restart_that_torchrun_does_not_count(run, flags):
 def ends_in_the_first_save(rank: int):
     """A hook: the first attempt is killed as it has written a draft."""
     torchrun_sets(0)
-    sealed.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    disk.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("start, out_dir, restart", [

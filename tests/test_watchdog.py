@@ -17,7 +17,7 @@ from conftest import TINY, Process, after_updates, processes, rows, until
 
 import data
 import train
-from steady.checkpoints import sealed
+from steady.checkpoints import disk
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard import faults
@@ -60,7 +60,7 @@ def seconds_until_judged(watchdog: Watchdog, most=1000) -> int | None:
     (1, "forward", [], PATIENT), (0, "forward", [], PATIENT),
     (50, "evaluation", [], PATIENT), (50, "checkpoint", [], PATIENT), (50, "logging", [], PATIENT),
     # a rollback that verifies checkpoints, one that is waited for, and a recompilation
-    (50, "other", ["steady.checkpoints.sealed", "steady.checkpoints.checkpoint"], PATIENT),
+    (50, "other", ["steady.checkpoints.disk", "steady.checkpoints.checkpoint"], PATIENT),
     (50, "other", ["threading", "steady.checkpoints.writer"], PATIENT),
     (50, "forward", ["torch._dynamo.convert_frame"], PATIENT),
     (50, "forward", ["cmd", "pdb", "bdb", "__main__"], None),  # at a breakpoint
@@ -387,7 +387,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
     assert (hang_of(tmp_path)["hang_code"], hang_of(tmp_path)["hang_ranks"]) == ("dead", [1])
     assert "saved the last completed step, 50" in printed
     path = tmp_path / "run/checkpoints/step_00000050.pt"
-    assert path.exists() and sealed.find_corruption(path) is None
+    assert path.exists() and disk.find_corruption(path) is None
 
 
 @pytest.mark.slow

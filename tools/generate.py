@@ -11,7 +11,7 @@ import torch
 from config import Config
 from model import Transformer, generate
 from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint
-from steady.checkpoints.retry import disk_error
+from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device

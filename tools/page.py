@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from steady.checkpoints.sealed import atomic_write
+from steady.checkpoints.disk import atomic_write
 from steady.watch.findings import describe_anomaly
 from steady.watch.history import STEP_PHASES
 from steady.watch.report import report

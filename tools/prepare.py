@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from steady.checkpoints.lock import acquire_lock
+from steady.checkpoints.disk import acquire_lock
 from steady.guard.process import FORK, run_command
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags

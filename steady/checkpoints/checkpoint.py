@@ -1,6 +1,6 @@
 """Checkpoints: one type, whether a file or a folder of parts, and those of a run.
 
-    checkpoints/step_00000100.pt    the state of a run in one file, sealed by a checksum
+    checkpoints/step_00000100.pt    the state of a run in one file, as torch.save writes it
     checkpoints/step_00000100/      where it is sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
@@ -22,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.retry import lack_of_space, retry
-from steady.checkpoints.sealed import find_corruption, link, sync_directory
+from steady.checkpoints.disk import find_corruption, lack_of_space, link, retry, sync_directory
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")

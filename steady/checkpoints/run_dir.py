@@ -33,8 +33,7 @@ from steady.checkpoints.checkpoint import (
     require_shared,
     unused_name,
 )
-from steady.checkpoints.lock import acquire_lock
-from steady.checkpoints.sealed import atomic_write
+from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import make_writer, reconcile_best
 from steady.guard.faults import setting_up
 from steady.models.huggingface import KEPT, keep_config

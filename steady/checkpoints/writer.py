@@ -8,8 +8,13 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints.checkpoint import SHARED, Checkpoint, make_room, rotate
-from steady.checkpoints.retry import disk_error, lack_of_space, retry
-from steady.checkpoints.sealed import sync_directory, write_checkpoint
+from steady.checkpoints.disk import (
+    disk_error,
+    lack_of_space,
+    retry,
+    sync_directory,
+    write_checkpoint,
+)
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops

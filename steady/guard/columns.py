@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from steady.checkpoints.retry import retry
+from steady.checkpoints.disk import retry
 from steady.checkpoints.run_dir import tensorboard_folder
 from steady.guard import faults
 from steady.guard.deadline import UNKNOWN

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint, latest_valid, list_checkpoints
-from steady.checkpoints.retry import FULL
+from steady.checkpoints.disk import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.checkpoints.writer import Writer
 from steady.guard import process

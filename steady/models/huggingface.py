@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
-from steady.checkpoints.sealed import atomic_write
+from steady.checkpoints.disk import atomic_write
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.hub import fetch_files, reason

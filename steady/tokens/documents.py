@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.checkpoints.retry import retry
+from steady.checkpoints.disk import retry
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenFile
 from steady.tokens.packing import pack
