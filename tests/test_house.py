@@ -121,6 +121,7 @@ def test_no_room_grows():
 
 PAGES = {  # in lines, at most: only ever lowered
     "CHANGELOG.md": 60, "README.md": 140, "README.zh-CN.md": 140,
+    "EXPERIMENTS.md": 80,
 }
 
 
