@@ -48,7 +48,7 @@ from steady.models.ema import Ema
 from steady.models.evaluation import Means, Update, measure_output
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
-from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, join_ranks, meet, rank_and_world
+from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, gloo_group, meet, rank_and_world
 from steady.ranks.watchdog import Watchdog, patience
 
 # --- the loop --------------------------------------------------------------------------------
@@ -373,8 +373,8 @@ def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     # choose the run directory (rank 0 decides)
     rank, local_rank, world_size, local_world_size = rank_and_world()
-    store = meet(rank, world_size, patience(config.parse(argv).hang_seconds))
-    cfg, out_dir = from_rank0(store, lambda: choose_run(argv))
+    meet(rank, world_size, patience(config.parse(argv).hang_seconds))
+    cfg, out_dir = from_rank0(lambda: choose_run(argv))
     watchdog = Watchdog(cfg.hang_seconds)
     check_shard_size(cfg.shard_size, world_size)
     uneven = rundir.continues(cfg, out_dir)
@@ -392,7 +392,7 @@ def set_up(argv: list[str]) -> Run:
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
     # the other ranks
-    group = join_ranks(store, rank, world_size, device, patience(cfg.hang_seconds))
+    group = gloo_group(world_size, device)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
                   faults.Stop(group, watchdog), watchdog, micro_batch, group)

@@ -10,7 +10,7 @@ from conftest import ROOT, tiny_config
 
 from steady.models import device as devices
 from steady.options import ConfigError
-from steady.ranks.ranks import join_ranks
+from steady.ranks.ranks import gloo_group
 
 
 @pytest.mark.parametrize("there, name, expected", [
@@ -44,7 +44,7 @@ def test_attention_where_torch_has_nothing_to_choose_from(monkeypatch):
 
 def test_several_processes_need_cpus_or_nvidia():
     with pytest.raises(ConfigError, match="--device mps: expected one process, not 2"):
-        join_ranks(None, 0, 2, torch.device("mps"), 60)
+        gloo_group(2, torch.device("mps"))
 
 
 def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):

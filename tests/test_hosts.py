@@ -125,7 +125,7 @@ if victim and where == "import":
     die()
 import conftest, train
 if victim:
-    module, name = dict(data=(train, "load_data"), join=(train, "join_ranks"),
+    module, name = dict(data=(train, "load_data"), join=(train, "gloo_group"),
                         step=(train, "update"))[where]
     setattr(module, name, die)
 conftest.main(sys.argv[1:])

@@ -77,8 +77,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
     rank, _, world_size, _ = rank_and_world()
-    store = meet(rank, world_size, patience(0))
-    folder = Path(from_rank0(store, lambda: tempfile.mkdtemp(prefix="steady-verify-")))
+    meet(rank, world_size, patience(0))
+    folder = Path(from_rank0(lambda: tempfile.mkdtemp(prefix="steady-verify-")))
 
     def saved(run: str, step: int) -> Checkpoint:
         if checkpoint := checkpoint_at(folder / run / "checkpoints", step):
@@ -92,11 +92,11 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     try:
         if code := train([*flags, f"--out_dir={folder / 'whole'}"]):
             return code
-        middle = from_rank0(store, lambda: saved("whole", k))
+        middle = from_rank0(lambda: saved("whole", k))
         if code := train([*flags, f"--out_dir={folder / 'resumed'}", f"--resume={middle}"]):
             return code
-        n, differing = from_rank0(store, compare_ends)
-        if store:
+        n, differing = from_rank0(compare_ends)
+        if dist.is_initialized():
             dist.barrier()  # rank 0 may hold the store and leaves next
     finally:
         if rank == 0:

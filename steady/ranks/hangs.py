@@ -53,7 +53,7 @@ def gone(notes: dict[int, dict]) -> dict[str, str]:
 
 
 def collectives() -> dict[str, list]:
-    """group → [collectives entered, the number of the oldest that is not done, its name].
+    """Backend and group → [collectives entered, number of the oldest not yet done, its name].
 
     Such as "all_reduce of [7]"; 0 and "" where all are done.
 
@@ -62,11 +62,12 @@ def collectives() -> dict[str, list]:
     found = {}
     with contextlib.suppress(Exception):
         for entry in private.flight_record():
-            group = entry["process_group"][0]
+            backend, _, collective = entry["profiling_name"].partition(":")
+            group = f"{backend} {entry['process_group'][0]}"
             entered, (_, oldest, name) = entry["collective_seq_id"], found.get(group, (0, 0, ""))
             if not name and not entry["retired"]:
                 sizes = " and ".join(map(str, entry["input_sizes"]))
-                oldest, name = entered, f"{entry['profiling_name'].partition(':')[2]} of {sizes}"
+                oldest, name = entered, f"{collective} of {sizes}"
             found[group] = [entered, oldest, name]
     return found
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import re
 import socket
 import sys
@@ -65,11 +64,7 @@ class Ranks:
         self.scaler = self.shards.scaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def broadcast(self, value):
-        """Rank 0's value, on every rank."""
-        box = [value]
-        if self.group:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        return broadcast(value, self.group)
 
     def minimum(self, number: int) -> int:
         """The smallest `number` of any rank."""
@@ -101,13 +96,14 @@ class RanksMissing(Failed):
 
 
 def meet(rank: int, world_size: int, patience: float):
-    """The store of this attempt of all ranks, once they have come; None for one rank.
+    """Join the process group, once all ranks have started; one rank has none.
 
     Raises RanksMissing, which names the others, after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
-        refuse_lone_tasks()
-        return None
+        return refuse_lone_tasks()
+    if dist.is_initialized():
+        return
     if not meet.store:
         if not os.environ.get("MASTER_ADDR"):
             raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
@@ -118,93 +114,84 @@ def meet(rank: int, world_size: int, patience: float):
                 os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1), world_size,
                 timeout=timedelta(seconds=patience), is_master=rank == 0 and not of_torchrun,
                 wait_for_workers=False, multi_tenant=True)
-            beside = store.clone()  # now, while it is sure that the store is there
+            beside = store.clone()  # before anything can block in the first one
             attempt = come_together(store, rank, world_size, patience)
         except dist.DistError as e:
             raise RanksMissing(f"rank {rank} cannot reach the store through which all ranks meet: "
                                f"{str(e).splitlines()[0]}") from None
         meet.store, meet.beside = (dist.PrefixStore(attempt, each) for each in (store, beside))
-    return meet.store
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
+    meet.groups += 1  # a second run in this process must not read the addresses of the first
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=rank,
+        world_size=world_size, timeout=timedelta(seconds=max(1800, 2 * patience)),
+        store=dist.PrefixStore(f"group {meet.groups}", meet.store))
 
 
-meet.store = meet.beside = None  # of this process; the watchdog has the second one to itself
+# of this process; the watchdog has the second store to itself
+meet.store, meet.beside, meet.groups = None, None, 0
 
 
 def come_together(store, rank: int, world_size: int, patience: float) -> str:
-    """The id of this attempt, made by rank 0, once every rank has it.
+    """The id of this attempt to start, chosen by rank 0, once every rank has joined it.
 
-    torchrun keeps its store over restarts, and does not restart several hosts in step: there may be
-    signs of processes that have died. So rank 0 answers all signs, and goes on once the process
-    behind the newest sign of each rank has confirmed its answer. Whoever comes after that is the
-    new process of a rank: the others have to be started again, too. Without torchrun, which has a
-    port for each launch, it may as well be of another launch, which must not end this one.
+    torchrun keeps its store over restarts, and does not restart several hosts at once: the newest
+    attempt in the store may be of processes that are gone. A rank that finds its own place taken
+    has been restarted: it tells the ranks of that attempt, and waits for the next one. Without
+    torchrun the place may be taken by another launch.
     """
-    mine, answered, deadline = os.urandom(8).hex(), set(), time.monotonic() + patience
-    signs = [f"rank {each}" for each in range(world_size)]
-    if rank == 0 and store.check(signs[:1]):
-        store.set(f"{store.get(signs[0]).decode()}/{RESTARTED}", "0")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        store.set(signs[rank], mine)
-    elif store.compare_set(signs[rank], "", mine).decode() != mine:
-        raise RanksMissing(f"rank {rank} is there already: if another launch has this MASTER_PORT, "
-                           "choose another one; else start all ranks again")
+    mine, attempt, deadline = os.urandom(8).hex(), "", time.monotonic() + patience
+    if rank == 0:
+        if store.check(["attempt"]):
+            store.set(f"{store.get('attempt').decode()}/{RESTARTED}", "0")
+        store.set("attempt", mine)
     while time.monotonic() < deadline:
-        if rank == 0 and store.check(signs):
-            newest = [sign.decode() for sign in store.multi_get(signs)]
-            for sign in set(newest) - answered:
-                store.set(f"answer {sign}", mine)
-            answered.update(newest)
-            if store.check([f"{mine} {sign}" for sign in newest[1:]]):
-                store.set(f"{mine} is complete", "")
-                return mine
-        elif rank and store.check([f"answer {mine}"]):
-            attempt = store.get(f"answer {mine}").decode()
-            store.set(f"{attempt} {mine}", "")
-            return attempt
-        elif rank and store.check(signs[:1]):
-            attempt = store.get(signs[0]).decode()
-            if store.check([f"{attempt} is complete"]):
+        if store.check(["attempt"]):
+            attempt = store.get("attempt").decode()
+            if store.compare_set(f"{attempt} {rank}", "", mine).decode() != mine:
+                if "TORCHELASTIC_RUN_ID" not in os.environ:
+                    raise RanksMissing(f"rank {rank} is there already: if another launch has this "
+                                       "MASTER_PORT, choose another; else start all ranks again")
                 store.set(f"{attempt}/{RESTARTED}", str(rank))
+            elif rank and store.check([f"{attempt} is complete"]):
+                return attempt
+            elif rank == 0 and store.check([f"{attempt} {each}" for each in range(world_size)]):
+                store.set(f"{attempt} is complete", "")
+                return attempt
         time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
-    missing = [each for each, sign in enumerate(signs) if not store.check([sign])]
-    whom = rank_list(missing) if missing else "one that has died since"
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {whom} of {world_size} ranks "
-                       "to start")
+    missing = [each for each in range(world_size)
+               if attempt and not store.check([f"{attempt} {each}"])]
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing or [0])} "
+                       f"of {world_size} ranks to start")
 
 
 RESTARTED = "restarted"  # the key, among those of an attempt, with the rank that has a new process
 
 
-def from_rank0(store, make):
-    """What `make()` returns on rank 0, or its ConfigError, on every rank. Raises RanksMissing."""
-    if store is None:
-        return make()
-    from_rank0.calls += 1
-    rank, key = rank_and_world()[0], f"found {from_rank0.calls}"
-    if rank == 0:
+def was_restarted(store) -> str:
+    return f"rank {store.get(RESTARTED).decode()} was restarted, so all ranks have to be"
+
+
+def from_rank0(make):
+    """What `make()` returns on rank 0, or its ConfigError, on every rank."""
+    found = None
+    if rank_and_world()[0] == 0:
         try:
             found = make()
         except ConfigError as e:
             found = e
-        store.set(key, pickle.dumps(found))
-    try:
-        while rank and not store.check([key]):
-            if store.check([RESTARTED]):
-                raise RanksMissing(was_restarted(store))
-            time.sleep(0.02)
-        found = pickle.loads(store.get(key))
-    except dist.DistError as e:
-        raise RanksMissing(f"rank {rank} has lost rank 0: {str(e).splitlines()[0]}") from None
+    found = broadcast(found)
     if isinstance(found, ConfigError):
         raise found
     return found
 
 
-from_rank0.calls = 0  # in this process
-
-
-def was_restarted(store) -> str:
-    return f"rank {store.get(RESTARTED).decode()} was restarted, so all ranks have to be"
+def broadcast(value, group=None):
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
 
 
 def say_once(text: str):
@@ -244,30 +231,18 @@ def lost_connection(e: Exception) -> bool:
 FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; it is the watchdog that sees hangs
 
 
-def join_ranks(store, rank: int, world_size: int, device: torch.device, patience: float):
-    """Join the process group, if there are several ranks; its time-out exceeds `patience`.
+def gloo_group(world_size: int, device: torch.device):
+    """A gloo group, in addition to the default one, for messages that no GPU has to wait for.
 
-    Returns a second group, of gloo; None for a single rank. Raises ConfigError.
+    None for a single rank. Raises ConfigError for a device that several ranks cannot use.
     """
-    cuda = device.type == "cuda"
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:
         return None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
-    if not dist.is_initialized():
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
-        join_ranks.calls += 1  # a later run in this process must not read old addresses
-        store = dist.PrefixStore(f"run {join_ranks.calls}", store)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size,
-            device_id=device if cuda else None, timeout=timedelta(seconds=max(1800, 2 * patience)),
-        )
     return dist.new_group(backend="gloo", timeout=FOR_EVER)
-
-
-join_ranks.calls = 0  # in this process
 
 
 def check_shard_size(shard_size: int, world_size: int):
