@@ -164,7 +164,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     change = Update(shards) if run.measures(run.progress.step + 1) else None
     finish_copy(run)
-    run.guard.begin_update()
+    run.guard.clean = False
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
@@ -395,8 +395,8 @@ def set_up(argv: list[str]) -> Run:
     group = gloo_group(world_size, device)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
-                  faults.Stop(group, watchdog), watchdog, micro_batch, group)
-    # the checkpoint to continue from
+                  faults.Stop(group, rank), watchdog, micro_batch, group)
+    # from where
     run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
     # model, optimizers, state
@@ -478,7 +478,7 @@ def main(argv: list[str]) -> int:
         with ranks.watchdog:
             run.monitor = Monitor(None, 0, level="off", device=ranks.device)
             ranks.watchdog.clock = run.monitor.clock
-            ranks.watchdog.follow(progress, run_dir, None)
+            ranks.watchdog.follow(progress, run_dir)
             evaluate(run)
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):
@@ -513,14 +513,13 @@ def train_with_recovery(run: Run) -> str:
     """Train, rolling back or rescuing when steps fail; returns the monitor's report."""
     cfg, progress, ranks, data, report = run.cfg, run.progress, run.ranks, run.train_data, ""
     flops = flops_per_token(run.model, cfg, data.typical_length())
-    rescue = partial(faults.rescue, run) if ranks.shards.size == 1 else None
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
         ranks.stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
         order = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=progress.position)
         start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning
         run.monitor.write(progress.step, start)
-        ranks.watchdog.follow(progress, run.dir, rescue)
+        ranks.watchdog.follow(progress, run.dir)
         batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
                          ranks.workers)

@@ -20,9 +20,7 @@ import train
 from steady.checkpoints import backup
 from steady.checkpoints.checkpoint import compare, latest_valid
 from steady.guard import faults
-from steady.guard.guard import Guard
 from steady.models.evaluation import Means
-from steady.watch import sinks
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
          "--dropout", 0.1, "--no_compile"]
@@ -166,9 +164,6 @@ def stuck(kind: str):
     Path("stuck").touch()
     if kind == "sleep":
         time.sleep(1000)
-    if kind == "print":
-        unread_pipe()
-        print("nobody reads this", flush=True)
     if kind == "fifo":
         os.mkfifo("fifo")
         open("fifo", "w")
@@ -178,47 +173,8 @@ def stuck(kind: str):
         libc.pthread_mutex_lock(mutex)
 
 
-@pytest.mark.parametrize("kind", ["sleep", "print", "fifo", "C"])
-def test_a_stuck_step_is_given_up_and_the_one_before_it_saved(corpus, tmp_path, kind):
-    def hook():
-        faults.GRACE, sinks.SAY_SECONDS = 0.3, 0.3
-        at_step(7, lambda: stuck(kind))
-
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
-    wait_for(tmp_path / "stuck")
-    process.kill(signal.SIGTERM)
-    assert process.code(30) == 143, process.text()
-    assert steps(tmp_path / "run") == [4, 6]
-    if kind != "print":
-        assert "SIGTERM: stopping after this step" in process.text()
-        assert "given up: at tests/test_signals.py" in process.text()
-
-
-def test_an_update_that_is_under_way_is_not_saved_in_its_middle(corpus, tmp_path):
-    def hook():
-        faults.GRACE = 0.3
-        begin, calls = Guard.begin_update, []
-
-        def begin_update(self):
-            begin(self)
-            calls.append(1)
-            if len(calls) == 7:
-                Path("stuck").touch()
-                time.sleep(2)
-
-        Guard.begin_update = begin_update
-
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
-    wait_for(tmp_path / "stuck")
-    process.kill(signal.SIGTERM)
-    assert process.code(30) == 143, process.text()
-    assert steps(tmp_path / "run") == [4, 7]  # it has ended meanwhile
-
-
 def test_a_save_is_waited_for(corpus, tmp_path):
-    """Longer than a step that does not end."""
     def hook():
-        faults.GRACE = 0.3
         plain = faults.Writer.write_file
 
         def write_file(self, path, step, state):
@@ -237,14 +193,15 @@ def test_a_save_is_waited_for(corpus, tmp_path):
     assert step > 4 and f"stopped at step {step} by SIGTERM" in process.text()
 
 
-def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path):
+@pytest.mark.parametrize("kind", ["sleep", "fifo", "C"])
+def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kind):
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG],
-                      lambda: at_step(7, lambda: stuck("sleep")))
+                      lambda: at_step(7, lambda: stuck(kind)))
     wait_for(tmp_path / "stuck")
     process.kill(signal.SIGINT)
     process.wait_for("stopping after this step; Ctrl-C again ends it at once")
     process.kill(signal.SIGINT)
-    assert process.code(4) == 130  # earlier than it would be given up
+    assert process.code(4) == 130
 
 
 def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp_path):

@@ -2,12 +2,9 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
-import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -25,7 +22,6 @@ from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import memory_advice, out_of_memory
 from steady.options import ConfigError, given_texts
-from steady.ranks import hangs
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
@@ -36,28 +32,21 @@ from steady.watch.sinks import alert
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-GRACE = 5.0  # seconds until a step that has not ended is given up, without those in PATIENT
-PATIENT = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.watch.wandb_sink",
-           *hangs.DEBUGGERS)
-RESCUE_SECONDS = 600.0  # that saving from outside may take with --hang_seconds 0
 
 
 class Stop:
     """Signals become flags, and all ranks act on them at the same step.
 
     SIGTERM, SIGHUP, SIGINT: save and stop; a second SIGINT stops at once. SIGUSR1: save and go on.
-    Ranks vote over gloo beside a step, and read the result before the next one. Where a step does
-    not end within GRACE, another thread saves the one before it and ends the process.
+    Ranks vote over gloo beside a step, and read the result before the next one.
     """
 
-    def __init__(self, group=None, watchdog=None):
+    def __init__(self, group=None, rank: int = 0):
         """group: of gloo, with all ranks; None for a single one."""
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
-        self.group, self.votes, self.vote = group, None, None
-        self.watchdog = watchdog  # which knows where the training thread is, and how to save
+        self.group, self.rank, self.votes, self.vote = group, rank, None, None
         self.phase = lambda name: name  # or the monitor's, which times the wait for other ranks
-        self.given_up = False  # by that thread
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
@@ -83,8 +72,6 @@ class Stop:
                 self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, group=self.group,
                                             async_op=True)
         self.signal, self.save = agreed[0], bool(agreed[1])
-        while self.given_up:  # another thread ends the process
-            time.sleep(1)
         return self.signal != 0
 
     def asked(self, together: bool = False) -> bool:
@@ -126,33 +113,20 @@ class Stop:
         os.close(self.pipe)
 
     def attend(self, reader: int):
-        """In a thread that the interpreter's signals wake, also where the training thread is stuck:
-        say that one has come, and end the process if nobody else does."""
-        first, left = 0, GRACE
-        while left > 0:
-            if not first or select.select([reader], [], [], 0.1)[0]:
-                number = os.read(reader, 1)[0]
-                if not number:  # the context has ended
-                    return os.close(reader)
-                if first and number == signal.SIGINT:
-                    os._exit(128 + number)
-                if not first and number in STOPPING:
-                    first = number
-                    self.announce(first)
-            elif self.watchdog.rescue and not hangs.is_in(self.watchdog.stack(), PATIENT):
-                left -= 0.1
-        self.given_up = True
-        at = hangs.own_line(self.watchdog.stack()) or "an unknown line"
-        alert(f"rank {self.watchdog.rank}: this step does not end, and is given up: at {at}")
-        start_thread(self.watchdog.rescue).join(self.watchdog.seconds or RESCUE_SECONDS)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        os._exit(128 + first)
+        """Answer the first signal, and end the process at a second Ctrl-C.
 
-    def announce(self, number: int):
-        again = "; Ctrl-C again ends it at once" * (number == signal.SIGINT)
-        if self.watchdog.rank == 0:
-            alert(f"{signal.Signals(number).name}: stopping after this step{again}")
+        In a thread woken by the interpreter's signals, even while the training thread is stuck.
+        """
+        first = 0
+        while number := os.read(reader, 1)[0]:
+            if first and number == signal.SIGINT:
+                os._exit(128 + number)
+            if not first and number in STOPPING:
+                first = number
+                again = "; Ctrl-C again ends it at once" * (number == signal.SIGINT)
+                if self.rank == 0:
+                    alert(f"{signal.Signals(number).name}: stopping after this step{again}")
+        os.close(reader)  # the context has ended
 
 
 # --- recovery --------------------------------------------------------------------------------
@@ -192,34 +166,27 @@ def roll_back(run, error: NotFinite):
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
-rescuing = threading.Lock()  # the watchdog may do it for a training thread that never comes back
-
-
-def rescue(run, error: BaseException | None = None):
+def rescue(run, error: BaseException):
     """After an error, save the last completed step, unless an update has begun since.
 
     Uses no collective: the other ranks may be gone. Where all hold the same weights, rank 0 saves
     them, and the rank whose own `error` it is: rank 0 may wait on its GPU for a collective that
     never ends. Where each holds a part of the state, it is saved if all of them come to this.
     """
-    with rescuing:
-        said = ""
-        try:
-            said = save_last_step(run, error)
-        except Exception as e:
-            said = f"warning: step {run.progress.step} could not be saved: {e}"
-        signs = run.ranks.watchdog.last_signs()
-        if signs and not run.ranks.watchdog.verdict:
-            said = f"rank {run.ranks.rank}: {signs}\n{said}"
-        if said:
-            alert(said.strip())
+    try:
+        said = save_last_step(run, error)
+    except Exception as e:
+        said = f"warning: step {run.progress.step} could not be saved: {e}"
+    signs = run.ranks.watchdog.last_signs()
+    if signs and not run.ranks.watchdog.verdict:
+        said = f"rank {run.ranks.rank}: {signs}\n{said}"
+    if said:
+        alert(said.strip())
 
 
-def save_last_step(run, error: BaseException | None) -> str:
+def save_last_step(run, error: BaseException) -> str:
     """Returns what was saved, for the screen; "" if nothing was."""
     own = isinstance(error, Exception) and not lost_connection(error)
-    of_training = threading.get_ident() == run.ranks.watchdog.thread
-    clean = run.guard.clean if of_training else run.guard.freeze()
     writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
     if not writer and own and run.ranks.shards.size == 1:
         time.sleep(min(1 + 0.1 * run.ranks.rank, 10))
@@ -229,7 +196,8 @@ def save_last_step(run, error: BaseException | None) -> str:
     if not writer:
         return ""
     writer.hurry = True
-    sound = clean and step and not run.ranks.watchdog.mixed and run.guard.device_is_there()
+    sound = (run.guard.clean and step and not run.ranks.watchdog.mixed
+             and run.guard.device_is_there())
     if sound:
         save_checkpoint(run, alone=True)
     writer.wait()  # also for an older one on its way to the disk

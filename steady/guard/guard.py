@@ -13,7 +13,6 @@ from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
-FREEZE_SECONDS = 10.0  # for an update under way
 PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 
 
@@ -30,7 +29,7 @@ class Guard:
     """
 
     def __init__(self, cfg, ranks):
-        self.cfg, self.ranks, self.clean, self.frozen = cfg, ranks, True, False
+        self.cfg, self.ranks, self.clean = cfg, ranks, True
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
@@ -45,23 +44,6 @@ class Guard:
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf
-
-    def begin_update(self):
-        """The weights are about to change, unless another thread has frozen them."""
-        self.clean = False
-        while self.frozen:
-            self.clean = True
-            time.sleep(1)
-
-    def freeze(self) -> bool:
-        """From another thread: begin no update any more. Whether the weights are those of a step.
-
-        Waits for an update that is under way, but not for ever.
-        """
-        self.frozen, until = True, time.monotonic() + FREEZE_SECONDS
-        while not self.clean and time.monotonic() < until:
-            time.sleep(0.01)
-        return self.clean
 
     def update_made(self):
         self.clean = True

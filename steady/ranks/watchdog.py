@@ -56,7 +56,7 @@ class Watchdog:
         first = self.rank - local_rank
         self.on_this_host = range(first, first + local_size)
         self.seconds, self.clock = seconds, None
-        self.progress, self.first_step, self.run_dir, self.rescue = None, 0, None, None
+        self.progress, self.first_step, self.run_dir = None, 0, None
         # nobody waits for it, and nobody would start it again: it is not ended
         restarts = ranks.from_environment("TORCHELASTIC_MAX_RESTARTS", 0)
         self.alone, self.reported = self.world_size == 1 and not restarts, None
@@ -80,13 +80,12 @@ class Watchdog:
         """Whether a rank left a collective out: sums may be of different steps."""
         return self.verdict.startswith("mismatch")
 
-    def follow(self, progress, run_dir, rescue):
-        """From here on there is a run. rescue: () → saves its last step where the others are gone.
+    def follow(self, progress, run_dir):
+        """From here on there is a run.
 
         Called again where the run goes back to a checkpoint, whose first steps take longer, too.
         """
         self.progress, self.first_step, self.run_dir = progress, progress.step + 1, run_dir
-        self.rescue = rescue
 
     def __enter__(self):
         if self.seconds and not self.store:  # alone, it has nobody to wait for during start-up
@@ -239,9 +238,6 @@ class Watchdog:
             if time.monotonic() > began + max(LAST_WORDS, self.seconds * saving):
                 break
             time.sleep(self.period)
-        if waits and self.rescue and "dead" in hangs.gone(running).values():
-            # The collective cannot come to its end any more, so the weights stay what they are.
-            start_thread(self.rescue).join(self.seconds)  # a GPU may not answer
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stopped would stay
         os._exit(1)
