@@ -1,8 +1,8 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
-train.py calls `model(tokens, targets, documents) -> losses`, as of any module in its place, and
-reads `blocks` and `head`; --monitoring full calls `predict`, samples call `generate`. The model
-knows nothing of ranks, devices or precision: train.py applies those from outside.
+`model(tokens, targets, documents)` returns losses, without targets logits. train.py also reads
+`blocks` and `head`, and calls `generate` for samples. The model knows nothing of ranks, devices or
+precision: train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
@@ -192,29 +192,14 @@ class Transformer(nn.Module):
         mask, here = packing.document_mask(documents)
         return Where(self.cos[here], self.sin[here], mask)
 
-    def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens [B, T] → fp32 logits [B, T, V]."""
-        return self.head(self.hidden(tokens, documents=documents))
+    def forward(self, tokens: Tensor, targets: Tensor | None = None,
+                documents: Tensor | None = None) -> Tensor:
+        """tokens [B, T] → fp32 logits [B, T, V]; with targets [B, T], cross-entropies in nats.
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
-                with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is IGNORE.
-
-        Unreduced, for the mean over a step's targets. with_logits: returned as well.
+        These are [B, T], unreduced, for the mean over a step's targets; 0 where one is IGNORE.
+        documents: as in `hidden`.
         """
-        if with_logits:
-            return self.losses_and_logits(tokens, targets, documents)
-        return self.losses(self.hidden(tokens, documents=documents), targets)
-
-    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """hidden [B, T, C], targets [B, T] → cross-entropies in nats [B, T]."""
-        return self.head(hidden, targets)
-
-    def losses_and_logits(self, tokens: Tensor, targets: Tensor,
-                          documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `forward`, and fp32 logits [B, T, V]: for another loss; takes more memory."""
-        logits = self.predict(tokens, documents)
-        return layers.cross_entropies(logits, targets), logits
+        return self.head(self.hidden(tokens, documents=documents), targets)
 
 
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:

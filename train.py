@@ -309,7 +309,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     prompt = data.prompt().to(run.ranks.device)
     weights = run.ema.in_place(run) if run.ema else contextlib.nullcontext()
     with weights, run.ranks.autocast, parallel.gathered(run.model):
-        if not run.model.predict(prompt).isfinite().all():
+        if not run.model.forward(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
         tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50,

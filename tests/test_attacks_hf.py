@@ -133,7 +133,7 @@ def test_sequences_longer_than_a_sliding_window(tmp_path):
         huggingface.config_from_hf(cfg)
     cfg = huggingface.config_from_hf(dataclasses.replace(cfg, model="transformers"))
     tokens = torch.arange(40)[None]
-    torch.testing.assert_close(foreign.HFModel(cfg).predict(tokens), theirs(tokens).logits)
+    torch.testing.assert_close(foreign.HFModel(cfg)(tokens), theirs(tokens).logits)
     cfg.data_mode, cfg.seq_len = "packed", 65
     with pytest.raises(ConfigError, match="--data_mode packed: not with a mistral"):
         huggingface.config_from_hf(cfg)

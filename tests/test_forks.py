@@ -64,12 +64,13 @@ class Masked(Mixture):
 '''
 
 DISTILLED = '''        if self.training:
-            losses, logits = self.losses_and_logits(tokens, targets, documents)
+            logits = self.head(self.hidden(tokens, documents=documents))
+            losses = layers.cross_entropies(logits, targets)
             with torch.no_grad():
-                wanted = self.teacher.predict(tokens, documents).log_softmax(-1)
+                wanted = self.teacher(tokens, documents=documents).log_softmax(-1)
             soft = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
             return 0.5 * losses + 0.5 * soft.sum(-1) * (targets != layers.IGNORE)
-        return self.losses(self.hidden(tokens, documents=documents), targets)
+        return self.head(self.hidden(tokens, documents=documents), targets)
 '''
 
 MATRICES = '''    matrices = [dict(params=[p for name, p in trained.items() if name in names],
@@ -100,7 +101,7 @@ FORKS = {  # name → [(file, text, its replacement)]
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
         ("model.py", "causal = where.mask is None and (cache is None or T > 1)", "causal = False")],
     "distillation": [
-        ("model.py", "        return self.losses(self.hidden(tokens, documents=documents), "
+        ("model.py", "        return self.head(self.hidden(tokens, documents=documents), "
                      "targets)\n", DISTILLED),
         ("train.py", "    shards.hold(model)\n", TEACHER)],
     "generated data": [snippet("Generated data")],
@@ -156,12 +157,12 @@ def test_a_window_holds_in_packed_rows_too(monkeypatch):
     tokens, packed = torch.arange(24)[None], torch.tensor([[0] * 4 + [1] * 20])
     for documents, reached in ((None, {0: 15, 3: 18, 4: 19, 15: 23}),
                                (packed, {0: 3, 3: 3, 4: 19, 15: 23})):
-        before = net.predict(tokens, documents)
+        before = net(tokens, documents=documents)
         for first, last in reached.items():
-            after = net.predict(tokens + (tokens == first), documents)
+            after = net(tokens + (tokens == first), documents=documents)
             assert (after != before).any(-1)[0].nonzero()[-1] == last, (documents, first)
     with pytest.raises(TypeError, match="takes_boundaries = False"):
-        net.predict(tokens, packing.boundaries(packed))
+        net(tokens, documents=packing.boundaries(packed))
 
 
 @pytest.mark.parametrize("as_boundaries", [False, True])

@@ -82,7 +82,7 @@ def tokens():
 def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family):
     theirs = save_random(tmp_path, FAMILIES[family]())
     ours = ours_of(tmp_path)
-    assert relative(ours.predict(tokens), theirs(tokens).logits) < 1e-4
+    assert relative(ours(tokens), theirs(tokens).logits) < 1e-4
     targets = tokens.roll(-1, 1)
     ours(tokens, targets).mean().backward()
     logits = theirs(tokens).logits
@@ -92,7 +92,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family
     for name, (mine, rows) in huggingface.hf_key_map(ours.cfg).items():
         assert relative(gradients[mine][rows], expected[name].grad) < 1e-3, name
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        a, b = ours.predict(tokens).float(), theirs(tokens).logits.float()
+        a, b = ours(tokens).float(), theirs(tokens).logits.float()
     assert relative(a, b) < 0.05
 
 
@@ -180,7 +180,7 @@ def test_what_is_trained_further_goes_out_again(tmp_path, tune, tokens):
     assert theirs.config.max_position_embeddings == 128
     ours, _ = generation.open_model(tmp_path / "r", 100)
     assert ours.cfg.seq_len == 100  # learned before this run, whose rows have 32
-    assert relative(theirs(tokens).logits, ours.eval().predict(tokens)) < 1e-4
+    assert relative(theirs(tokens).logits, ours.eval()(tokens)) < 1e-4
 
 
 KINDS = {"qwen3": [], "qwen3, head_dim": ["--head_dim", 24], "llama": ["--no_qk_norm"],

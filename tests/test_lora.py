@@ -45,7 +45,7 @@ def adapted(folder, corpus, dtype=torch.float32, **options):
 
 
 def logits(folder, tokens):
-    return generation.open_model(folder, 30)[0].eval().predict(tokens)
+    return generation.open_model(folder, 30)[0].eval()(tokens)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("phi3", marks=pytest.mark.slow)])
@@ -96,7 +96,7 @@ def test_only_adapters_are_trained_and_the_rest_is_held_in_half(tmp_path, corpus
     assert len(held) == 2 * 4 * cfg.n_layer and all(p.requires_grad for p in held)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert model.hidden(tokens).dtype == torch.float32  # the residual stream
-        assert relative(model.predict(tokens), base(tokens).logits) < 0.05  # B is zero
+        assert relative(model(tokens), base(tokens).logits) < 0.05  # B is zero
     full = generation.Transformer(cfg)
     matrices = sum(p.numel() for p in full.blocks.parameters() if p.ndim == 2) + 64 * 320
     added = 6 * sum(p.numel() for p in held) - 2 * matrices
@@ -118,7 +118,7 @@ def test_parts_of_a_matrix_have_adapters_of_their_own(tmp_path, corpus, tokens, 
     with torch.no_grad():
         for name, (a, b) in pairs.items():
             theirs.get_submodule(name).weight += 3 / 4 * b @ a
-        assert relative(model.predict(tokens), theirs(tokens).logits) < 1e-4
+        assert relative(model(tokens), theirs(tokens).logits) < 1e-4
 
 
 def test_what_has_no_adapter_is_told(tmp_path, tune, capsys):

@@ -60,9 +60,14 @@ def assert_same_run(a, b, step):
 
 def test_a_run_learns_and_writes_what_is_promised(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sample", whole_sample)
-    predict, with_graph = train.Transformer.predict, []
-    monkeypatch.setattr(train.Transformer, "predict", lambda *args: (
-        with_graph.append(torch.is_grad_enabled()), predict(*args))[1])
+    forward, with_graph = train.Transformer.forward, []
+
+    def record(model, tokens, targets=None, documents=None):
+        if targets is None:
+            with_graph.append(torch.is_grad_enabled())
+        return forward(model, tokens, targets, documents)
+
+    monkeypatch.setattr(train.Transformer, "forward", record)
     output = run("--out_dir", "r", "--max_steps", 60, "--eval_interval", 20, "--save_interval", 20,
                  "--learning_rate", "0.02")
     assert with_graph == [False]  # that of the sample
@@ -185,8 +190,8 @@ def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch
 
 def test_losses_of_another_shape_are_refused_at_once(run, monkeypatch):
     """A mean would be divided once more by the number of targets."""
-    plain = train.Transformer.losses
-    monkeypatch.setattr(train.Transformer, "losses", lambda *args: plain(*args).mean())
+    plain = train.Transformer.forward
+    monkeypatch.setattr(train.Transformer, "forward", lambda *args: plain(*args).mean())
     assert "losses []: not [B, T]" in run("--eval_interval", 0, expect=1)
 
 

@@ -111,7 +111,7 @@ def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
         documents = (documents[part] if documents.ndim > 1
                      else documents.clamp(max=tokens.numel()))
     model.eval()
-    logp = model.predict(tokens, documents).log_softmax(-1)
+    logp = model.forward(tokens, documents=documents).log_softmax(-1)
     model.train()
     entropy = -(logp.exp() * logp).sum(-1)
     return (entropy * weight).sum() / weight.sum().clamp(min=1)

@@ -60,7 +60,7 @@ class HFModel(nn.Module):
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:
             try:  # with images, some need more than tokens
-                self.predict(torch.zeros(1, 2, dtype=torch.long))
+                self(torch.zeros(1, 2, dtype=torch.long))
             except Exception as e:  # whatever its code raises
                 raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
                                   f"trained on text alone: {reason(e)}") from None
@@ -79,17 +79,14 @@ class HFModel(nn.Module):
         if not checkpoint:
             merge_adapters(self, cfg.init_from, Shards())
 
-    def predict(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens [B, T] → fp32 logits [B, T, V]."""
-        return self.module(tokens, use_cache=False).logits.float()
-
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
-                with_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens, targets [B, T] → cross-entropies in nats [B, T], 0 where a target is -100."""
-        logits = self.predict(tokens)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None,
+                documents: Tensor | None = None) -> Tensor:
+        """As that of our Transformer, but for packed documents."""
+        logits = self.module(tokens, use_cache=False).logits.float()
+        if targets is None:
+            return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        losses = losses.view_as(targets).clone()  # fully_shard warns of a view
-        return (losses, logits) if with_logits else losses
+        return losses.view_as(targets).clone()  # fully_shard warns of a view
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:

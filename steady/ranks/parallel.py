@@ -180,7 +180,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """For calling methods of a sharded model other than `forward`, on all ranks together.
+    """For calling methods of a sharded model past its hooks, on all ranks together.
 
     Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
