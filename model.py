@@ -79,9 +79,7 @@ class Attention(nn.Module):
         if where.boundaries is not None:
             if where.mask is not None:
                 raise TypeError("a mask beside boundaries: expected takes_boundaries = False")
-            from steady.models.varlen import attend_packed
-
-            return self.out(attend_packed(q, k, v, where.boundaries).flatten(2))
+            return self.out(layers.attend_packed(q, k, v, where.boundaries).flatten(2))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)

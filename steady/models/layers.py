@@ -95,6 +95,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **how) -> Tensor:
     return y.to(q.dtype)
 
 
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+    """Attention inside packed documents without a mask, by flash kernels: [B, T, H, D].
+
+    q [B, T, H, D], k, v [B, T, H_kv, D]; boundaries: `packing.boundaries`. The longest document
+    counts as T tokens: its length would be a sync, and recompile.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # brings the compiler, which takes seconds
+
+    T = q.shape[1]
+    # torch 2.11 takes fewer heads of keys and values without this argument
+    gqa = dict(enable_gqa=True) if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
+    y = varlen_attn(*(x.flatten(0, 1) for x in (q, k, v)), boundaries, boundaries, T, T,
+                    window_size=(-1, 0), **gqa)
+    return y.view(q.shape)
+
+
 class KVCache:
     """Keys and values of one layer for up to `capacity` positions."""
 
