@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 from array import array
@@ -194,7 +195,7 @@ def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bo
     if more or document.is_chat or isinstance(chunk.data, str) or len(text) <= read.CHUNK_BYTES:
         yield document.parts, chunk.begins, chunk.ends
         return
-    for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, None, document.split):
+    for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, math.inf, document.split):
         yield [(piece.data, counted)], piece.begins, piece.ends
 
 
