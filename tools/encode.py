@@ -1,4 +1,4 @@
-"""Turns records and texts into token ids: what `python data.py` does to each piece of its input."""
+"""Turns records and texts into token ids, for `python data.py`."""
 
 import io
 import json
@@ -20,11 +20,9 @@ from tools import read
 from tools.chat import Part, chat_documents, expect, leaves
 from tools.read import Chunk, find_keys
 
-# For the library, which takes 200 times the size of a text, and is slower beyond the cache.
+# The tokenizers library takes 200 times the size of a text, and is slower beyond the cache.
 IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
 LONE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
-
-
 UNKNOWN = "unknown tokens"
 
 
@@ -35,19 +33,19 @@ class Document(NamedTuple):
 
 
 class Encoder:
-    """Turns chunks into token ids. folder: of the tokenizer; None for "bytes".
+    """Turns chunks into token ids.
 
-    options: prepare.Options.
+    folder: of the tokenizer, None for "bytes"; options: prepare.Options.
     """
 
     def __init__(self, folder: Path | None, options):
         self.options, self.tokenizer, self.prefix = options, None, array("I")
         self.adds_space = False  # before every text, as SentencePiece's do
-        self.before = "\n"  # a text that is continued, which then gets no space
+        self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
-        self.unknown, self.dropped = None, {}  # id; by character, whether it gets no token
+        self.unknown, self.dropped = None, {}  # id; character → whether it gets no token
         if folder:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
             self.tokenizer = load_tokenizer(str(folder))
             if not self.tokenizer.is_fast:
                 raise ConfigError("--tokenizer: is written in Python; expected one with a "
@@ -56,7 +54,7 @@ class Encoder:
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             tokenize = self.tokenizer.tokenize
             self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
-            if tokenize("a") == tokenize("\na"):  # T5's, to which the line end is that space
+            if tokenize("a") == tokenize("\na"):  # as T5's, where a line end becomes that space
                 self.before = ""
             self.prefix = array("I", text_start(self.tokenizer))
             model = self.tokenizer.backend_tokenizer.model
@@ -64,17 +62,18 @@ class Encoder:
             self.unknown = unknown and model.token_to_id(unknown)
 
     def __call__(self, chunk: Chunk) -> tuple[dict[str, tuple], Counter]:
-        """(split → arguments of TokenWriter.add, counts). Raises ConfigError."""
+        """(split → arguments of TokenWriter.add, counts for the summary). Raises ConfigError."""
         documents, counts = self.documents(chunk)
         found = {split: self.encode([d for d in documents if d.split == split], chunk)
                  for split in {document.split for document in documents}}
         if self.tokenizer:
             counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
-            text = "".join(text for document in documents for text, _ in document.parts)
-            of_letter = np.bincount(np.frombuffer(text.encode("utf-32-le"), np.uint32))
-            for letter in np.flatnonzero(of_letter):
-                if self.drops(chr(letter)):
-                    counts["no token for", repr(chr(letter))] += int(of_letter[letter])
+            letters = Counter()
+            for document in documents:
+                for text, _ in document.parts:
+                    letters.update(text)
+            counts.update({("no token for", repr(letter)): n for letter, n in letters.items()
+                           if self.drops(letter)})
         return found, counts
 
     def drops(self, letter: str) -> bool:
@@ -84,9 +83,9 @@ class Encoder:
         return self.dropped[letter]
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
-        """The documents of a chunk; counts for the summary.
+        """The documents of a chunk, and counts for the summary.
 
-        Raises ConfigError with the number of a record that cannot be read, unless --skip_bad.
+        Raises ConfigError with the number of an unreadable record, unless --skip_bad.
         """
         if isinstance(chunk.data, str):
             return [Document(chunk.split, [(chunk.data, True)], False)], Counter()
@@ -97,7 +96,7 @@ class Encoder:
             record = None
             try:
                 record = json.loads(item.decode()) if isinstance(item, bytes) else item
-                documents, used, is_chat, told = self.read(record)
+                documents, used, is_chat, more_counts = self.read(record)
                 key = "\0".join(text for parts in documents for text, _ in parts).encode()
             except ConfigError as e:
                 raise ConfigError(f"{chunk.file}: {e}") from None
@@ -108,10 +107,8 @@ class Encoder:
                                       "lines out") from None
                 counts["left out", why] += 1
                 continue
-            counts += told
-            for name in record:
-                if name not in used:
-                    counts["ignored keys", name] += 1
+            counts += more_counts
+            counts.update(("ignored keys", name) for name in record if name not in used)
             split = "val" if share_of(key) < self.options.val_fraction else "train"
             counts["empty", "documents"] += documents.count([])
             for parts in filter(None, documents):
@@ -120,22 +117,22 @@ class Encoder:
         return found, counts
 
     def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool, Counter]:
-        """The documents of a record, the keys it was read from, whether it is a chat, and counts.
+        """(documents of a record, without empty parts; keys used; whether it is a chat; counts).
 
-        Documents have no empty parts. Raises ValueError for a record of an unknown kind.
+        Raises ValueError for a record of an unknown kind.
         """
         names = (name if value is not None else f"{name}: null"
                  for name, value in expect(dict, record, "record").items())
         keys, used = find_keys(tuple(names), self.options.text_field)
-        is_chat, told = False, Counter()
-        if len(keys) == 1 and keys[0] == (self.options.text_field or "text"):
+        is_chat, counts = False, Counter()
+        if keys in [("text",), (self.options.text_field,)]:
             documents = [[(expect(str, record[keys[0]], keys[0]), True)]]
         elif keys[0] == "prompt" and isinstance(record["prompt"], str):
             used = keys
             documents = [[(expect(str, record[key], key), key != "prompt") for key in keys]]
         else:
-            is_chat, (documents, told) = True, chat_documents(self.tokenizer, record, keys)
-        return ([[part for part in parts if part[0]] for parts in documents], used, is_chat, told)
+            is_chat, (documents, counts) = True, chat_documents(self.tokenizer, record, keys)
+        return ([[part for part in parts if part[0]] for parts in documents], used, is_chat, counts)
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
@@ -145,7 +142,7 @@ class Encoder:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
                 found = self.tokenize(texts, document.is_chat, begins)
-                start = array("I") if document.is_chat else self.prefix  # the template writes it
+                start = array("I") if document.is_chat else self.prefix  # templates write it
                 if begins and found[0][: len(start)] != start:
                     found[0] = start + found[0]
                 if ends and found[-1][-1:] != end:
@@ -161,11 +158,11 @@ class Encoder:
         return np.array(ids), np.array(last, np.int64), mask, n_bytes
 
     def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[array]:
-        """The ids of each text: of a prompt and its response apart, of a chat in one piece.
+        """The ids of each text.
 
-        Also in one piece where a text by itself would get a space. A token belongs to the text
-        that it begins in. begins: False for a document that is continued, after a line end: a token
-        of both is of the text.
+        A prompt and its response are tokenized apart; a chat in one piece, and so are texts that
+        would each get a space. There a token belongs to the text it begins in. begins: False for a
+        continued document, tokenized after a line end; a token of both belongs to the text.
         """
         if self.tokenizer is None:
             return [to_array(np.frombuffer(text.encode(), np.uint8)) for text in texts]
@@ -174,7 +171,7 @@ class Encoder:
         texts = ["" if begins else self.before, *texts]
         encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
-        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # there may be none
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
         part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
         return [to_array(ids[part == k]) for k in range(1, len(texts))]
 
@@ -190,12 +187,13 @@ def to_array(ids: np.ndarray) -> array:
 
 
 def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
-    """(parts, begins, ends): a long text in pieces; whole, it would take 200 times its size."""
+    """(parts, begins, ends) of a document; a long plain text comes in several pieces."""
     [(text, counted), *more] = document.parts
     if more or document.is_chat or isinstance(chunk.data, str) or len(text) <= read.CHUNK_BYTES:
         yield document.parts, chunk.begins, chunk.ends
         return
-    for piece in read.pieces(chunk.file, io.BytesIO(text.encode()), 0, math.inf, document.split):
+    file = io.BytesIO(text.encode())
+    for piece in read.pieces(chunk.file, file, 0, math.inf, document.split):
         yield [(piece.data, counted)], piece.begins, piece.ends
 
 

@@ -1,8 +1,8 @@
-"""What a run will need, before anything is rented: `python train.py --estimate DEVICES`.
+"""python train.py --estimate DEVICES: what a run will need, before anything is rented.
 
-Steps are made with fake tensors, which have shapes and types but no memory, on an imaginary CPU;
-the bytes alive at each moment are added up. So the figures come from the operations that an eager
-step really runs, with this model, loss and optimizer, also after you have changed them.
+Two steps run on fake tensors, which have shapes and types but no memory, and the bytes alive at
+each moment are added up. So the figures are those of the operations in a real eager step, also
+after changes to the model, the loss or the optimizer.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from steady.ranks.ranks import check_shard_size
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import duration
 
-MFU = 0.4  # assumed: what dense models of these sizes reach on such GPUs
+MFU = 0.4  # assumed: usual for dense models of these sizes
 LINK_GBS = 350  # between devices: NVLink of an H100
 DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
 WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
 
 class Live(TorchDispatchMode):
-    """Adds up the bytes of tensors alive, the most at one time, and those sent to other ranks."""
+    """Counts bytes: of living tensors, of those at the peak, and those sent to other ranks."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Live(TorchDispatchMode):
         return result
 
     def see(self, storage, size: int | None = None):
-        """A storage that is new, has a new size, or neither (a view, or written in place)."""
+        """Count a storage by its size now; views and writes in place change nothing."""
         key, size = storage._cdata, storage.nbytes() if size is None else size
         if key not in self.sizes:
             weakref.finalize(storage, self.forget, key)
@@ -66,20 +66,20 @@ class Live(TorchDispatchMode):
 
 
 def bytes_sent(collective: str, args) -> float:
-    """By a rank, in rings."""
+    """By each rank of a ring."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
     n = dist.ProcessGroup.unbox(group).size()
-    rounds = 2 if collective == "allreduce_" else 1  # a reduction that is scattered, then gathered
+    rounds = 2 if collective == "allreduce_" else 1  # reduce-scatter, then all-gather
     return rounds * max(tensor.nbytes for tensor in tensors) * (n - 1) / n
 
 
 @contextlib.contextmanager
 def imagined(world_size: int, dtype: torch.dtype, live: Live):
-    """A group of so many ranks whose collectives do nothing, and layers as on a GPU."""
+    """A group of ranks whose collectives do nothing, and layers as on a GPU."""
     resize = torch.UntypedStorage.resize_
 
-    def seen(storage, size: int):  # how fully_shard frees whole weights
+    def seen(storage, size: int):  # fully_shard frees whole weights like this
         live.see(storage, size)
         return resize(storage, size)
 
@@ -98,49 +98,48 @@ def imagined(world_size: int, dtype: torch.dtype, live: Live):
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
              make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, float]:
-    """(bytes of weights, gradients, optimizer, activations on a rank; those it sends in a step).
+    """(bytes of weights, gradients, optimizer, activations on a rank; bytes it sends in a step).
 
-    What is temporary counts as activations, also what is gathered from other ranks.
+    Everything temporary counts as activations, including parts gathered from other ranks.
     """
-    live, divided = Live(), world_size if way != "ddp" else 1
-    with imagined(divided, dtype, live):
-        shards = Shards(way, divided, cfg.shard_size)
+    live, n = Live(), world_size if way != "ddp" else 1
+    with imagined(n, dtype, live):
+        shards = Shards(way, n, cfg.shard_size)
         with FakeTensorMode():
-            with torch.device("meta" if divided > 1 else "cpu"):
-                transformer = adapt(Transformer(cfg), cfg, dtype)
-            shards.shard(transformer, dtype)
-            if divided > 1:
-                transformer.to_empty(device="cpu")
-            shards.hold(transformer)
+            with torch.device("meta" if n > 1 else "cpu"):
+                model = adapt(Transformer(cfg), cfg, dtype)
+            shards.shard(model, dtype)
+            if n > 1:
+                model.to_empty(device="cpu")
+            shards.hold(model)
             with live:
-                need, sent = steps(cfg, transformer, shards, live, dtype, micro_batch,
-                                   accumulation, make_optimizers)
-    if world_size > divided and accumulation > 1:  # summed up beside the buckets of ddp
+                need, sent = two_steps(cfg, model, shards, live, dtype, micro_batch,
+                                       min(2, accumulation), make_optimizers)
+    if world_size > n and accumulation > 1:  # ddp keeps the sum beside its buckets
         need["gradients"] *= 2
-    return need, sent
+    # each further micro-batch sends as much as the second one
+    return need, sent[0] + (accumulation - 1) * (sent[1] - sent[0])
 
 
-def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
-          make_optimizers) -> tuple[dict, float]:
-    """Two steps of `simulate`, the second with a second micro-batch if there is one."""
+def two_steps(cfg, model, shards, live, dtype, micro_batch, accumulation, make_optimizers):
+    """(bytes by purpose, bytes sent in each of two steps), the first of one micro-batch."""
     held = list(shards.parameters.values())
-    frozen = [local_part(p) for p in transformer.parameters() if not p.requires_grad]
-    for tensor in [*held, *frozen, *transformer.buffers()]:
+    frozen = [local_part(p) for p in model.parameters() if not p.requires_grad]
+    for tensor in [*held, *frozen, *model.buffers()]:
         live.see(tensor.untyped_storage())
-    weights, gradients = live.bytes, sum(p.nbytes for p in held)
-    optimizers = make_optimizers(transformer, cfg, torch.device("cpu"), shards.parameters, shards)
+    need, sent = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held)), []
+    optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
     no_mask = takes_varlen(cfg, dtype)
     documents = trial_documents(tokens, no_mask) if cfg.data_mode == "packed" else None
-    sent = []
-    for micro_batches in (1, min(2, accumulation)):
+    for micro_batches in (1, accumulation):
         live.sent, live.peak = 0.0, live.bytes
         for i in range(micro_batches):
             with (
-                shards.micro_batch(transformer, last=i == micro_batches - 1),
+                shards.micro_batch(model, last=i == micro_batches - 1),
                 torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
             ):
-                loss = transformer(tokens, tokens, documents).sum()
+                loss = model(tokens, tokens, documents).sum()
             loss.backward()
             del loss
         shards.move_gradients()
@@ -148,53 +147,52 @@ def steps(cfg, transformer, shards, live, dtype, micro_batch, accumulation,
         for optimizer in optimizers:
             optimizer.step()
         sent.append(live.sent)
-        state = sum(t.nbytes for o in optimizers for s in o.state.values()
-                    for t in s.values() if isinstance(t, torch.Tensor))
         for p in held:
             p.grad = None
-    # each further micro-batch adds what the second one did
-    total = sent[0] + (accumulation - 1) * (sent[1] - sent[0])
-    need = dict(weights=weights, gradients=gradients, optimizer=state)
-    return need | dict(activations=live.peak - sum(need.values())), total
+    need["optimizer"] = sum(t.nbytes for optimizer in optimizers for s in optimizer.state.values()
+                            for t in s.values() if isinstance(t, torch.Tensor))
+    need["activations"] = live.peak - sum(need.values())
+    return need, sent
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
-    together = cfg.shard_size or world_size  # devices that hold one copy of the model
     micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(cfg, DEVICE_GB * 10**9))
     accumulation = cfg.batch_size // (micro_batch * world_size)
     with torch.device("meta"):
         shape = adapt(Transformer(cfg), cfg, dtype)
     flops = flops_per_token(shape, cfg)
-    found = dict(
-        parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
-        accumulation=accumulation, flops_per_token=flops,
-        flops_per_step=flops * cfg.batch_size * cfg.seq_len, memory={}, sent={},
-    )
-    for way in WAYS if together > 1 else WAYS[:1]:
-        found["memory"][way], found["sent"][way] = simulate(
-            cfg, dtype, micro_batch, accumulation, make_optimizers, way, world_size)
+
+    def memory_and_sent(way: str, size: int) -> tuple[dict, float]:
+        return simulate(cfg, dtype, size, accumulation, make_optimizers, way, world_size)
+
+    ways = WAYS if (cfg.shard_size or world_size) > 1 else WAYS[:1]
+    way = cfg.parallel if cfg.parallel in ways else "ddp"
+    memory, sent = {}, {}
+    for each in ways:
+        memory[each], sent[each] = memory_and_sent(each, micro_batch)
     trained = sum(p.nbytes for p in shape.parameters() if p.requires_grad)
-    found["sent"]["ddp"] = 2 * trained * (world_size - 1) / world_size  # of gradients, once
-    way = cfg.parallel if together > 1 else "ddp"
-    # of an H100 in the type of the run
+    sent["ddp"] = 2 * trained * (world_size - 1) / world_size  # gradients, once a step
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
-    found["peak_tflops"] = peak
     again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
-    found["compute_seconds"] = again * found["flops_per_step"] / (peak * 1e12 * MFU * world_size)
-    found["link_seconds"] = found["sent"][way] / (LINK_GBS * 1e9)
-    found["step_seconds"] = max(found["compute_seconds"], found["link_seconds"])
-    n = max(1, 2**15 // cfg.seq_len)  # large enough for memory to grow by as much a sequence
-    one, two = (sum(simulate(cfg, dtype, size, accumulation, make_optimizers, way,
-                             world_size)[0].values()) for size in (n, 2 * n))
+    flops_per_step = flops * cfg.batch_size * cfg.seq_len
+    compute_seconds = again * flops_per_step / (peak * 1e12 * MFU * world_size)
+    link_seconds = sent[way] / (LINK_GBS * 1e9)
+    n = max(1, 2**15 // cfg.seq_len)  # so large that memory is linear in the sequences
+    one, two = (sum(memory_and_sent(way, size)[0].values()) for size in (n, 2 * n))
     free = DEVICE_GB * 1e9 * FREE - one
-    found["fits"] = max(0, n + math.floor(free / (two - one) * n))
-    return found
+    return dict(
+        parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
+        accumulation=accumulation, flops_per_token=flops, memory=memory, sent=sent,
+        peak_tflops=peak, compute_seconds=compute_seconds, link_seconds=link_seconds,
+        step_seconds=max(compute_seconds, link_seconds),
+        fits=max(0, n + math.floor(free / (two - one) * n)),
+    )
 
 
 def estimate_run(cfg: Config, make_optimizers) -> str:
-    """What the run will need, as text. Reads the data only for vocabulary and epochs."""
+    """The needs of a run as text. Reads the data only for vocabulary and epochs."""
     if cfg.init_from:
         cfg = config_from_hf(cfg)
     cfg = resolve(cfg)
@@ -205,7 +203,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
         raise ConfigError("--estimate: expected --max_steps, not --max_minutes")
     if cfg.vocab_size is None or cfg.epochs:
         load_data(cfg)
-    # auto is bf16, also where the CPU at hand is slow at it: the run is for another machine
+    # auto is bf16, even if the CPU at hand is slow at it: the run is for another machine
     precision = "bf16" if cfg.precision == "auto" else cfg.precision
     dtype = pick_dtype(precision, torch.device("cpu"))
     found = estimate(cfg, cfg.estimate, dtype, make_optimizers)

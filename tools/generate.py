@@ -1,4 +1,4 @@
-"""python model.py generate|chat|export: text from a model, and its weights for Hugging Face."""
+"""python model.py generate|chat|export: text from a model; its weights in Hugging Face's format."""
 
 import shutil
 import sys
@@ -33,7 +33,7 @@ USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option valu
        model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
 ABOUT = "Generate text with a model, talk to it, or export it to Hugging Face's format."
-SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # where the model's files say nothing
+SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # defaults of the defaults
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ChatOptions(SamplingOptions):
 class ExportOptions:
     dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights in the files")
     adapter: bool = option(
-        False, "write what --lora_rank trained, as peft loads it, and not its sum with the base")
+        False, "write only the adapters of --lora_rank, in peft's format")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
@@ -92,35 +92,22 @@ def generate_or_export(argv: list[str]):
     given = vars(read_flags(parser, argv))
     command, source = given.pop("command"), Path(given.pop("source"))
     if command == "export":
-        out = Path(given.pop("out"))
-        given["dtype"] = DTYPES[given["dtype"]]
-        print(export(source, out, **given))
+        given |= dict(out=Path(given["out"]), dtype=DTYPES[given["dtype"]])
+        print(export(source, **given))
         return
     options = kind(**given)
     check_bounds(options)
     if command == "chat":
         talk(Writer(source, options), options.system)
     else:
-        prompts = prompts_of(options)
-        write_text(Writer(source, options), options, prompts)
-
-
-def prompts_of(options: GenerateOptions) -> list[str]:
-    """What to continue. Raises ConfigError."""
-    if not options.prompt_file:
-        return options.prompt or ["\n"]
-    try:
-        text = Path(options.prompt_file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
-    return options.prompt + text.removesuffix("\n").split("\n")
+        write_text(source, options)
 
 
 # --- text from a model -----------------------------------------------------------------------
 
 
 class Writer:
-    """The model of a run, a checkpoint or a Hugging Face folder, and how it shall write."""
+    """A model (of a run, a checkpoint or a Hugging Face folder) with its sampling options."""
 
     def __init__(self, source: Path, options: SamplingOptions):
         self.source, self.max_new_tokens = source, options.max_new_tokens
@@ -134,7 +121,7 @@ class Writer:
         torch.manual_seed(options.seed)
 
     def chat_ids(self, messages: list[dict]) -> list[int]:
-        """The ids of a conversation up to where an answer begins. Raises ConfigError."""
+        """The ids of a conversation, up to the start of the answer. Raises ConfigError."""
         try:
             text = apply(self.tokenizer, messages, None, add_generation_prompt=True)
         except (ValueError, TypeError, LookupError) as e:
@@ -142,35 +129,42 @@ class Writer:
         return self.ids(text, [])
 
     def ids(self, text: str, start: list[int]) -> list[int]:
-        """The ids of a text behind `start`, as data.py writes them; never none."""
+        """The ids of a text after `start`, as data.py writes them; at least one."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(start)] == start else start + ids
         return ids or [self.tokenizer.eos_token_id or 0]
 
     def context(self) -> int:
-        """How many tokens the model sees at once, at most."""
+        """The most tokens the model sees at once."""
         ours = isinstance(self.model, Transformer)
         return self.model.cfg.seq_len if ours else self.model.context()
 
     def write(self, ids: list[int], on_token):
         """Continue a prompt; on_token is called with each new id."""
-        if len(ids) >= self.context():  # `generate` goes on with its newer half
+        if len(ids) >= self.context():  # `generate` keeps its newer half
             print(f"warning: the prompt has {len(ids):,} tokens, the model sees "
-                  f"{self.context():,} at most: what it continues has lost its beginning",
+                  f"{self.context():,} at most: its beginning is left out",
                   file=sys.stderr, flush=True)
         generate(self.model, torch.tensor([ids], device=self.device), self.max_new_tokens,
                  **self.sampling, stop=self.stop, on_token=lambda new: on_token(int(new[0])))
 
 
-def write_text(writer: Writer, options: GenerateOptions, prompts: list[str]):
-    """Continue the prompts, one after another."""
+def write_text(source: Path, options: GenerateOptions):
+    """Continue all prompts, one after another. Raises ConfigError."""
+    prompts = options.prompt
+    if options.prompt_file:
+        try:
+            text = Path(options.prompt_file).read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
+        prompts = prompts + text.removesuffix("\n").split("\n")
+    writer = Writer(source, options)
     if options.chat and not writer.tokenizer.chat_template:
-        raise ConfigError(f"--chat: the tokenizer of {writer.source} has no chat template")
-    total = len(prompts) * options.n
-    for i in range(total):
-        prompt = prompts[i // options.n]
-        if total > 1:
-            print(f"--- {i + 1} of {total}")
+        raise ConfigError(f"--chat: the tokenizer of {source} has no chat template")
+    prompts = [prompt for prompt in prompts or ["\n"] for _ in range(options.n)]
+    for i, prompt in enumerate(prompts, 1):
+        if len(prompts) > 1:
+            print(f"--- {i} of {len(prompts)}")
         if options.chat:
             ids = writer.chat_ids([dict(role="user", content=prompt)])
         else:
@@ -188,7 +182,7 @@ def files_of(source: Path) -> Path:
 
 
 def ends_of(tokenizer, folder: Path) -> list[int]:
-    """All ids that end an answer: by a tokenizer, if any, its template and a model's own files."""
+    """All ids that end an answer: of the tokenizer, its chat template and the model's files."""
     ends = end_of_text_ids(folder)
     if tokenizer:
         ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
@@ -196,7 +190,7 @@ def ends_of(tokenizer, folder: Path) -> list[int]:
 
 
 def usual_sampling(folder: Path) -> dict[str, float]:
-    """What the generation_config.json of a model says of SAMPLING, if flags could say it too."""
+    """SAMPLING in the generation_config.json of a model; {} if a value is out of bounds."""
     try:
         found = read_json(folder / "generation_config.json")
         if found.get("do_sample") is False:
@@ -210,7 +204,7 @@ def usual_sampling(folder: Path) -> dict[str, float]:
 
 
 def is_run(source: Path) -> bool:
-    """Whether it is a run or a checkpoint, and not a Hugging Face folder or name."""
+    """Whether it is a run or a checkpoint, not a Hugging Face folder or name."""
     theirs = (source / "config.json").exists() or lora.is_adapter_folder(source)
     return source.exists() and not (source.is_dir() and theirs)
 
@@ -218,7 +212,7 @@ def is_run(source: Path) -> bool:
 def open_model(source: Path, length: int, trust_remote_code: bool = False):
     """(model, tokenizer of transformers) of a run, a checkpoint, or a Hugging Face folder.
 
-    length: the context wanted, as far as the model allows it. Raises ConfigError.
+    length: the context wanted, limited by the model. Raises ConfigError.
     """
     if not is_run(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
@@ -233,7 +227,7 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     checkpoint = checkpoint_of(source)
     state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
-    if cfg.max_position:  # learned before this run
+    if cfg.max_position:  # of the base, which may have seen longer texts than this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
     model, tokenizer = model_of(state, cfg, checkpoint), tokenizer_of(state, run_dir)
     if not tokenizer:
@@ -275,7 +269,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
 
 
 def config_of(state: dict, trust_remote_code: bool) -> Config:
-    """The options of a checkpoint, which has no say in what code may run here."""
+    """The options of a checkpoint; trust_remote_code is the caller's alone."""
     known = Config.__dataclass_fields__
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return replace(cfg, trust_remote_code=trust_remote_code)
@@ -288,7 +282,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
            adapter: bool = False) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
-    adapter: only what --lora_rank trained, as peft loads it. Raises ConfigError.
+    adapter: write only the adapters of --lora_rank, in peft's format. Raises ConfigError.
     """
     from safetensors import SafetensorError
 
@@ -307,7 +301,7 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
                           "--qkv_bias; not exported")
     is_foreign, model = cfg.model == "transformers", None
     if adapter:
-        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
+        with torch.device("cpu" if is_foreign else "meta"):  # only names of layers are needed
             model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
         model = model_of(state, cfg, checkpoint)
@@ -343,9 +337,8 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, kept)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
             huggingface.save_config(cfg, kept, out, dtype, ends)
-            if tokenizer and not trust_remote_code:  # or transformers would ask whether to run it
-                # prints where it is taken for another, that of the architecture
-                load_tokenizer(str(out), needs_end=False)
+            if tokenizer and not trust_remote_code:  # transformers would ask whether to run it
+                load_tokenizer(str(out), needs_end=False)  # prints a note if it loads differently
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None
