@@ -156,8 +156,7 @@ class Config:
     epochs: int | None = option(
         None, "passes over the data, in place of max_steps", at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
-        None, "end in this time, or with the Slurm job, with the schedule complete: step 100, or "
-        "an earlier one where steps are slow, sets max_steps", above=0, at_most=1e7)
+        None, "time budget in minutes, or the Slurm job's; sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
@@ -189,8 +188,7 @@ class Config:
         "skip", "after max_nonfinite consecutive non-finite steps, all skipped: keep skipping, "
         "rollback to the newest checkpoint and go on with later samples, or abort")
     max_nonfinite: int = option(
-        10, "consecutive non-finite steps before --on_nonfinite acts; checked at each log",
-        at_least=1)
+        10, "consecutive non-finite steps before --on_nonfinite acts, at a log", at_least=1)
     skip_spikes: float = option(0.0, "skip steps whose loss or gradient norm is this many standard "
                                 "deviations above the last 128; 0: never", at_least=0)
 
@@ -209,6 +207,8 @@ class Config:
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
         "full: also norms and updates per layer, and the entropy of the output", flag="monitoring")
+    trace: int = option(0, "first of three steps to trace, to out_dir/traces; 0: none", at_least=0,
+                        saved=False)
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
@@ -231,8 +231,7 @@ class Config:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
     compile: bool | None = option(
-        None, "torch.compile the model (default: on CUDA only; a CPU run of more than two hours "
-        "measures whether it would save 5 %%, and says so)")
+        None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(
         False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")
     parallel: Literal["ddp", "zero2", "zero3"] = option(

@@ -54,14 +54,15 @@ class Monitor:
     function returning it. peak_flops: of all devices. about: facts on the run, such as vocab_size.
     tensorboard: its folder, True for out_dir/tensorboard. group: a gloo group of all ranks.
     datasets: names for `add_losses`. columns: () → more of a row. autopsy: (step, rank) → more on
-    an anomaly, called on every rank.
+    an anomaly, called on every rank. trace: the first of three steps to trace.
     """
 
     def __init__(self, out_dir, log_interval: int = 50, *, level: str = "light",
                  device: torch.device | None = None, first_step: int | None = None,
                  last_step=None, flops_per_token: int = 0, peak_flops: float | None = None,
                  about: dict | None = None, tensorboard=True, flush_secs: int = 60,
-                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None):
+                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None,
+                 trace: int = 0):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = max(0, log_interval), level, group
@@ -69,7 +70,7 @@ class Monitor:
         self.device = device or accelerator or torch.device("cpu")
         self.last_step = last_step if callable(last_step) else lambda: last_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.about, self.columns, self.autopsy = about or {}, columns, autopsy
+        self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace
         self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, wandb=wandb)
         self.sinks, self.spikes, self.healthy = None, Spikes(), True
         self.first_step, self.newest_step = first_step, 0
@@ -91,7 +92,8 @@ class Monitor:
         self.first_step, self.logged_step = first_step, first_step - 1
         if self.out_dir and self.level != "off":
             self.machine = Machine(self.device, first_step - 1)
-            self.sampler, self.tracer = Sampler(self.clock), Tracer(self.out_dir, self.device)
+            self.sampler = Sampler(self.clock)
+            self.tracer = Tracer(self.out_dir, self.device, self.trace)
             self.parts = [self.machine, self.sampler, self.tracer]
         if self.out_dir:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)

@@ -166,11 +166,11 @@ TRACED_STEPS = 3
 class Tracer:
     """Writes a trace of three steps by torch.profiler to out_dir/traces at a SIGUSR2.
 
-    https://ui.perfetto.dev opens it. `step` is called after each step.
+    https://ui.perfetto.dev opens it. `step` is called after each step. at: from this step on, too.
     """
 
-    def __init__(self, out_dir: Path, device: torch.device):
-        self.folder, self.device = out_dir / "traces", device
+    def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
+        self.folder, self.device, self.at = out_dir / "traces", device, at
         self.profiler, self.wanted, self.row = None, False, {}
         self.before = take_signal(signal.SIGUSR2, self.want)
 
@@ -184,7 +184,8 @@ class Tracer:
             if step == self.first + TRACED_STEPS - 1:
                 self.end(step)
         # a fork may profile by itself; torch does not promise this name
-        elif self.wanted and not getattr(torch.autograd, "_profiler_enabled", bool)():
+        elif ((self.wanted or 0 < self.at <= step + 1)
+              and not getattr(torch.autograd, "_profiler_enabled", bool)()):
             from torch.profiler import ProfilerActivity, profile
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
@@ -192,6 +193,7 @@ class Tracer:
             activities += [ProfilerActivity.CUDA] * (self.device.type == "cuda")
             self.profiler, self.first = profile(activities=activities), step + 1
             self.profiler.start()
+            self.at = 0
         self.wanted = False
 
     def end(self, step: int):
