@@ -15,7 +15,7 @@ from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
-from steady.models.weights import shorten
+from steady.models.hub import shorten
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.ranks.parallel import Shards
 from steady.tokens.tokenizers import (

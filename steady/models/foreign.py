@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint
-from steady.models.hub import reason
-from steady.models.huggingface import KEPT, fetch, merge_adapters
-from steady.models.weights import UNTIED, shorten
+from steady.models.hub import reason, shorten
+from steady.models.huggingface import KEPT, UNTIED, fetch, merge_adapters
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 

@@ -11,21 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
 from steady.checkpoints.disk import atomic_write
 from steady.checkpoints.state import copy_weights
 from steady.models import lora
-from steady.models.hub import fetch_files, reason
-from steady.models.weights import (
-    UNTIED,
-    same_rows,
-    shorten,
-    tensors_of,
-    weight_files,
-    with_mean_rows,
-)
+from steady.models.hub import fetch_files, reason, shorten, tensors_of, weight_files
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
@@ -45,6 +37,9 @@ ROPE = dict(default=(), linear=("factor",), llama3=(
 # The defaults of a run that starts from existing weights.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
                    lr_schedule="cosine")
+EMBEDDING = "model.embed_tokens.weight"
+UNTIED = ("its config.json ties the head to the embedding, but the head has weights of its own; "
+          "set tie_word_embeddings to false there")
 KEPT = "hf"  # folder of a run directory: the configuration of its model, if it was not ours
 
 
@@ -235,7 +230,7 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
     everything, vocabulary = slice(None), slice(cfg.vocab_size)  # ours pads the vocabulary
     out = {
-        "model.embed_tokens.weight": ("embedding.weight", vocabulary),
+        EMBEDDING: ("embedding.weight", vocabulary),
         "model.norm.weight": ("norm.weight", everything),
     }
     if not cfg.tie_embeddings:
@@ -283,36 +278,40 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
     Raises ConfigError for a shape that is not as expected, for missing tensors, and for tensors
     that our model has no place for.
     """
-    missing, unused, ends = hf_key_map(model.cfg), [], {}
-    shapes, ours = model.state_dict(), shards.tensors_of(model)
-    for file in weight_files(folder):
-        for name, shape, rows in tensors_of(file):
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                ends[name] = shape, rows
-            if name not in missing:
-                unused.append(name)
-                continue
-            mine, place = missing.pop(name)
-            start, stop, _ = place.indices(len(shapes[mine]))
-            expected = [stop - start, *shapes[mine].shape[1:]]
-            if model.cfg.resize_embeddings and mine in ("embedding.weight", "head.weight"):
-                rows, shape = with_mean_rows(rows[:], expected[0]), expected
-            if shape != expected:
-                raise ConfigError(f"{file}: {name} is {shape}; expected {expected}")
-            held = shards.rows(len(shapes[mine]))
-            first, last = max(start, held.start), min(stop, held.stop)
-            if first < last:
-                mine = ours[mine][first - held.start : last - held.start]
-                mine.copy_(rows[first - start : last - start])
-    if missing:
+    cfg, wanted = model.cfg, hf_key_map(model.cfg)
+    found = {name: (file, shape, rows) for file in weight_files(folder)
+             for name, shape, rows in tensors_of(file)}
+    if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
-    tied = model.cfg.tie_embeddings and "lm_head.weight" in unused
-    if tied and not same_rows(*ends.values()):
-        raise ConfigError(f"{folder}: {UNTIED}")
-    unused = [name for name in unused if not name.endswith("rotary_emb.inv_freq")
-              and not (tied and name == "lm_head.weight")]
+    unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
+    if cfg.tie_embeddings and "lm_head.weight" in unused:  # older programs save what is tied
+        unused.remove("lm_head.weight")
+        (_, shape, head), (_, other, embedding) = found["lm_head.weight"], found[EMBEDDING]
+        parts = [slice(i, i + 4096) for i in range(0, shape[0], 4096)]
+        if shape != other or not all(torch.equal(head[p], embedding[p]) for p in parts):
+            raise ConfigError(f"{folder}: {UNTIED}")
     if unused:
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
+    shapes, held = model.state_dict(), shards.tensors_of(model)
+    for theirs, (ours, place) in wanted.items():
+        (file, shape, rows), n = found[theirs], len(shapes[ours])
+        begin, end, _ = place.indices(n)
+        expected = [end - begin, *shapes[ours].shape[1:]]
+        if cfg.resize_embeddings and ours in ("embedding.weight", "head.weight"):
+            rows, shape = with_mean_rows(rows[:], expected[0]), expected
+        if shape != expected:
+            raise ConfigError(f"{file}: {theirs} is {shape}; expected {expected}")
+        mine = shards.rows(n)
+        first, last = max(begin, mine.start), min(end, mine.stop)
+        if first < last:
+            part = held[ours][first - mine.start : last - mine.start]
+            part.copy_(rows[first - begin : last - begin])
+
+
+def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
+    """n rows: those of a tensor, then their mean."""
+    mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+    return torch.cat((tensor, mean.expand(n - len(tensor), -1)))
 
 
 def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.models.weights import tensors_of
+from steady.models.hub import tensors_of
 from steady.options import ConfigError
 
 # Our name of a linear layer → its parts from top to bottom: Hugging Face's name, and which rows.
