@@ -396,8 +396,8 @@ def set_up(argv: list[str]) -> Run:
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
                   faults.Stop(group, rank), watchdog, micro_batch, group)
-    # from where
-    run_dir = rundir.find_start(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
+    # the checkpoint to continue from
+    run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
     # model, optimizers, state
     new_model = partial(make_model, cfg, train_data, start, device, dtype, shards)

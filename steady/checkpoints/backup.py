@@ -1,5 +1,6 @@
-"""Copies of a run at a URL that fsspec knows: uploading beside training, downloading."""
+"""Copies of a run at a URL that fsspec knows: uploaded beside training, downloaded to resume."""
 
+import contextlib
 import os
 import re
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 from steady.checkpoints.checkpoint import PART, Checkpoint
 from steady.options import ConfigError
 
-# Files of a run: nothing else is uploaded, nor downloaded if found.
+# The files of a run; no others are uploaded or downloaded.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
 SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern})?")
 
@@ -16,15 +17,15 @@ SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern
 class Backup:
     """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
 
-    While one upload is under way, no other begins. Keeps the newest `keep` checkpoints there.
-    run_dir: None for one that is not made yet. run: the id of the run that continues; None for a
-    new one. Raises ConfigError if the URL cannot be written, or holds another run or this one.
+    One upload at a time; the URL keeps the newest `keep` checkpoints. run_dir: None if it is not
+    made yet. run: the id of the run that continues; None for a new one. Raises ConfigError if the
+    URL cannot be written, or holds another run or this one.
     """
 
     def __init__(self, url: str, keep: int, run_dir: Path | None, run: str | None):
         self.url, self.keep, self.fs = url, keep, open_url(url, "--backup_to")
         self.newest = None  # checkpoint
-        self.uploaded = None  # the newest checkpoint that is there, and when it was written
+        self.uploaded = None  # the newest checkpoint there, and when it was written
         self.thread = threading.Thread()  # of the newest upload
         own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
         within = own.is_relative_to(place) or place.is_relative_to(own)
@@ -42,7 +43,7 @@ class Backup:
                               f"{url}, or choose another URL")
 
     def run_there(self) -> str | None:
-        """The id of the run whose backup is there; None if there is none."""
+        """The id of the run backed up there; None if there is none."""
         if self.fs.exists("config.yaml"):
             return id_in(self.fs.cat_file("config.yaml"))
         return "" if remote_checkpoints(self.fs) else None
@@ -74,31 +75,31 @@ class Backup:
         held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
         try:
             changed = checkpoint.changed_at()
-            try:
-                checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
-                self.upload_run(checkpoint, changed, held)
-            finally:
-                held.delete()
+            checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
+            self.upload_run(checkpoint, changed, held)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
+        with contextlib.suppress(OSError):
+            held.delete()
 
-    def upload_run(self, checkpoint: Checkpoint, changed: int, held: Checkpoint):
-        mine = id_in((checkpoint.run_dir / "config.yaml").read_bytes())
+    def upload_run(self, checkpoint: Checkpoint, changed: tuple, held: Checkpoint):
+        """held: a link to the checkpoint, last changed at `changed`."""
+        run_dir = checkpoint.run_dir
+        mine = id_in((run_dir / "config.yaml").read_bytes())
         if self.run_there() not in (None, mine):
             raise ValueError("it holds another run, which began at the same time")
         self.draft = f"{mine}.draft"
-        self.put(checkpoint.run_dir / "config.yaml", "config.yaml")  # first: whose backup it is
+        self.put(run_dir / "config.yaml", "config.yaml")  # first: it names the run
         for name in remote_checkpoints(self.fs):
             if Checkpoint(Path(name)).step > checkpoint.step:  # this run has gone back since
                 self.fs.mv(name, f"{name}.set-aside", recursive=True)
-        if (checkpoint, changed) != self.uploaded:  # may be written again
+        if (checkpoint, changed) != self.uploaded:  # a step may be written again
             self.upload_checkpoint(held, f"checkpoints/{checkpoint.name}")
             self.uploaded = checkpoint, changed
-        for pattern in ("*", "*/*"):
-            for path in checkpoint.run_dir.glob(pattern):
-                name = path.relative_to(checkpoint.run_dir).as_posix()
-                if LOGS.fullmatch(name):
-                    self.put(path, name)
+        for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
+            name = path.relative_to(run_dir).as_posix()
+            if LOGS.fullmatch(name):
+                self.put(path, name)
         for old in list(remote_checkpoints(self.fs))[: -self.keep]:
             self.fs.rm(old, recursive=True)
 
@@ -111,7 +112,7 @@ class Backup:
             self.fs.rm(old)  # parts of an earlier save of this step
 
     def put(self, file: Path, name: str):
-        """Upload a file; one of this name is there until the new one is whole."""
+        """Upload a file; an old one of this name stays until the new one is complete."""
         self.fs.makedirs(os.path.dirname(name), exist_ok=True)
         new = self.draft if self.fs.exists(name) else name
         self.fs.put_file(str(file), new)
@@ -132,24 +133,23 @@ def open_url(url: str, option: str):
 
 
 def remote_checkpoints(fs) -> dict[str, list[str]]:
-    """The checkpoints in a backup with the files of each, oldest first."""
+    """The checkpoints in a backup, oldest first, with the files of each."""
     found = {}
-    for name in fs.find("checkpoints"):
-        if match := SAVED.fullmatch(name):
-            found.setdefault(match[1], []).append(name)
+    for match in filter(None, map(SAVED.fullmatch, fs.find("checkpoints"))):
+        found.setdefault(match[1], []).append(match[0])
     return dict(sorted(found.items(), key=lambda item: Checkpoint(Path(item[0])).step))
 
 
 def id_in(config: bytes) -> str:
-    """The id of a run, in its config.yaml; "" where an older version wrote it."""
+    """The id of a run, from its config.yaml; "" if an older version wrote that."""
     found = re.search(rb"^# run: (\w+)$", config, re.MULTILINE)
     return found[1].decode() if found else ""
 
 
 def download(url: str, to: Path) -> Checkpoint:
-    """Download the backup at `url` into the folder `to`; returns its newest valid checkpoint.
+    """Download the newest valid checkpoint and the logs in a backup into the folder `to`.
 
-    Raises ConfigError.
+    Returns the checkpoint. Raises ConfigError.
     """
     fs = open_url(url, "--resume")
 
@@ -158,18 +158,18 @@ def download(url: str, to: Path) -> Checkpoint:
         fs.get_file(name, str(local))
 
     try:
-        for checkpoint, files in reversed(remote_checkpoints(fs).items()):
-            draft = f"{checkpoint}.tmp-{os.getpid()}"
+        for name, files in reversed(remote_checkpoints(fs).items()):
+            draft = Checkpoint(to / f"{name}.tmp-{os.getpid()}")
             for file in files:
-                get(file, to / file.replace(checkpoint, draft, 1))
-            wrong = Checkpoint(to / draft).find_damage()
+                get(file, Path(f"{draft}{file.removeprefix(name)}"))
+            wrong = draft.find_damage()
             if not wrong:  # before config.yaml: a run without a checkpoint begins at 0
-                found = Checkpoint((to / draft).rename(to / checkpoint))
+                found = Checkpoint(draft.path.rename(to / name))
                 for log in filter(LOGS.fullmatch, fs.find("")):
                     get(log, to / log)
                 return found
-            print(f"warning: {checkpoint}: {wrong}", flush=True)
-            Checkpoint(to / draft).delete()
+            print(f"warning: {name}: {wrong}", flush=True)
+            draft.delete()
     except Exception as e:
         raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

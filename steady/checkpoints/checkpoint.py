@@ -1,13 +1,13 @@
-"""Checkpoints: one type, whether a file or a folder of parts, and those of a run.
+"""Checkpoints: one type for a file and for a folder of parts; how a run finds and rotates them.
 
     checkpoints/step_00000100.pt    the state of a run in one file, as torch.save writes it
-    checkpoints/step_00000100/      where it is sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
+    checkpoints/step_00000100/      sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
 A part holds that rank's rows of each sharded tensor, and is written as a whole or not at all. ID
-names the save: once all ranks have written their parts of one, there is a checkpoint, and no rank
-needs to say so. Not torch.distributed.checkpoint: its planning needs all ranks, of which one may be
-gone when a run is rescued; it misses flipped bits; and its `.metadata` is a pickle.
+names the save: a folder is a checkpoint once the parts of all ranks have the same ID, so no rank
+has to announce it. Why not torch.distributed.checkpoint: planning needs all ranks, but a rescue
+may lack one; it misses flipped bits; and its `.metadata` is a pickle.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from steady.options import ConfigError
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
 PART = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f-]+)\.pt")
 BEST = ("best.pt", "best")
-DRAFT = re.compile(r"((step_\d{8,}|best)(\.pt)?|rank_\d+_of_\d+\.[0-9a-f-]+\.pt)"
-                   r"\.(tmp|backup)-\d+")
+DRAFT = re.compile(rf"((step_\d{{8,}}|best)(\.pt)?|{PART.pattern})\.(tmp|backup)-\d+")
 LEFTOVER = re.compile(r"best(\.pt)?|(step_\d{8,}|best)(\.pt)?\.(corrupt|set-aside)(-\d+)?")
 FORMAT = 4  # of the dict in a file
 SHARED = "a file system that all hosts share"
+GONE = (0, 0)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file or a folder at `path`, which may be absent or damaged."""
+    """A file or a folder at `path`; it may be absent or damaged."""
 
     path: Path
 
@@ -61,14 +61,14 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory that it is in; None for one that was moved elsewhere."""
+        """The run directory around it; None if it was moved elsewhere."""
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def files(self) -> list[Path]:
-        """Those with the state: itself, or the parts of the newest save that lacks none."""
+        """The file itself, or the parts of the newest complete save."""
         if self.path.is_file():
             return [self.path]
-        saves = whole_saves(part.name for part in self.path.glob("rank_*"))
+        saves = complete_saves(part.name for part in self.path.glob("rank_*"))
         newest = max(saves, key=lambda save: changed_at(self.path / save[0]), default=[])
         return [self.path / name for name in newest]
 
@@ -79,7 +79,7 @@ class Checkpoint:
         return max(map(changed_at, self.files()), default=GONE)
 
     def find_damage(self) -> str | None:
-        """What is wrong with its bytes, all of which are read; or None."""
+        """Read every byte; returns the damage found, or None."""
         found = self.read(find_corruption)
         if not found:
             return "it has no files, or not the parts of all ranks"
@@ -89,10 +89,10 @@ class Checkpoint:
         return None
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
-        """What its files hold: one state, or that of each rank. Raises ConfigError."""
+        """The state in its file, or one for each rank. Raises ConfigError."""
+        load = partial(torch.load, map_location=device, weights_only=True, mmap=mmap)
         try:
-            found = [*self.read(partial(torch.load, map_location=device, weights_only=True,
-                                        mmap=mmap)).values()]
+            found = list(self.read(load).values())
             version = found[0]["format"]
         except Exception as e:  # zipfile, pickle and torch each have errors of their own
             raise ConfigError(f"{self}: gone, or not a checkpoint that can be read "
@@ -102,17 +102,16 @@ class Checkpoint:
         return found
 
     def read(self, how) -> dict:
-        """file → `how(file)` of each of its files, all of one save: again, if a run that goes on
-        has replaced some meanwhile."""
+        """file → `how(file)`, all of one save: again if the run has replaced some meanwhile."""
         while True:
             files = self.files()
             before = [changed_at(file) for file in files]
             try:
-                with ThreadPoolExecutor(8) as pool:  # reading and checksums run beside one another
+                with ThreadPoolExecutor(8) as pool:  # reads one file while it checks another
                     found = dict(zip(files, pool.map(how, files), strict=True))
             except Exception:
                 now = [changed_at(file) for file in files]
-                if now == before and all(file.exists() for file in files):
+                if now == before and GONE not in now:
                     raise
             else:
                 if {changed_at(file) for file in files} <= {*before, GONE}:  # or deleted once read
@@ -123,15 +122,15 @@ class Checkpoint:
         return join(self.states(device, mmap=device == "cpu"))
 
     def link_to(self, new: Path):
-        """Make `new` the same checkpoint, in place of the one that is there."""
+        """Make `new` the same checkpoint, in place of any other there."""
         if not self.path.is_dir():
             link(self.path, new)
             return
         new.mkdir(exist_ok=True)
-        files = self.files()  # once: it may be replaced meanwhile
+        files = self.files()  # once: the run may replace them meanwhile
         for file in files:
             link(file, new / file.name)
-        sync_directory(new.parent)  # which has the name of the folder
+        sync_directory(new.parent)
         Checkpoint(new).clean([file.name for file in files])
 
     def link_as_best(self):
@@ -141,9 +140,9 @@ class Checkpoint:
         Checkpoint(self.path.with_name(other)).delete()
 
     def clean(self, kept: list[str] | None = None):
-        """Delete what is in its folder but the files named, by default those of its state.
+        """Delete the files in its folder that are ours but not in `kept` (default: its state).
 
-        The folder, too, if none is left. Files that are not ours stay.
+        And the folder, if that leaves it empty.
         """
         kept = [file.name for file in self.files()] if kept is None else kept
         for path in self.path.iterdir():
@@ -151,7 +150,7 @@ class Checkpoint:
             if ours and path.name not in kept:
                 path.unlink()
         if not kept:
-            with contextlib.suppress(OSError):  # something else is in there
+            with contextlib.suppress(OSError):  # not empty
                 self.path.rmdir()
 
     def delete(self):
@@ -161,15 +160,12 @@ class Checkpoint:
             self.path.unlink(missing_ok=True)
 
     def set_aside(self, why: str = "set-aside"):
-        """Rename it to NAME.set-aside, or .set-aside-2, …, so that nothing takes it for current."""
+        """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
         self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
 
 
-GONE = (0, 0)
-
-
 def changed_at(path: Path) -> tuple[int, int]:
-    """When a file was written, in ns but to some 4 ms, and its inode; or GONE."""
+    """(time of the last change in ns, to some 4 ms; inode) of a file, or GONE."""
     try:
         return (stat := path.stat()).st_mtime_ns, stat.st_ino
     except FileNotFoundError:  # another process has just deleted it
@@ -177,33 +173,33 @@ def changed_at(path: Path) -> tuple[int, int]:
 
 
 def unused_name(path: Path) -> Path:
-    """This path, or PATH-2, PATH-3, … where that is taken, also by a link that leads nowhere."""
+    """This path, or PATH-2, PATH-3, … if that is taken, even by a dangling link."""
     new, n = path, 2
     while os.path.lexists(new):
         new, n = path.with_name(f"{path.name}-{n}"), n + 1
     return new
 
 
-def whole_saves(names) -> list[list[str]]:
-    """Of these names of files, the parts of each save of which no rank's is missing."""
+def complete_saves(names) -> list[list[str]]:
+    """Of these file names, the parts of each save that has one for every rank, by rank."""
     saves = {}
-    for name in filter(PART.fullmatch, names):
-        rank, ranks, save = PART.fullmatch(name).groups()
-        saves.setdefault((int(ranks), save), {})[int(rank)] = name
+    for match in filter(None, map(PART.fullmatch, names)):
+        rank, ranks, save = match.groups()
+        saves.setdefault((int(ranks), save), {})[int(rank)] = match[0]
     return [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
-            if parts.keys() == set(range(ranks))]
+            if len(parts) == ranks and max(parts) < ranks]
 
 
 def averaged(state: dict) -> dict:
-    """The state with the averages of --ema, if it has them, as the weights: for use elsewhere."""
+    """The state for use elsewhere: with --ema, its averages are the weights."""
     return state | {"model": state["model"] | state.get("ema", {})}
 
 
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
-    """The state of a run from those of all ranks, with the rows of each tensor that rows(n) says.
+    """The state of a run from the states of all ranks: of n rows of each tensor, rows(n).
 
-    What is not sharded, as numbers and a model's buffers, is that of the first. copy: keep no
-    tensor in a mapped file.
+    Numbers, buffers and whatever else is not sharded come from the first. copy: keep no tensor in
+    a mapped file.
     """
     whole = set(states[0].get("whole", ()))
 
@@ -224,23 +220,22 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
             begin += len(value)
         return torch.cat(found) if len(found) > 1 or copy else found[0]
 
-    state = dict(states[0])
-    for name in ("model", "ema", "optimizers"):
-        state[name] = walk([each.get(name, {}) for each in states])
-    return state
+    joined = {name: walk([each.get(name, {}) for each in states])
+              for name in ("model", "ema", "optimizers")}
+    return states[0] | joined
 
 
-# --- those of a run --------------------------------------------------------------------------
+# --- the checkpoints of a run ----------------------------------------------------------------
 
 
 def named_checkpoints(folder: Path) -> list[Checkpoint]:
-    """All with the name of one, finished or not, oldest first."""
+    """All with the name of one, complete or not, oldest first."""
     found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda c: (c.step, c.changed_at()))
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first: a folder that lacks a part was never finished."""
+    """The checkpoints of a run, oldest first, without folders that lack a part."""
     return list(filter(Checkpoint.exists, named_checkpoints(folder)))
 
 
@@ -250,15 +245,15 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
-    """best.pt, or the folder best; the newer one, if there is one."""
+    """best.pt or the folder best, the newer of the two, if there is one."""
     found = filter(Checkpoint.exists, (Checkpoint(folder / name) for name in BEST))
     return max(found, key=Checkpoint.changed_at, default=None)
 
 
 def find_checkpoint(source: Path) -> Checkpoint | None:
-    """The checkpoint that a path names, verified: itself, or the newest valid one of a run.
+    """The checkpoint at `source`, or the newest valid one of the run there; verified.
 
-    None if it is neither. Raises ConfigError where it is damaged, or all of a run are.
+    None if it is neither. Raises ConfigError if it is damaged, or all of the run are.
     """
     checkpoint = Checkpoint(source)
     if not checkpoint.exists():
@@ -270,15 +265,15 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
 
 
 def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
-    """The newest valid checkpoint; damaged ones after it are set aside, if the lock is ours.
+    """The newest valid checkpoint; damaged newer ones are set aside, if we hold the lock (`ours`).
 
     None if there never were any. Raises ConfigError, and changes nothing, if all are damaged, or
-    only what no run continues from by itself is left.
+    if only best.pt or files set aside are left.
     """
     bad, done = [], "set aside as .corrupt" if ours else "passed over"
     for checkpoint in reversed(list_checkpoints(folder)):
         wrong = retry(checkpoint.find_damage)
-        if not checkpoint.exists():  # deleted by its run, which goes on, and has a newer one
+        if not checkpoint.exists():  # the run goes on: it has deleted this, and has a newer one
             return latest_valid(folder, ours)
         if not wrong:
             for damaged, why in bad:
@@ -299,7 +294,7 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
 def rotate(folder: Path, keep: int, keep_every: int, step: int) -> list[Checkpoint]:
     """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`.
 
-    Also parts of saves before this step that failed. Returns what is gone.
+    Also parts of failed saves before this step. Returns the deleted ones.
     """
     old = [each for each in list_checkpoints(folder)[:-keep]
            if not keep_every or each.step % keep_every]
@@ -310,9 +305,9 @@ def rotate(folder: Path, keep: int, keep_every: int, step: int) -> list[Checkpoi
 
 
 def make_room(folder: Path, keep: int, keep_every: int, step: int, error: BaseException) -> bool:
-    """Where the disk is full, delete now what the next save would; whether that was anything.
+    """After the error of a full disk: make the rotation of the next save now, if one is valid.
 
-    Never the last valid checkpoint.
+    Returns whether anything was deleted.
     """
     full, keep = lack_of_space(error), max(1, keep - 1)
     if not full or full.errno == errno.EFBIG:
@@ -327,7 +322,7 @@ def make_room(folder: Path, keep: int, keep_every: int, step: int, error: BaseEx
 
 
 def remove_drafts(folder: Path):
-    """Delete what a killed process left unfinished; only for the process that holds the lock."""
+    """Delete the unfinished files of a killed process; only for the holder of the lock."""
     for path in folder.iterdir():
         if DRAFT.fullmatch(path.name):
             Checkpoint(path).delete()
@@ -337,10 +332,10 @@ def remove_drafts(folder: Path):
 
 
 def require_shared(path: Path):
-    """Raise ConfigError if what rank 0 has made or verified is not seen on this host."""
+    """Raise ConfigError if this host does not see a path that rank 0 has made or verified."""
     for _ in range(100):
         with contextlib.suppress(OSError):
-            os.listdir(path.parent)  # which makes NFS forget that the name was not there
+            os.listdir(path.parent)  # makes NFS look again
         if path.exists():
             return
         time.sleep(0.1)

@@ -17,7 +17,7 @@ from steady.watch.findings import si
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
-# Answers to fsync of a directory on network and user-space file systems, which cannot do it.
+# Answers to fsync of a directory on network and user-space file systems without it.
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 ATTEMPTS = 5
 
@@ -41,7 +41,7 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns what is wrong with it, or None.
+    """Read every byte of a checkpoint file; returns its damage, or None.
 
     The zip file has a checksum of each tensor; loading it checks the rest. Raises OSError.
     """
@@ -145,7 +145,7 @@ def acquire_lock(folder: Path, given: str = ""):
     A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
     that ends. It would also end if this process opened and closed the file once more.
 
-    Raises ConfigError where another process holds it. given: the option that names the folder.
+    Raises ConfigError if another process holds it. given: the option that names the folder.
     """
     path = folder / "lock"
     try:

@@ -1,4 +1,4 @@
-"""What the screen shows of a run before its first step, and where it ends early."""
+"""Lines on the screen before the first step of a run, and for an early end."""
 
 import os
 import re
@@ -16,7 +16,7 @@ TESTED = 2, 15  # the newest torch that all tests have passed with
 
 
 def early_end(cfg, progress, signal_number: int = 0) -> str:
-    """Why training has ended before max_steps; nothing if it has not."""
+    """Why training has ended before max_steps; "" if it has not."""
     if signal_number:
         return (f"stopped at step {progress.step} by {signal.Signals(signal_number).name}; "
                 "--auto_resume continues from there")
@@ -27,7 +27,7 @@ def early_end(cfg, progress, signal_number: int = 0) -> str:
 
 
 def unadapted(run) -> str:
-    """What --lora_rank leaves as it is, since it adapts linear layers: experts, say."""
+    """The parameters without adapters of --lora_rank: not of linear layers, as experts."""
     linear = {id(m.weight) for m in run.model.modules() if isinstance(m, torch.nn.Linear)}
     left = sum(p.numel() for p in run.model.blocks.parameters()
                if p.ndim > 1 and not p.requires_grad and id(p) not in linear)
@@ -71,7 +71,7 @@ def describe(run) -> str:
 
 
 def optimizer_lines(run) -> list[str]:
-    """What each optimizer has, and at which rates: parameters without the numbers of layers."""
+    """The rates of each optimizer and its parameters, without the numbers of layers."""
     cfg, lines = run.cfg, []
     names = {id(p): re.sub(r"\.\d+\b", ".*", name.removesuffix(".weight"))
              for name, p in run.ranks.shards.parameters.items()}
@@ -87,7 +87,7 @@ def optimizer_lines(run) -> list[str]:
 
 
 def untested() -> str:
-    """A line if this torch is newer than all that were tested; or ""."""
+    """A line if this torch is newer than all tested versions; or ""."""
     version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     newest = ".".join(map(str, TESTED))
     return f"torch   {torch.__version__}: tested up to {newest}" if version > TESTED else ""

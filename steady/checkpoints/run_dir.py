@@ -1,4 +1,4 @@
-"""Run directories: which one a command means, who may write to it, what belongs in it.
+"""Run directories: choosing one, its only writer, its files.
 
     out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, hf/, lock
 """
@@ -43,11 +43,24 @@ from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
-# Written to by a run, where no link may lead elsewhere.
+# A run writes to these, so none of them may be a link to another place.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
             "checkpoints")
 
-# --- which run -------------------------------------------------------------------------------
+
+@dataclass
+class RunDir:
+    """The directory of a run, and its writer."""
+
+    path: Path | None  # None for a new run, until its directory is made
+    resumed_from: Checkpoint | None = None
+    lock: object = None  # keeps other processes out until it is closed; of rank 0
+    backup: Backup | None = None  # of rank 0
+    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
+    saved: tuple = ()  # `Progress.state` of the newest checkpoint
+
+
+# --- choosing one ----------------------------------------------------------------------------
 
 
 def numbered_folders() -> list[Path]:
@@ -59,8 +72,8 @@ def numbered_folders() -> list[Path]:
 def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
-    Raises ConfigError if a new run would overwrite an existing one, if the place is not writable,
-    or if --resume names no checkpoint.
+    Raises ConfigError if a new run would overwrite an existing one, if the directory is not
+    writable, or if --resume names no checkpoint.
     """
     out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
     if cfg.resume:
@@ -98,10 +111,7 @@ def find_run(cfg) -> Path | None:
 
 
 def refuse_links(out_dir: Path):
-    """Raise ConfigError if a run in out_dir would write elsewhere, which its lock does not cover.
-
-    Checked once, so nothing below a claimed directory needs to ask what is a link.
-    """
+    """Raise ConfigError if a link in out_dir would lead a run to write beyond its lock."""
     paths = [out_dir / name for name in OF_A_RUN]
     paths += [path for path in (out_dir / "checkpoints").glob("*")
               if NAME.fullmatch(path.name) or path.name in BEST]
@@ -119,26 +129,14 @@ def holds_a_run(out_dir: Path) -> bool:
     return found or bool(list_checkpoints(out_dir / "checkpoints"))
 
 
-def move_to_old(out_dir: Path):
-    """Rename out_dir to OUT_DIR.old, or OUT_DIR.old-2, …. Raises ConfigError."""
-    place = out_dir.resolve()
-    old = unused_name(place.with_name(f"{place.name}.old"))
-    try:
-        place.rename(old)
-    except OSError as e:  # a mount, or a parent that is read-only
-        raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
-                          f"{e.strerror}") from None
-    print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
-
-
 def continues(cfg, out_dir: Path | None) -> bool:
     """Whether the run continues from a checkpoint, if there is a valid one."""
-    return bool(cfg.resume) or bool(cfg.auto_resume and out_dir and holds_a_run(out_dir))
+    return bool(cfg.resume or cfg.auto_resume and out_dir and holds_a_run(out_dir))
 
 
 def redirect(cfg) -> dict:
-    """Options in place of those given, where this launch has begun the run, or it is fetched."""
-    # torchrun counts no restart where a host comes or goes: then only --overwrite would do harm
+    """Options in place of those given: to continue the run of this launch, or one downloaded."""
+    # torchrun counts no restart if a host comes or goes: then only --overwrite would do harm
     if launch() and (restart_count() or cfg.overwrite):
         named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
         for run in [Path(named)] if named else reversed(numbered_folders()):
@@ -156,7 +154,7 @@ def redirect(cfg) -> dict:
 
 
 def launch() -> str:
-    """The random name that torchrun gives its folder of logs, the same over restarts; or "".
+    """The random name of torchrun's folder of logs, the same over restarts; or "".
 
     Not its process id: in a container, every torchrun may be process 1.
     """
@@ -165,28 +163,16 @@ def launch() -> str:
 
 
 def saved_config(cfg, out_dir: Path | None) -> Path | None:
-    """The config.yaml of the run that is continued, if there is one."""
+    """The config.yaml of the run to continue, if there is one."""
     run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
     found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
     return run / "config.yaml" if found else None
 
 
-@dataclass
-class RunDir:
-    """Where a run writes."""
+def pick_checkpoint(cfg, out_dir: Path | None) -> RunDir:
+    """The run directory, with the verified checkpoint to start from, if any; for rank 0.
 
-    path: Path | None  # None for a new run, until its directory is made
-    resumed_from: Checkpoint | None = None  # the one that it continues from
-    lock: object = None  # keeps other processes out until it is closed; of rank 0
-    backup: Backup | None = None  # of rank 0
-    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
-    saved: tuple = ()  # `Progress.state` of the newest checkpoint
-
-
-def find_start(cfg, out_dir: Path | None) -> RunDir:
-    """With the checkpoint to start from, verified; for rank 0.
-
-    Locks the run directory before damaged checkpoints in it are set aside. Raises ConfigError.
+    Locks the directory before it sets damaged checkpoints aside. Raises ConfigError.
     """
     found, folder = RunDir(out_dir), out_dir and out_dir / "checkpoints"
     if cfg.backup_to and not cfg.eval_only:
@@ -203,21 +189,21 @@ def find_start(cfg, out_dir: Path | None) -> RunDir:
 
 
 def run_id(run_dir: Path | None) -> str | None:
-    """The id in its config.yaml; None if it has none."""
+    """The id in its config.yaml; None without one."""
     config = run_dir and run_dir / "config.yaml"
     return id_in(config.read_bytes()) if config and config.is_file() else None
 
 
-# --- one writer ------------------------------------------------------------------------------
+# --- its only writer -------------------------------------------------------------------------
 
 
 def claim(out_dir: Path | None):
-    """Make the run directory, the next runs/NNN if none is named; returns it and its lock."""
+    """Make the run directory, or the next runs/NNN for None; returns it and its lock."""
     while out_dir is None:
         newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
         with contextlib.suppress(FileExistsError):  # another run was quicker
-            os.makedirs(os.path.realpath(new))  # also through a link that leads nowhere yet
+            os.makedirs(os.path.realpath(new))  # also through a dangling link
             out_dir = new
     try:
         os.makedirs(os.path.realpath(out_dir), exist_ok=True)
@@ -228,30 +214,37 @@ def claim(out_dir: Path | None):
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
 
 
-def claim_unused(cfg, out_dir: Path | None):
-    """As `claim`, for a new run. Raises ConfigError where another one has written there since.
+def create_run_dir(cfg, out_dir: Path | None):
+    """As `claim`, for a new run; with --overwrite, moves an old one to OUT_DIR.old.
 
-    With --overwrite, what is there is moved away.
+    Raises ConfigError if another run has begun there since `find_run`.
     """
     out_dir, lock = claim(out_dir)
     find_run(dataclasses.replace(cfg, out_dir=str(out_dir)))
-    if cfg.overwrite and holds_a_run(out_dir):
-        with lock:
-            move_to_old(out_dir)
-        out_dir, lock = claim(out_dir)
-    return out_dir, lock
+    if not (cfg.overwrite and holds_a_run(out_dir)):
+        return out_dir, lock
+    with lock:
+        place = out_dir.resolve()
+        old = unused_name(place.with_name(f"{place.name}.old"))
+        try:
+            place.rename(old)
+        except OSError as e:  # a mount, or a parent that is read-only
+            raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
+                              f"{e.strerror}") from None
+    print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
+    return claim(out_dir)
 
 
-# --- its contents ----------------------------------------------------------------------------
+# --- its files -------------------------------------------------------------------------------
 
 
 @setting_up()
 def open_run_dir(run):
-    """Rank 0 makes and locks the run directory, and says what is about to run."""
+    """Rank 0 makes and locks the run directory, and prints a summary of the run."""
     cfg, progress, best = run.cfg, run.progress, None
     if run.ranks.rank == 0:
         if not run.dir.lock:
-            run.dir.path, run.dir.lock = claim_unused(cfg, run.dir.path)
+            run.dir.path, run.dir.lock = create_run_dir(cfg, run.dir.path)
         new = not holds_a_run(run.dir.path)
         try:
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
@@ -271,9 +264,9 @@ def open_run_dir(run):
 
 
 def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
-    """Clear the claimed directory of anything newer than the step; write config.yaml.
+    """Clear the directory of anything newer than `step`; write config.yaml.
 
-    tokenizer: the folder of the data's, which is copied.
+    tokenizer: the data's folder of it, to be copied.
     """
     out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
     remove_drafts(folder)
@@ -286,10 +279,9 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     if cfg.init_from:
         keep_config(cfg, out_dir, run_dir.resumed_from)
     with atomic_write(out_dir / "config.yaml") as draft:
-        run = run_id(out_dir)  # if it goes on
         # with --max_minutes, each run has its own number of steps
         again = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg
-        write_yaml(again, draft, {"run": run or secrets.token_hex(8), **provenance()})
+        write_yaml(again, draft, {"run": run_id(out_dir) or secrets.token_hex(8), **provenance()})
         start = run_dir.resumed_from
         if start and not checkpoint_at(folder, step):  # it may end before its first save
             start = Checkpoint(start.path.resolve())  # os.link follows no links
@@ -297,18 +289,18 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
 
 
 def discard(out_dir: Path):
-    """Delete what would make a directory without a run look like one that holds it."""
+    """Delete all that would make a directory without a run look like one."""
     with contextlib.suppress(OSError):
         (out_dir / "config.yaml").unlink(missing_ok=True)
         for checkpoint in named_checkpoints(out_dir / "checkpoints"):
             checkpoint.delete()
         (out_dir / "checkpoints").rmdir()
         (out_dir / "lock").unlink()
-        out_dir.rmdir()  # not if anything else is in there
+        out_dir.rmdir()  # unless anything else is in there
 
 
 def provenance() -> dict[str, str]:
-    """Notes for config.yaml: where this run came from."""
+    """Notes for config.yaml on the origin of this run."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
@@ -321,7 +313,7 @@ def provenance() -> dict[str, str]:
 
 
 def summary(run_dir: Path) -> dict:
-    """A run that has ended, for --json; null for the unknown."""
+    """A run that has ended, for --json; null for unknown values."""
     logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
     out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
     figures, folder = out["figures"], run_dir / "checkpoints"
@@ -336,7 +328,7 @@ def summary(run_dir: Path) -> dict:
 
 
 def tensorboard_folder(cfg, out_dir: Path) -> Path | bool:
-    """Where event files go; several runs may share one --tensorboard_dir."""
+    """The folder of event files; several runs may share one --tensorboard_dir."""
     if not cfg.tensorboard or not cfg.tensorboard_dir:
         return cfg.tensorboard
     name = f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")

@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint holds it: saved, restored, compared with this run."""
+"""The state of a run in a checkpoint: saved, restored, compared with this run."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ from steady.ranks.parallel import release
 from steady.ranks.ranks import shared_notes
 from steady.tokens.files import split_weight
 
-# Options of a group of parameters that flags and the device decide. Others are the optimizer's
-# own, such as the step size that Prodigy estimates: state, as a checkpoint holds it.
+# Options of a parameter group that come from flags and the device. All others are state of the
+# optimizer, such as the step size that Prodigy estimates, and are restored.
 OF_THIS_RUN = {"params", "lr_scale", "weight_decay", "betas", "momentum", "eps",
                "foreach", "fused", "capturable"}
 
@@ -40,18 +40,18 @@ class Progress:
     best_loss: float = math.inf  # lowest validation loss, at best_step
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
-    waited: int = 0  # evaluations since that of best_step
-    evaluated: dict = field(default_factory=dict)  # what best_loss is of
-    max_steps: int = UNKNOWN  # as --max_minutes or the schedule `plateau` has set it
+    waited: int = 0  # evaluations since the best one
+    evaluated: dict = field(default_factory=dict)  # the validation data and options of best_loss
+    max_steps: int = UNKNOWN  # if set by --max_minutes or the schedule `plateau`
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
 
     def state(self) -> tuple:
-        """What tells two states of a run apart: a checkpoint is saved if any of it changed."""
+        """A checkpoint is saved if any of this has changed since the last one."""
         return self.step, self.position, self.evaluated_step, self.best_step
 
 
 def make_writer(run) -> Writer | None:
-    """The writer of what this rank holds; None where a rank before it writes the same."""
+    """The writer of this rank's state; None if a rank before it writes the same."""
     cfg, progress, ranks, size = run.cfg, run.progress, run.ranks, run.ranks.shards.size
     attempt = ranks.broadcast(os.urandom(4).hex())
     if ranks.rank >= size:
@@ -64,10 +64,9 @@ def make_writer(run) -> Writer | None:
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     """Start writing the checkpoint of this step, unless this state is saved already.
 
-    As the best one, too, if it is. There is no generator state: random numbers are a function of
-    (seed, step, rank). alone: other ranks may be gone, and what the device was given since the last
-    update may never end. The tensors are those of the run itself, which no step changes before the
-    next update: on CUDA they are copied until then.
+    Without generator states: random numbers are a function of (seed, step, rank). The tensors are
+    the run's own, which stay as they are until the next update; on CUDA they are copied by then.
+    alone: other ranks may be gone, and work given to the device since the update may never end.
     """
     progress, writer, shards, data = run.progress, run.dir.writer, run.ranks.shards, run.train_data
     if run.dir.saved == progress.state():
@@ -95,28 +94,42 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
 
 
 def parameter_names(run, optimizer) -> list[str]:
-    """Names of the parameters that an optimizer holds, in its order."""
+    """Names of an optimizer's parameters, in its order."""
     names = {id(p): name for name, p in run.ranks.shards.parameters.items()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()
 def load_checkpoint(run, checkpoint: Checkpoint):
-    """Restore `run` from a checkpoint that has been verified; returns once all ranks have read it.
+    """Restore `run` from a verified checkpoint; returns once all ranks have read it.
 
-    Each rank reads its own rows, from however many parts. Raises ConfigError if the checkpoint does
-    not belong to this run, or another run has replaced it for some ranks.
+    Each rank reads its own rows, from any number of parts. Raises ConfigError if the checkpoint is
+    not of this run, or if another run replaced it before all ranks had read it.
     """
     require_shared(checkpoint.path)
     states = checkpoint.states(mmap=True)  # verified just now, so it is in memory
     refuse_changes(run, checkpoint, states[0])
-    shards, progress, guard = run.ranks.shards, run.progress, run.guard
+    shards, guard = run.ranks.shards, run.guard
     state = join(states, shards.rows, copy=True)
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors))
-    if run.ema:  # which begins here where the checkpoint has none
+    if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)
     release(run.model)
+    restore_optimizers(run, checkpoint, state)
+    restore_progress(run, state)
+    mine = run.progress.state()
+    if not run.ranks.minimum(int(run.ranks.broadcast(mine) == mine)):
+        raise ConfigError(f"{checkpoint}: was replaced while the ranks read it; start again")
+    guard.nonfinite.copy_(state["nonfinite"])
+    if guard.spikes:
+        guard.spikes.restore(state["spikes"])
+    guard.replicas.agreed = run.progress.step
+    run.dir.saved = mine
+
+
+def restore_optimizers(run, checkpoint: Checkpoint, state: dict):
+    """Give each parameter, by name, its optimizer state. Raises ConfigError."""
     held = [parameter_names(run, optimizer) for optimizer in run.optimizers]
     if [set(names) for names in held] != [set(names) for names in state["optimizer_names"]]:
         raise ConfigError(f"{checkpoint}: its optimizers hold other parameters; resume with the "
@@ -133,38 +146,34 @@ def load_checkpoint(run, checkpoint: Checkpoint):
         optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
-    evaluated, first = progress.evaluated, progress.step == 0
-    max_steps = progress.max_steps  # as this process has set it, where it goes back
-    for name, value in vars(progress).items():
+
+
+def restore_progress(run, state: dict):
+    """Continue the counts of the checkpoint; options may decide max_steps anew."""
+    cfg, progress = run.cfg, run.progress
+    before = dataclasses.replace(progress)  # as set up, or at a rollback
+    for name, value in vars(before).items():
         setattr(progress, name, state.get(name, value))
-    changed = [name for name in evaluated if progress.evaluated.get(name) != evaluated[name]]
-    if changed:  # losses of which the old ones say nothing
-        if progress.best_step and first and run.ranks.rank == 0:
+    changed = [name for name in before.evaluated
+               if progress.evaluated.get(name) != before.evaluated[name]]
+    if changed:  # its losses cannot be compared with new ones
+        if progress.best_step and before.step == 0 and run.ranks.rank == 0:
             print(f"resume  {', '.join(changed)} changed since step {progress.step}: the best "
                   "validation loss and --patience begin anew", flush=True)
         progress.best_loss, progress.best_step, progress.waited = math.inf, 0, 0
-        progress.evaluated = evaluated
-    mine = progress.state()
-    if not run.ranks.minimum(int(run.ranks.broadcast(mine) == mine)):
-        raise ConfigError(f"{checkpoint}: was replaced while the ranks read it; start again")
-    guard.nonfinite.copy_(state["nonfinite"])
-    if guard.spikes:
-        guard.spikes.restore(state["spikes"])
-    guard.replicas.agreed = progress.step
-    run.dir.saved = progress.state()
-    cfg = run.cfg
+        progress.evaluated = before.evaluated
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
-    progress.max_steps = min(max_steps, progress.max_steps)
+    progress.max_steps = min(before.max_steps, progress.max_steps)
     set_on_the_way = cfg.max_minutes or cfg.lr_schedule == "plateau"
-    if not set_on_the_way or cfg.max_minutes != state["config"].get("max_minutes"):  # or anew
+    if not set_on_the_way or cfg.max_minutes != state["config"].get("max_minutes"):
         progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
 
 
 def copy_weights(checkpoint: Checkpoint, saved: dict, tensors: dict):
-    """Copy a state dict into the tensors of a model. Raises ConfigError where they differ."""
+    """Copy a state dict into the tensors of a model of the same shape. Raises ConfigError."""
     odd = sorted(saved.keys() ^ tensors.keys())
     odd += [name for name in saved.keys() & tensors.keys()
             if saved[name].shape != tensors[name].shape]
@@ -176,7 +185,7 @@ def copy_weights(checkpoint: Checkpoint, saved: dict, tensors: dict):
 
 
 def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
-    """Make best.pt agree with the restored run; returns (loss, step) of what it then holds.
+    """Make best.pt agree with the restored run; returns the (loss, step) now in it.
 
     best.pt is older if a save failed or the process was killed before replacing it, and newer if
     the run continues from an earlier checkpoint.
@@ -199,9 +208,9 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
 
 
 def read_best(best: Checkpoint | None) -> tuple | None:
-    """(validation loss, step) of a checkpoint that was the best when it was saved; else None.
+    """(validation loss, step) of a checkpoint, if it was the best when it was saved; else None.
 
-    Its bytes are not verified: that is for whoever uses the weights.
+    Not verified: whoever uses its weights does that.
     """
     with contextlib.suppress(ConfigError):
         state = best.states("meta")[0] if best else None
@@ -217,8 +226,7 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     compared = weights + fixed_options(cfg, "function")
     if not cfg.eval_only:
         compared += fixed_options(cfg, "trajectory")
-    # an option that is newer than the checkpoint was off: its default
-    was = dataclasses.asdict(type(cfg)()) | saved
+    was = dataclasses.asdict(type(cfg)()) | saved  # an option newer than the checkpoint was off
     changed = {name: f"{was[name]} -> {getattr(cfg, name)}" for name in compared
                if was[name] != getattr(cfg, name)}
     if state.get("tokenizer") != data.tokenizer:

@@ -1,4 +1,4 @@
-"""Writing checkpoints beside training: in a thread, by one rank or by each its shard."""
+"""Writing checkpoints beside training, in a thread: one rank all of it, or each rank its shard."""
 
 import math
 import threading
@@ -32,9 +32,9 @@ class WeightsNotFinite(OSError):
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
-    At most one write is in flight; the next save waits for it. Where the state is sharded over
-    `size` ranks, each has a writer of its part. notes: a store in which they report what they
-    wrote. attempt: a text that no earlier process of this run has used.
+    At most one write is in flight; the next save waits for it. If the state is sharded over `size`
+    ranks, each has a writer of its part. notes: a store for the result of each part. attempt: a
+    text that no earlier process of this run has used.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
@@ -42,20 +42,20 @@ class Writer:
         self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
         self.in_best = best  # (loss, step) of best.pt
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
-        self.hurry = False  # whether some rank may be gone, or be stuck until this one is
+        self.hurry = False  # a rank may be gone, or be stuck until this one is
         self.buffers, self.thread, self.step = {}, None, 0
         self.of_best = False  # whether the write in flight is of better weights
-        self.stream = self.copied = None  # on CUDA: where copies are made, when the newest is done
-        self.count = 0  # of saves begun, the same on all ranks
-        self.failures, self.reason = 0, ""  # saves in a row that failed; why the last did
+        self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
+        self.count = 0  # saves begun, the same on all ranks
+        self.failures, self.reason = 0, ""  # saves in a row that failed; the last error
         self.written = None  # the step of the newest file
 
     def save(self, step: int, state: dict, is_best: bool = False, updated=None):
-        """Copy `state` and have it written as step_N.pt and, if it is the best, as best.pt.
+        """Copy `state` and write it as step_N.pt and, if it is the best, as best.pt.
 
-        From a GPU it is copied beside what comes next, up to the next update: see `finish_copy`.
-        updated: the CUDA event after which the device has `state`, if what it was given since may
-        never end. Raises NotSaved after MAX_FAILURES in a row.
+        A copy from a GPU goes on beside the next forward pass: see `finish_copy`. updated: the
+        CUDA event after which `state` is complete, if work given to the device since may never
+        end. Raises NotSaved after MAX_FAILURES in a row.
         """
         self.wait()
         if self.failures >= MAX_FAILURES:
@@ -86,7 +86,7 @@ class Writer:
             self.copied = None
 
     def copy_to_host(self, value, key: str, seen: dict):
-        """`value` with each tensor copied to the host buffer that belongs to its key."""
+        """`value` with each tensor copied to the host buffer of its key."""
         if isinstance(value, dict):
             return {k: self.copy_to_host(v, f"{key}/{k}", seen) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -132,7 +132,7 @@ class Writer:
                   f"{MAX_FAILURES}): {self.reason}", flush=True)
 
     def write_files(self, path: Path, step: int, state: dict):
-        """Write one checkpoint. Raises what went wrong, on rank 0 also for another rank."""
+        """Write one checkpoint. Raises the error, on rank 0 also of another rank."""
         if self.size == 1:
             try:
                 self.write_file(path, step, state)
@@ -147,7 +147,7 @@ class Writer:
         try:
             path.mkdir(exist_ok=True)
             self.write_file(path / names[self.rank], step, state)
-            sync_directory(self.folder)  # which has the name of the new folder
+            sync_directory(self.folder)  # it has the name of the new folder
         except Exception as e:
             full = lack_of_space(e)
             note = f"{full.errno}: {full.strerror}" if full else f"{type(e).__name__}: {e}"
@@ -158,7 +158,7 @@ class Writer:
             until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
             for rank, name in enumerate(names):
                 self.wait_for_part(path / name, rank, f"{save} {rank}", until)
-            Checkpoint(path).clean(kept=names)  # what was replaced goes
+            Checkpoint(path).clean(kept=names)  # without parts of older saves
 
     def write_file(self, path: Path, step: int, state: dict):
         state = dict(state)
@@ -168,7 +168,7 @@ class Writer:
         self.written = step
 
     def wait_for_part(self, file: Path, rank: int, key: str, until: float):
-        """Until this rank has left its note. Raises OSError if its part is not there."""
+        """Wait for the note of this rank. Raises OSError if its part is not there."""
         while not self.notes.check([key]):
             if self.hurry or time.monotonic() > until:
                 raise OSError(f"rank {rank} has not written its part")
@@ -184,9 +184,9 @@ class Writer:
                           f"or not to {SHARED}")
 
     def best(self) -> tuple[float, int]:
-        """(validation loss, step) of the weights in best.pt; waits for those on their way there.
+        """(validation loss, step) of the weights in best.pt; waits for any on their way there.
 
-        Where ranks write parts, the folder of this step is cleared before they write to it again.
+        If ranks write parts, also until rank 0 has cleaned the folder that they may write to next.
         """
         if self.size > 1 or self.of_best:
             self.wait()

@@ -214,14 +214,14 @@ def save_if_sound(run, error: BaseException):
     """
     if isinstance(error, ReplicasDiffer):
         if run.ranks.rank == 0:
-            set_doubtful_aside(run.dir.writer, error)
+            quarantine(run.dir.writer, error)
         return
     rescue(run, error)
     if out_of_memory(error):
         raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 
 
-def set_doubtful_aside(writer, error: ReplicasDiffer):
+def quarantine(writer, error: ReplicasDiffer):
     """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
     if error.agreed is None:
         return
