@@ -1,4 +1,4 @@
-"""Conversations as a tokenizer's chat template writes them; what assistants say counts."""
+"""Conversations, written by a tokenizer's chat template; the loss counts what assistants say."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from steady.options import ConfigError
 
 Part = tuple[str, bool]  # text, and whether the loss counts it
 
-PLACE = "\0the reply\0"  # stands where a template puts the content of a message
+PLACE = "\0the reply\0"  # stands in for the content of a message
 ROLES = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant",
              tool="tool")  # of a message with `from` and `value`
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # 0: not in the loss
@@ -20,12 +20,12 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part]], Counter]:
-    """The documents of a conversation; counts for the summary.
+    """The documents of a conversation, and counts for the summary.
 
-    keys: those that hold it, one of read.RECORDS. Replies are what the template marks as generated.
-    Where it has no marks, a reply begins where the template, asked for the next one, leaves off;
-    and where it writes earlier turns differently when more follow, as Qwen3's, which drops their
-    thoughts, each reply ends a document of its own. Raises ValueError where none of this works.
+    keys: one of read.RECORDS. The template may mark replies as generated. Otherwise a reply begins
+    at the end of the template's generation prompt. If the template rewrites earlier turns as the
+    chat goes on (Qwen3's drops their thoughts), each reply ends a document of its own. Raises
+    ValueError if none of this works.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
@@ -44,16 +44,15 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
 
 
 def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Counter]:
-    """As chat_documents; replies of weight 0, and empty ones, are prompt."""
+    """As chat_documents; empty replies and those of weight 0 are prompt."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    counted = [i for i in replies if messages[i].get("weight", 1)]
-    empty = [i for i in counted if is_empty(tokenizer, messages[: i + 1], tools)]
-    counted = [i for i in counted if i not in empty]
-    counts = Counter({("empty replies", "not in the loss"): len(empty)})
+    weighted = [i for i in replies if messages[i].get("weight", 1)]
+    counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
+    counts = Counter({("empty replies", "not in the loss"): len(weighted) - len(counted)})
     whole = apply(tokenizer, messages, tools)
     parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
     if not parts:
-        # a greeting, at 0, answers nobody
+        # a greeting, at 0, is no reply
         turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
         parts = one_document(whole, turns, tokenizer.eos_token)
     documents = [parts] if parts else [
@@ -65,7 +64,7 @@ def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Count
 
 
 def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
-    """Whether the last message is a reply that says nothing, also beside its content."""
+    """Whether the last message, a reply, says nothing, not even beside its content."""
     reply = messages[-1]
     if reply["content"].strip() or reply.get("tool_calls"):
         return False
@@ -75,18 +74,19 @@ def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
 
 
 def left_out(messages: list[dict], text: str) -> Iterator[str]:
-    """The names of all values of the messages that are not in the text, such as user.name.
+    """Names, such as user.name, of all values missing in the text, as they are and in JSON.
 
-    But for white space, and as they are or in JSON. Raises ValueError where that makes another
-    conversation: system prompts and thoughts may be rewritten, questions and calls may not.
+    Ignores white space. Raises ValueError if that changes the conversation: templates may rewrite
+    system prompts and thoughts, but not questions and calls.
     """
     text = squeeze(text)
     for message in messages:
         role = message.get("role", "")
         for name, value in leaves(message, role):
-            if name == f"{role}.role" or name == f"{role}.weight" and not value:
+            as_json = json.dumps(value, ensure_ascii=False)
+            if squeeze(str(value)) in text or squeeze(as_json).strip('"') in text:
                 continue
-            if is_in(value, text):
+            if name == f"{role}.role" or name == f"{role}.weight" and not value:
                 continue
             if name == f"{role}.content" and role not in ("system", "assistant"):
                 raise ValueError(f"the chat template leaves out what {role} says")
@@ -95,13 +95,8 @@ def left_out(messages: list[dict], text: str) -> Iterator[str]:
             yield name
 
 
-def is_in(value, text: str) -> bool:
-    as_json = json.dumps(value, ensure_ascii=False)
-    return squeeze(str(value)) in text or squeeze(as_json).strip('"') in text
-
-
 def leaves(x, name: str = "") -> Iterator[tuple[str, object]]:
-    """All values inside, each with its name, which has the keys on the way to it."""
+    """All values inside x, each with the keys on its path as its name."""
     if isinstance(x, dict):
         for key, value in x.items():
             yield from leaves(value, f"{name}.{key}".lstrip("."))
@@ -117,23 +112,23 @@ def squeeze(text: str) -> str:
 
 
 def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
-    """The conversation up to reply i: its prompt, and prompt and reply. Raises ValueError."""
+    """(the prompt of reply i, prompt and reply). Raises ValueError."""
     before = apply(tokenizer, messages[:i], tools, add_generation_prompt=True)
     after = apply(tokenizer, messages[: i + 1], tools)
     if after.startswith(before):
         return before, after
-    # the template writes the prompt differently when a reply follows: the reply goes after the
-    # prompt, from where both have the last thing that was said
+    # The template writes the prompt differently once a reply follows. So append the reply to the
+    # prompt, after the last words common to both.
     content = messages[i]["content"]
     placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
     head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
     reply = after.removeprefix(head)
     if content.strip() not in reply and "tool_calls" not in messages[i]:
-        reply = content + tail  # DeepSeek's leaves out what was thought
+        reply = content + tail  # DeepSeek's drops the thought
     asked = messages[i - 1]["content"].strip() or "\n"
     begun, written = (text.rpartition(asked)[2] for text in (before, head))
     if begun.startswith(written) and not (written + reply).startswith(begun):
-        # DeepSeek's begins a thought, which this reply lacks
+        # DeepSeek's begins a thought that this reply lacks
         before = before.removesuffix(begun) + written
         begun = written
     if not after.startswith(head) or not (written + reply).startswith(begun):
@@ -146,9 +141,9 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
 
 
 def expect(kind: type, value, name: str):
-    """The value of this name, if it is of this kind. Raises ValueError.
+    """The value, if it is of this kind. Raises ValueError.
 
-    Lists and objects may be in JSON, as they often are in Parquet.
+    Lists and objects may come as JSON, as they often do in Parquet.
     """
     if kind is not str and isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -160,7 +155,7 @@ def expect(kind: type, value, name: str):
 
 
 def read_messages(record: dict, keys: tuple) -> list[dict]:
-    """The messages of a record as templates take them."""
+    """The messages of a record in the form of templates."""
     record = without_none(record)
     messages, system = [], expect(str, record.get("system", ""), "system")
     if keys[0] == "instruction":
@@ -182,8 +177,8 @@ def read_messages(record: dict, keys: tuple) -> list[dict]:
 
 
 def read_message(message: dict) -> dict:
-    """With role and content, with the arguments of tool calls as objects, and with weight 0 for a
-    reply that one of FLAGS leaves out of the loss."""
+    """With role and content, arguments of tool calls as objects, and weight 0 for a reply that one
+    of FLAGS leaves out of the loss."""
     if "from" in message and "role" not in message:
         role = expect(str, message.pop("from"), "from")
         if role not in ROLES:
@@ -191,13 +186,13 @@ def read_message(message: dict) -> dict:
         message |= dict(role=ROLES[role], content=message.pop("value"))
     role = expect(str, message["role"], "role")
     for name, other in dict(function_call="tool_calls", mask="weight, 0 or 1,").items():
-        if name in message:  # an older form; of two meanings
+        if name in message:  # outdated; ambiguous
             raise ValueError(f"{role}.{name}: expected {other} in its place")
     flags = {name: message.pop(name) for name in FLAGS if name in message}
     for name, value in flags.items():
         if value not in (0, 1):
             raise ValueError(f"{role}.{name}: expected 0 or 1, false or true")
-    if role != "assistant":  # whose flags of 1 have no effect, and are found to be left out
+    if role != "assistant":  # flags of 1 have no effect, and are counted as left out
         message |= {name: True for name, value in flags.items() if value}
     elif not all(flags.values()):
         message["weight"] = 0
@@ -211,7 +206,7 @@ def read_message(message: dict) -> dict:
     if calls:
         message = dict(content="") | message | dict(tool_calls=calls)
     name = f"{role}.content"
-    if isinstance(message["content"], list):  # of parts, which many templates would drop
+    if isinstance(message["content"], list):  # of parts; many templates would drop them
         for part in message["content"]:
             if {"type": "text"} | expect(dict, part, name) != dict(type="text", text=part["text"]):
                 raise ValueError(f"{name}: expected parts of type text, found {', '.join(part)}")
@@ -221,7 +216,7 @@ def read_message(message: dict) -> dict:
 
 
 def without_none(x):
-    """Without keys of None, which Parquet has where other rows have a value."""
+    """Without keys of None: in Parquet, those of other rows."""
     if isinstance(x, dict):
         return {k: without_none(v) for k, v in x.items() if v is not None}
     return [without_none(v) for v in x] if isinstance(x, list) else x
@@ -240,7 +235,7 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
 
 
 def end_of_turn(tokenizer) -> int | None:
-    """The special token that the template writes after a reply; None if it writes another text."""
+    """The special token written after a reply; None if the template writes other text."""
     try:
         text = apply(tokenizer, [dict(role="user", content="a"),
                                  dict(role="assistant", content=PLACE)], None)
@@ -252,7 +247,7 @@ def end_of_turn(tokenizer) -> int | None:
 
 
 def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
-    """By the template's {% generation %} marks; None where it has none."""
+    """Parts by the template's {% generation %} marks; None without marks."""
     if not MARKED.search(tokenizer.get_chat_template(tools=tools)):
         return None
     encoded = apply(tokenizer, messages, tools, tokenize=True, return_dict=True,
@@ -268,7 +263,7 @@ def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
 
 
 def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Part] | None:
-    """The conversation, if the template writes each turn the same whatever follows."""
+    """The whole conversation; None if the template rewrites any turn later."""
     parts, done = [], 0
     for before, after in turns:
         if not whole.startswith(after):
@@ -281,10 +276,10 @@ def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Par
 
 
 def end_at_eos(parts: list[Part], eos: str) -> list[Part]:
-    """Without empty parts, and without the white space that follows the last end-of-text."""
+    """Without empty parts, and without white space after the last end-of-text."""
     parts = [part for part in parts if part[0]]
     if parts and parts[-1][0].rstrip().endswith(eos):
-        parts[-1] = parts[-1][0].rstrip(), parts[-1][1]  # the document ends there
+        parts[-1] = parts[-1][0].rstrip(), parts[-1][1]
     elif len(parts) > 1 and not parts[-1][0].strip() and parts[-2][0].endswith(eos):
         parts.pop()  # white space outside the marks
     return parts

@@ -36,17 +36,17 @@ DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema
 
 
 class Charts:
-    """What the page shows of a run besides its report, from its rows, one after another."""
+    """Collects, row by row, the parts of the page that the report lacks."""
 
     def __init__(self):
         self.columns = {}  # name → (steps, values)
         self.starts, self.samples = [], []  # starts: the first step of each process
 
     def add(self, row: dict):
-        first = "perf/startup_s" in row  # the first step of a process, which takes long
+        first = "perf/startup_s" in row  # the first step of a process, too slow to draw
         for name, value in row.items():
-            if DRAWN.match(name) and isinstance(value, (int, float)) and not (
-                    first and name.startswith("perf/")):
+            drawn = DRAWN.match(name) and not (first and name.startswith("perf/"))
+            if drawn and isinstance(value, (int, float)):
                 steps, values = self.columns.setdefault(name, (array("d"), array("d")))
                 steps.append(row["step"])
                 values.append(value)
@@ -56,25 +56,18 @@ class Charts:
             self.starts.append(row["step"])
 
     def data(self, found: dict, points: int) -> dict:
-        """All of it; found: the report of the run."""
-        return dict(
-            name=found["run"],
-            step=found["step"],
-            verdict=found["verdict"],
-            figures=found["figures"],
-            seconds=found["seconds"],
-            events=events_of(found, self.starts),
+        """A run for page.js; found: its report."""
+        return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
+            name=found["run"], events=events_of(found, self.starts),
             lines={name: thin(*column, points) for name, column in self.columns.items()},
-            samples=self.samples[-MOST_SAMPLES:],
-            config=read_config(Path(found["run"])),
-        )
+            samples=self.samples[-MOST_SAMPLES:], config=read_config(Path(found["run"])))
 
 
 def thin(steps: array, values: array, points: int) -> list[list]:
-    """[steps, values]: of at most so many groups, the last step and the mean of what is finite."""
+    """[steps, values] of at most so many groups: the last step, the mean of finite values."""
     starts = np.arange(min(len(steps), points)) * len(steps) // min(len(steps), points)
     finite = np.isfinite(values)
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN where a group has none
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN for a group without
         means = (np.add.reduceat(np.where(finite, values, 0.0), starts)
                  / np.add.reduceat(finite.astype(int), starts))
     return [np.maximum.reduceat(steps, starts).astype(int).tolist(),
@@ -82,11 +75,10 @@ def thin(steps: array, values: array, points: int) -> list[list]:
 
 
 def events_of(found: dict, starts: list[int]) -> list[dict]:
-    """[{kind, step, until, text}] of what happened, in order of steps."""
+    """[{kind, step, until, text}], in order of steps."""
     kinds = {"slower": "slow-down", "slow": "slow from the start"}
     out = [dict(kind=kinds.get(each.code, each.code), step=each.since, until=each.until,
-                text=str(each))
-           for each in found["findings"]]
+                text=str(each)) for each in found["findings"]]
     out += [dict(kind="anomaly", step=row["step"], text=describe_anomaly(row))
             for row in found["anomalies"][:MOST_ANOMALIES]]
     out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
@@ -108,7 +100,7 @@ def read_config(run_dir: Path) -> dict[str, str]:
 
 
 def page_data(run_dirs: list[Path]) -> dict:
-    """What page.js draws."""
+    """The data for page.js."""
     runs = []
     for run_dir in run_dirs:
         charts = Charts()
@@ -118,7 +110,7 @@ def page_data(run_dirs: list[Path]) -> dict:
 
 
 def page(data: dict) -> str:
-    """The page as HTML. It may run its own script only, and load nothing from elsewhere."""
+    """The page as HTML: runs its own script only, loads nothing."""
     license, library, own = ((PARTS / name).read_text("utf-8") for name in (
         "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
     script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
@@ -128,7 +120,7 @@ def page(data: dict) -> str:
         "{{digest}}": digest,
         "{{style}}": (PARTS / "uPlot.min.css").read_text("utf-8"),
         "{{script}}": script,
-        # ends no element and begins no comment; the last, since it may hold anything
+        # ends no element and begins no comment; last, since it may contain any text
         "{{data}}": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     }.items():
         out = out.replace(mark, text)
@@ -136,7 +128,7 @@ def page(data: dict) -> str:
 
 
 def write_page(run_dirs: list[Path], file: Path) -> str:
-    """What was written, as a line. Raises OSError, also if something that is no page is there."""
+    """Returns a line for the screen. Raises OSError, also if another kind of file is there."""
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
         raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
     text = page(page_data(run_dirs))

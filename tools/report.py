@@ -30,7 +30,7 @@ def side_by_side(reports: list[dict]) -> str:
     kinds = [codes[0] if codes else "ok" for codes in trends]
     lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
-        if not any(values):  # a phase that none of them had
+        if not any(values):  # a phase of no run
             continue
         cells = []
         for value in values:
@@ -42,10 +42,9 @@ def side_by_side(reports: list[dict]) -> str:
 
 
 def regression_percent(reports: list[dict]) -> float:
-    """How much slower the slowest of the later runs is than the first, in time per token.
+    """How much more time per token the slowest later run takes than the first; NaN if unknown.
 
-    Of a single run: how much slower its steps are at the end, as far as its verdict says so. NaN if
-    a run has no throughput.
+    For a single run: the largest slow-down reported that lasts to its end.
     """
     if len(reports) > 1:
         rates = [r["figures"].get("perf/tokens_per_second", math.nan) for r in reports]
@@ -56,7 +55,7 @@ def regression_percent(reports: list[dict]) -> float:
 
 
 def refuse_other_models(run_dirs: list[Path]):
-    """Raise ConfigError where times of the runs say nothing of one another."""
+    """Raise ConfigError for models too different to compare their times."""
     first = read_config(run_dirs[0])
     for path in run_dirs[1:]:
         other = read_config(path)
@@ -69,9 +68,9 @@ def refuse_other_models(run_dirs: list[Path]):
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0; 2 if a run cannot be read; 3 if one is slower than was allowed."""
+    """Exit code 0; 2 if a run cannot be read; 3 if one is slower than allowed."""
     if argv[:1] == ["compare"]:
-        from tools.compare import compare  # and with it all that trains
+        from tools.compare import compare  # imports all of training
         return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
     if argv[:1] == ["try"]:
         from tools.trial import main as trial
@@ -81,14 +80,14 @@ def main(argv: list[str]) -> int:
 
 def print_reports(argv: list[str]) -> int:
     parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
-                    "the time of a run went, whether it slowed down, since when and why.",
+                    "the time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
                     "`monitor.py try RUN` measures what other options would gain.")
     parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--fail_on_regression", type=float,
-                        metavar="PERCENT", help="exit with 3 if a run is slower than the first by "
-                        "more than this, or a single run has slowed down by more")
+                        metavar="PERCENT", help="exit with 3 if a later run is slower than the "
+                        "first by more than this, or a single run has slowed down by more")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
     args = read_flags(parser, argv)

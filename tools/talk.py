@@ -1,6 +1,6 @@
-"""python model.py chat: a conversation with a model, which keeps its history.
+"""python model.py chat: a conversation with a model.
 
-Where the input is not a terminal, all of it is one prompt, and only the answer is printed.
+Input from a pipe or a file is one prompt, and only the answer is printed.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def with_system(system: str) -> list[dict]:
 
 
 def fit(writer, system: str, history: list[dict]) -> list[int]:
-    """The ids of the conversation, without its oldest turns where they leave no room to answer."""
+    """The ids of the conversation; drops the oldest turns until there is room for an answer."""
     context = writer.context()
     while True:
         ids = writer.chat_ids([*with_system(system), *history])
@@ -73,13 +73,13 @@ def fit(writer, system: str, history: list[dict]) -> list[int]:
 
 
 class Answer:
-    """Prints an answer while it is written, in complete characters; Ctrl-C leaves its `text`."""
+    """Prints an answer as it is written, in complete characters, and keeps it as `text`."""
 
     def __init__(self, writer, prompt: list[int]):
         self.writer, self.prompt, self.text = writer, prompt, ""
-        # decoded behind the prompt, since SentencePiece's decoders drop a space at the beginning
+        # decoded after the prompt: SentencePiece's decoders drop a space at the beginning
         self.ids = prompt[-32:]
-        self.begin, self.done = 0, len(self.ids)  # what is decoded again; what is printed
+        self.begin, self.done = 0, len(self.ids)  # start of the text decoded again; printed
 
     def write(self):
         try:

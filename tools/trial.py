@@ -1,9 +1,9 @@
-"""python monitor.py try RUN: what would another option gain? Measured on the run's own model.
+"""python monitor.py try RUN: the gain of other options, measured on the run's model.
 
-Builds the model of the run's config.yaml with random weights and tokens; the run is not touched. A
-step as it is and one with a single option changed take turns, nine each: forward and backward
-passes, clipping, optimizer. A gain is the median of the differences. It is not clear where their
-quartiles include 0, or where threads waited for a core for over 10 % of the time.
+Builds the model of the run's config.yaml with random weights and tokens, and leaves the run alone.
+A step as it is and one with a single option changed take turns, nine each: forward and backward
+passes, clipping, optimizer. The gain is the median of the differences. It is unclear if their
+quartiles include 0, or if threads waited for a core over 10 % of the time.
 """
 
 import contextlib
@@ -56,13 +56,13 @@ class Trial:
         self.documents = trial_documents(self.tokens, varlen) if packed else None
 
     def turn(self) -> tuple[float, float]:
-        """(ms of a step, the share of them in which a thread waited for a core)."""
-        if torch.get_num_threads() != self.threads:  # which empties caches
+        """(ms of a step, the share of it in which a thread waited for a core)."""
+        if torch.get_num_threads() != self.threads:  # setting it empties caches
             torch.set_num_threads(self.threads)
             self.turn()
         devices.set_attention_backend(self.cfg.attention)
         before, times = machine.threads(), [self.now()]
-        for _ in range(min(2, self.passes)):  # the second adds to gradients, as all later ones
+        for _ in range(min(2, self.passes)):  # the second stands for all later ones
             with self.autocast:
                 losses = self.model(self.tokens, self.tokens, self.documents)
             losses.mean().backward()
@@ -128,7 +128,7 @@ def judge(option: str, base: Trial, other: Trial) -> Finding:
     """What the option of `other` gains, in ms/step."""
     pairs = []
     for i in range(WARM_UP + TURNS):
-        way = (-1) ** i  # which of them is first, by turns
+        way = (-1) ** i  # they take turns at being first
         pairs.append([trial.turn() for trial in (base, other)[::way]][::way])
     pairs = np.array(pairs[WARM_UP:])  # [turns, of the two, (ms, share)]
     low, gain, high = np.quantile(pairs[:, 0, 0] - pairs[:, 1, 0], QUARTILES).tolist()
@@ -153,7 +153,7 @@ def tried(run_dir: Path) -> Finding:
     waits = [row["perf/cpu_queue_ms"] / row["perf/step_ms"] for row in logs
              if "perf/cpu_queue_ms" in row]
     clear = (max(turns[:, 1].mean(), np.median(waits or 0.0)) <= MOST_QUEUED
-             and now["cfg"].data_mode != "documents")  # whose rows are shorter
+             and now["cfg"].data_mode != "documents")  # their rows are shorter
     step = float(np.median([row["perf/step_ms"] for row in logs]))
     values = dict(own_ms=ours, alone_ms=alone[1], added_ms=None)
     if clear and low > APART * alone[2]:

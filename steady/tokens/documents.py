@@ -15,8 +15,8 @@ class Dataset:
     """One source of the mixture. A subclass defines its samples.
 
     n_samples; `read(samples, length, pad)`: the first three fields of a Batch; `find(sample,
-    column)`: the file and the index in it of a token; `row_lengths_vary`: whether batches need
-    padding; where samples are documents, `lengths` and `targets`: tokens and counted targets.
+    column)`: the file of a token and its index there; `row_lengths_vary`: whether batches need
+    padding; for documents also `lengths` and `targets`: tokens and counted targets of samples.
     """
 
     details = ""  # for the screen

@@ -1,13 +1,11 @@
-"""Token files: reading and writing them and their sidecars."""
+"""Token files and their sidecars, read and written."""
 
 import hashlib
 import json
 import os
 import platform
-import shutil
 import sysconfig
 import tempfile
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,8 +20,8 @@ BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 e
 WIDTH_SAMPLE = 1 << 15  # tokens of a file, to see how wide its ids are
 CONVERT = "np.asarray(ids, np.uint32).tofile(PATH)"
 GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
-SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # of a file, to notice that its content was replaced
-MANY_FILES, FEW_BLOCKS = 16, 4  # of more files than these, each is sampled in so few places
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # read from each file to notice other content
+MANY_FILES, FEW_BLOCKS = 16, 4  # blocks of each file if there are more files than this
 
 IGNORE = -100  # a target that the loss ignores; torch's default
 
@@ -33,7 +31,7 @@ IGNORE = -100  # a target that the loss ignores; torch's default
 def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     """The token files of `split` ("train" or "val") in a folder, or the file `path` itself.
 
-    Raises ConfigError, which names `option`.
+    Raises ConfigError, naming `option`.
     """
     root = Path(os.path.expanduser(path))
     if root.is_dir():
@@ -49,7 +47,7 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
 def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     """(name, token files, weight or None) of each PATH[:WEIGHT] that `option` names.
 
-    Without those that have no validation data, where `option` is --data. Raises ConfigError.
+    For --data, sources without validation data are left out. Raises ConfigError.
     """
     found, sources = [], [split_weight(spec, option) for spec in paths]
     if len({weight is None for _, weight in sources}) > 1:
@@ -75,10 +73,9 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
 class TokenFile:
     """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
 
-    tokens [n_tokens]; blocks [n, seq_len + 1], where the last token of a block is also the first of
-    the next, and a shorter rest at the end is dropped; mask [n_tokens], 0 for prompts, or None.
-
-    Raises ConfigError if the size of the file contradicts its format.
+    tokens [n_tokens]; blocks [n, seq_len + 1], overlapping by one token, without a shorter rest;
+    mask [n_tokens], 0 for prompts, or None. Raises ConfigError for a size that contradicts the
+    format.
     """
 
     def __init__(self, path: Path, seq_len: int):
@@ -105,7 +102,7 @@ class TokenFile:
         self.is_typed = "dtype" in self.meta or self.offset > 0
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
-        if not self.is_typed:  # every second uint16 of larger ids is their upper half: 0, or little
+        if not self.is_typed:  # in larger ids, every second uint16 is an upper half: a small number
             start = self.tokens[:WIDTH_SAMPLE]
             if len(start) >= 64 and start[1::2].max() <= 3 < start.max():
                 self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
@@ -121,7 +118,7 @@ class TokenFile:
                                   f"{self.n_tokens:,} tokens of {path.name}")
             self.mask = np.asarray(np.memmap(masked, np.uint8, "r"))
 
-    def __reduce__(self):  # a loader process that is not forked maps the file itself
+    def __reduce__(self):  # loader processes that are not forked map the file again
         return TokenFile, (self.path, self.seq_len)
 
     def refuse_type(self, reason: str):
@@ -130,33 +127,33 @@ class TokenFile:
                           f"ids of 8 bytes first become uint32: {CONVERT}")
 
     def require_complete(self):
-        """Raise ConfigError if the file was cut since: touching what is gone kills the process."""
+        """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
         for path, then in self.found.items():
             try:
                 now = os.stat(path)
             except OSError:
-                continue  # deleted or out of reach: what is mapped stays
+                continue  # deleted or out of reach: the mapping stays valid
             if os.path.samestat(now, then) and now.st_size < then.st_size:
                 raise ConfigError(f"{path}: was cut to {now.st_size:,} bytes while in use; "
                                   f"expected {then.st_size:,}: bring it back and use "
                                   "--auto_resume")
 
     def fingerprint(self, n_files: int) -> list:
-        """What must be the same for a run to continue; not the folder, since data may be moved.
+        """Identifies the data for a resume, wherever it lies.
 
-        Name, tokens, checksum, and a hash of samples of the file, its .docs and its .mask, which
-        is shorter for one of many files.
+        Name, tokens, checksum, and a hash of blocks spread evenly over the file, its .docs and its
+        .mask: reads of constant size.
         """
+        blocks = FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS
         files = {suffix: Path(f"{self.path}{suffix}") for suffix in ("", ".docs", ".mask")}
         files = {suffix: path for suffix, path in files.items() if path.exists()}
-        many = n_files > MANY_FILES
-        sample = sampled_hash(files, FEW_BLOCKS)[:16] if many else sampled_hash(files)
+        sample = sampled_hash(files, blocks)
         return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
 
     def documents(self) -> np.ndarray:
-        """[documents + 1]: the token at which each begins, and the end of the last.
+        """Where each document begins, and the end: [documents + 1].
 
-        Raises ConfigError if there is no .docs file, or one of another token file.
+        Raises ConfigError for a missing .docs file, or one of another token file.
         """
         path = Path(f"{self.path}.docs")
         if not path.exists():
@@ -170,7 +167,7 @@ class TokenFile:
         return at
 
     def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """How many tokens the loss counts in each document begins[i] … ends[i], cut at seq_len."""
+        """Tokens in the loss of each document begins[i] … ends[i], cut at seq_len."""
         stops = np.minimum(ends, begins + 1 + self.seq_len)
         if self.mask is None or not len(begins):
             return stops - begins - 1
@@ -180,22 +177,21 @@ class TokenFile:
 
 
 def sampled_hash(files: dict[str, Path], blocks: int = SAMPLE_BLOCKS) -> str:
-    """Hash of blocks spread evenly over each of these files, by name: a constant time."""
+    """A hash of the sizes of files, by name, and of blocks spread evenly over each."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in files.items():
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{name}:{size};".encode())
             last = max(0, size - SAMPLE_BYTES)
-            places = {last * i // (blocks - 1) for i in range(blocks)}
-            for place in sorted(places):
+            for place in sorted({last * i // (blocks - 1) for i in range(blocks)}):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def read_sidecar(path: Path) -> dict:
-    """What a token file says of itself; {} without a sidecar. Raises ConfigError."""
+    """The sidecar of a token file; {} if there is none. Raises ConfigError."""
     if not path.exists():
         return {}
     try:
@@ -219,7 +215,7 @@ def read_sidecar(path: Path) -> dict:
 def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     """(vocabulary size, name of the tokenizer, its folder, end-of-text id) of files used together.
 
-    vocab_size: the one asked for, or None. Raises ConfigError if the files do not go together.
+    vocab_size: as in the options, or None. Raises ConfigError if the files do not go together.
     """
     metas = [file.meta for file in files]
     of_data = max(meta.get("vocab_size", vocab_size or GPT2_VOCAB) for meta in metas)
@@ -242,15 +238,15 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
 
 
 def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | None]:
-    """"PATH:WEIGHT" → (path, weight); the weight is None where there is none."""
+    """"PATH:WEIGHT" → (path, weight); weight may be None."""
     path, _, text = spec.rpartition(":")
-    try:  # not yet as a Fraction: the exact value of 1e999999999 would fill the memory
+    try:  # as a Fraction, 1e999999999 would fill the memory
         weight = float(text)
     except ValueError:
         return spec, None  # the colon belongs to the path
     if not path:
         return spec, None
-    if not 1e-9 <= weight <= 1e9:  # nor is it nan
+    if not 1e-9 <= weight <= 1e9:  # also nan
         raise ConfigError(f"{option} {spec}: expected a weight above 0, from 1e-9 to 1e9")
     return path, Fraction(text.replace("_", ""))
 
@@ -259,7 +255,7 @@ def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | Non
 
 
 class TokenWriter:
-    """Writes one token file and what belongs to it, piece by piece."""
+    """Writes a token file, its sidecar, .docs and .mask, piece by piece."""
 
     def __init__(self, path: Path, vocab_size: int, **meta):
         self.path = path
@@ -271,11 +267,10 @@ class TokenWriter:
         self.docs.write(np.uint64(0).tobytes())
 
     def add(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None, n_bytes: int):
-        """Write ids [n], which were n_bytes of text.
+        """Write ids [n], made of n_bytes of text.
 
-        ends: indices in ids at which a document has ended; mask [n]: 0 where the loss ignores a
-        token, or None if it counts all. Raises ConfigError for an id outside the vocabulary, which
-        could wrap in the file's type.
+        ends: indices in ids after the last token of a document; mask [n]: 0 for tokens that the
+        loss ignores, or None. Raises ConfigError for an id outside the vocabulary.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.meta["vocab_size"]:
             raise ConfigError(f"{self.path}: token ids from {ids.min()} to {ids.max()}; "
@@ -285,7 +280,7 @@ class TokenWriter:
         self.sha.update(raw)
         if mask is not None and self.mask is None:  # the first: all tokens so far count
             self.mask = open(f"{self.path}.mask", "wb")
-            for start in range(0, self.tokens, 1 << 18):  # in pieces, for there may be billions
+            for start in range(0, self.tokens, 1 << 18):  # there may be billions
                 self.mask.write(b"\1" * min(1 << 18, self.tokens - start))
         if self.mask:
             self.mask.write(np.ones(len(ids), np.uint8) if mask is None else mask.tobytes())
@@ -295,7 +290,7 @@ class TokenWriter:
         self.documents += len(ends)
 
     def close(self):
-        """Write the sidecar; leave no file where there are no tokens."""
+        """Write the sidecar, or delete files without a token."""
         for file in filter(None, (self.file, self.docs, self.mask)):
             file.close()
         if not self.tokens:
@@ -317,12 +312,12 @@ def write_tokens(path: Path, documents: list[bytes]):
 
 
 def share_of(text: bytes, digest=hashlib.blake2b) -> float:
-    """A number from 0 to 1 that depends on the text alone: below val_fraction is validation."""
+    """A hash from 0 to 1: below val_fraction, the text is for validation."""
     return int.from_bytes(digest(text).digest()[:8], "big") / 2**64
 
 
 def is_whole(path: Path) -> bool:
-    """Whether every byte of a token file is what its sidecar says, and its documents fit."""
+    """Whether a token file matches the checksum in its sidecar, and its .docs fit."""
     try:
         file = TokenFile(path, 1)
         file.documents()
@@ -332,7 +327,7 @@ def is_whole(path: Path) -> bool:
 
 
 def stdlib(split: str) -> str:
-    """Folder with the source of Python's standard library as bytes; made where `split` is damaged.
+    """A folder with the source of Python's standard library as bytes, made unless `split` is whole.
 
     Every machine with Python has it, so a first run needs no download. One file in twenty, picked
     by a hash of its name, is for validation.
@@ -353,9 +348,6 @@ def stdlib(split: str) -> str:
             documents[part].append(file.read_bytes())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for draft in cache.glob("tmp*"):
-            if time.time() - os.path.getmtime(draft) > 3600:  # of a process that was killed
-                shutil.rmtree(draft, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=cache) as draft:
             for part, texts in documents.items():
                 write_tokens(Path(draft, f"{part}.bin"), texts)

@@ -18,11 +18,11 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Where permutation number `key` of 0 … n - 1 sends i; all uint64, no table, O(1) per element.
+    """Apply permutation number `key` of 0 … n - 1 to i; all uint64, no table, O(1) per element.
 
-    A Feistel network on pairs (left, right) of Z_a x Z_b, which is a bijection for any round
-    function. a * b exceeds n by less than sqrt(n) + 1; a result of n or more is encrypted again
-    ("cycle walking", Black and Rogaway 2002), which few elements need.
+    A Feistel network on pairs (left, right) of Z_a x Z_b: a bijection for any round function. a * b
+    exceeds n by less than sqrt(n) + 1; the few results of n or more are encrypted again ("cycle
+    walking", Black and Rogaway 2002).
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -42,8 +42,8 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     """The repeating order of datasets: dataset k fills a share of exactly weights[k] of it.
 
-    The pattern is as short as the weights allow, at most 10,000 (where counts are rounded), and
-    each dataset is spread evenly over it.
+    The pattern is as short as the weights allow, at most 10,000 (then counts are rounded), and each
+    dataset is spread evenly over it.
     """
     weights = [w / sum(weights) for w in weights]
     length = min(10_000, math.lcm(*(w.denominator for w in weights)))
@@ -78,31 +78,31 @@ class Order:
         """From now on, sort each window of `steps` batches by length, cut it into batches, and
         shuffle those. So a step's samples are still a function of (seed, batch_size, position).
 
-        A window ends where a dataset begins a new epoch: it holds no sample twice.
+        A window ends at a new epoch of any dataset, so it holds no sample twice.
         lengths: (dataset of each sample, its number there) → tokens of each.
         """
         self.window, self.group, self.lengths = steps * batch_size, batch_size, lengths
         self.cached_window = None, None
 
     def samples_before(self, k: int, position: int) -> int:
-        """How many samples of dataset k come before this position."""
+        """The number of samples of dataset k before this position."""
         cycle, r = divmod(position, len(self.pattern))
         return cycle * len(self.places[k]) + int(self.places[k].searchsorted(r))
 
     def epochs(self, position: int) -> list[float]:
-        """Epochs of each dataset that come before this position."""
+        """Epochs of each dataset before this position."""
         return [self.samples_before(k, position) / n for k, n in enumerate(self.sizes)]
 
     def epoch_begins(self, k: int, epoch: int) -> int:
-        """The position from which samples of dataset k are of this epoch, or a later one.
+        """The first position of this epoch of dataset k.
 
-        If it can, at the beginning of a cycle: where shares follow sizes, epochs begin together.
+        If possible at the start of a cycle: epochs begin together if shares follow sizes.
         """
         cycle, r = divmod(epoch * self.sizes[k], len(self.places[k]))
         return cycle * len(self.pattern) + (int(self.places[k][r]) if r else 0)
 
     def window_at(self, position: int) -> tuple[int, int]:
-        """Begin and end of the window that a position is in."""
+        """Begin and end of the window around a position."""
         begin = position // self.window * self.window
         end, first, last = begin + self.window, 0, math.inf
         for k, n in enumerate(self.sizes if self.group else ()):
@@ -140,10 +140,10 @@ class Order:
         return found[:, self.by_length(begin, end, found)] if self.group else found
 
     def by_length(self, begin: int, end: int, found: np.ndarray) -> np.ndarray:
-        """In which order the samples found in a window come: sorted, in shuffled batches.
+        """The order of the samples found in a window: sorted, in shuffled batches.
 
-        A step that the window before has begun gets the shortest, one that ends in the next window
-        the longest. So where both hold the same samples, none of them is in a step twice.
+        A step begun in the window before gets the shortest, one that ends in the next window the
+        longest. So two windows with the same samples never put one into a step twice.
         """
         lengths, n = self.lengths(*found), end - begin
         head = min(-begin % self.group, n)

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, and which tokens attend to which in there."""
+"""Documents packed into rows of one length, and attention within each document."""
 
 import numpy as np
 import torch
@@ -37,10 +37,10 @@ def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def boundaries(documents: Tensor) -> Tensor:
-    """Numbers of documents [B, T] → where each begins among the B * T tokens, and the end: int32.
+    """Numbers of documents [B, T] → the first of the B * T tokens of each, and the end: int32.
 
-    Padded with B * T, that is with empty documents, to a multiple of 64, so that few shapes occur.
-    No more, since the backward pass of flash attention keeps 128 rows for each document in fp32.
+    Padded with B * T (empty documents) to a multiple of 64, so that few shapes occur. No more,
+    since the backward pass of flash attention keeps 128 rows for each document in fp32.
     """
     begins = np.flatnonzero(np.diff(documents.numpy(), axis=1, prepend=-1))
     out = np.full(-(-(len(begins) + 1) // 64) * 64, documents.numel(), np.int32)
@@ -55,7 +55,7 @@ def positions(begins: Tensor, shape: torch.Size) -> Tensor:
 
 
 def begins_document(documents: Tensor, shape: torch.Size) -> Tensor:
-    """Which tokens begin a document, bool [B, T]; documents: numbers [B, T] or `boundaries`."""
+    """Whether a token begins a document, bool [B, T]; documents: numbers [B, T] or `boundaries`."""
     if documents.ndim == 1:
         return positions(documents, shape) == 0
     return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
@@ -70,13 +70,13 @@ def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
     same = documents[:, None, :, None] == documents[:, None, None, :]
     mask = same & (place[:, None] >= place[None, :])
     begins = begins_document(documents, documents.shape)
-    first = torch.where(begins, place, 0).cummax(1).values  # where the token's document begins
+    first = torch.where(begins, place, 0).cummax(1).values  # start of the token's document
     return mask, place - first
 
 
 def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:
-    """Documents for rows like tokens [B, T], to see what memory they take: boundaries of short ones
-    or, as a mask of T x T does not depend on them, numbers of one in each row."""
+    """Documents for rows like tokens [B, T], to measure memory: boundaries of short ones or, since
+    a mask of T x T does not depend on them, numbers of one in each row."""
     if not as_boundaries:
         return torch.zeros_like(tokens, dtype=torch.int32)
     end, each = tokens.numel(), min(64, tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded, made, copied into folders, and what they decode."""
+"""Tokenizers: loaded, made, copied into folders, and used to decode."""
 
 import json
 import os
@@ -37,24 +37,21 @@ def load_tokenizer(name: str, needs_end: bool = True):
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
     if needs_end and tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
-    if tokenizer.is_fast:  # tokenizer.json may keep both from where it was trained
+    if tokenizer.is_fast:  # tokenizer.json may keep both from its training
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def text_start(tokenizer) -> list[int]:
-    """The tokens, such as Llama's bos, that a tokenizer puts before every text, even an empty one.
-
-    What it puts after a text, as an end-of-text, must not end a prompt.
-    """
+    """The tokens before every text, even an empty one, such as Llama's bos."""
     return os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
 
 
 def alike(*backends) -> bool:
-    """Whether tokenizers of the tokenizers library encode and decode a text alike.
+    """Whether backends encode and decode a text alike, except for a space at its beginning.
 
-    But for its beginning, where tokenizer_config.json may ask for a space.
+    tokenizer_config.json may ask for that space.
     """
     ids = []
     for backend in backends:
@@ -93,10 +90,7 @@ def byte_tokenizer():
 
 
 def decode(tokenizer: str | None, ids: list[int]) -> str:
-    """The text of token ids; the ids themselves where no tokenizer is known.
-
-    tokenizer: "bytes", or a folder.
-    """
+    """The text of token ids. tokenizer: "bytes", a folder, or None for the ids themselves."""
     if tokenizer == "bytes":
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if tokenizer is None:
@@ -151,7 +145,7 @@ def copy_tokenizer(source: Path, target: Path):
         return  # the same, whoever made it
     delete_tokenizer(target)
     target.mkdir(parents=True)
-    (target / MADE).touch()  # first, or one that is killed leaves what is not known to be ours
+    (target / MADE).touch()  # first: if killed later, the folder is known to be ours
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
@@ -170,7 +164,7 @@ def require_ours(folder: Path):
 
 
 def end_of_text_ids(folder: Path) -> list[int]:
-    """All ids that end a text, as a model's own files list them; none where they do not."""
+    """All ids that end a text according to the model's own files, if any."""
     for name in ("generation_config.json", "config.json"):
         ids = read_json(folder / name).get("eos_token_id")
         ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
@@ -180,7 +174,7 @@ def end_of_text_ids(folder: Path) -> list[int]:
 
 
 def read_json(file: Path) -> dict:
-    """The object in a file of a model; empty where there is none."""
+    """The object in a JSON file; {} if there is none."""
     try:
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
