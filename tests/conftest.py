@@ -149,7 +149,7 @@ def poison(first: int, stop: int):
         found = plain_batch(self, start, end)
         return found._replace(tokens=found.tokens * 0) if first <= start < stop else found
 
-    def forward(self, tokens, targets, documents=None):
+    def forward(self, tokens, targets=None, documents=None):
         losses = plain_forward(self, tokens, targets, documents)
         return losses if tokens.any() else losses * math.nan
 

@@ -14,7 +14,7 @@ from steady.ranks.parallel import Shards
 
 
 def module_of_config(folder: Path, trust: bool) -> nn.Module:
-    """A module of transformers with random weights."""
+    """The module that a folder's configuration describes, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     found = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
@@ -25,7 +25,7 @@ def module_of_config(folder: Path, trust: bool) -> nn.Module:
 
 
 def module_with_weights(folder: Path, trust: bool) -> nn.Module:
-    """The module of transformers in a folder. Raises ConfigError if its weights do not fit."""
+    """The module in a folder. Raises ConfigError if its weights do not fit."""
     from transformers import AutoModelForCausalLM
 
     module, found = AutoModelForCausalLM.from_pretrained(
@@ -34,17 +34,17 @@ def module_with_weights(folder: Path, trust: bool) -> nn.Module:
         if names := sorted(found[f"{kind}_keys"]):
             raise ConfigError(f"{folder}: {problem} {shorten(names)}")
     loaded = len(list(module.parameters()))
-    module.tie_weights()  # as a module made from the config.json is
+    module.tie_weights()  # as in `module_of_config`
     if len(list(module.parameters())) < loaded:
         raise ConfigError(f"{folder}: {UNTIED}")
     return module
 
 
 class HFModel(nn.Module):
-    """A causal language model of transformers with the interface that train.py needs."""
+    """A causal language model of transformers behind the interface of our Transformer."""
 
     def __init__(self, cfg, checkpoint: Checkpoint | None = None):
-        """checkpoint: one that will be loaded, so that no weights are needed here."""
+        """checkpoint: will be loaded later, so no weights are read here."""
         super().__init__()
         self.cfg = cfg
         kept = checkpoint and checkpoint.run_dir and checkpoint.run_dir / KEPT
@@ -63,7 +63,7 @@ class HFModel(nn.Module):
             except Exception as e:  # whatever its code raises
                 raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
                                   f"trained on text alone: {reason(e)}") from None
-        if cfg.activation_checkpointing != "none":  # transformers has but one kind
+        if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)
             (enable or self.module.gradient_checkpointing_enable)()
@@ -71,10 +71,9 @@ class HFModel(nn.Module):
             if isinstance(module, nn.Dropout):
                 module.p = cfg.dropout
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
-        # set past nn.Module, or each weight would have two names
-        self.__dict__["blocks"] = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
-        self.__dict__["head"] = self.module.get_output_embeddings()
-        self.__dict__["embedding"] = self.module.get_input_embeddings()
+        vars(self).update(  # past nn.Module, or each weight would have two names
+            blocks=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
+            head=self.module.get_output_embeddings(), embedding=self.module.get_input_embeddings())
         if not checkpoint:
             merge_adapters(self, cfg.init_from, Shards())
 
@@ -90,14 +89,15 @@ class HFModel(nn.Module):
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
         """As `generate` in model.py, but a full context ends it."""
-        def show(ids: Tensor, scores) -> Tensor:
+        def ends(ids: Tensor, scores) -> Tensor:
             return torch.full_like(ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)
 
         stop = [stop] if isinstance(stop, int) else list(stop or []) or None
-        warm = temperature >= 1e-6  # or logits / temperature would overflow
-        how = dict(do_sample=warm, top_k=top_k or None, top_p=top_p, eos_token_id=stop)
-        how |= dict(temperature=temperature) if warm else {}
-        how |= dict(stopping_criteria=[show]) if on_token else {}
+        how = dict(do_sample=False, eos_token_id=stop)
+        if temperature >= 1e-6:  # or logits / temperature would overflow
+            how |= dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
+        if on_token:
+            how["stopping_criteria"] = [ends]
         context, unseen = self.context(), tokens[:, :0]
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
@@ -110,13 +110,13 @@ class HFModel(nn.Module):
         return torch.cat((unseen, tokens), dim=1)
 
     def save(self, out: Path, dtype: torch.dtype):
-        """Write it as transformers does, but for a generation_config.json."""
+        """Write it as transformers does, without a generation_config.json of its own."""
         from transformers import GenerationConfig
 
         self.module.generation_config = GenerationConfig()  # others' may not be valid
         self.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
 
     def context(self) -> int:
-        """How many tokens the model sees at once, at most."""
+        """The most tokens that the model can see."""
         found = self.module.config.get_text_config()
         return getattr(found, "max_position_embeddings", None) or 1 << 60

@@ -24,30 +24,30 @@ from steady.tokens.files import sampled_hash
 from steady.tokens.tokenizers import byte_tokenizer, read_json
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
-# Our name of an option → that in a configuration of transformers.
+# Our name of an option → its name in a configuration of transformers.
 OPTIONS = dict(
     n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
     head_dim="head_dim", d_model="hidden_size", d_ff="intermediate_size", vocab_size="vocab_size",
     norm_eps="rms_norm_eps", max_position="max_position_embeddings",
     tie_embeddings="tie_word_embeddings",
 )
-# By rope_type: the names of what our rope_scaling holds.
+# rope_type → names of the numbers in our rope_scaling.
 ROPE = dict(default=(), linear=("factor",), llama3=(
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
-# The defaults of a run that starts from existing weights.
+# Defaults of a run from existing weights.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
                    lr_schedule="cosine")
 EMBEDDING = "model.embed_tokens.weight"
 UNTIED = ("its config.json ties the head to the embedding, but the head has weights of its own; "
           "set tie_word_embeddings to false there")
-KEPT = "hf"  # folder of a run directory: the configuration of its model, if it was not ours
+KEPT = "hf"  # in a run directory: the configuration that --init_from had
 
 
 # --- folders ---------------------------------------------------------------------------------
 
 
 def folders(name: str, code: bool = False) -> list[Path]:
-    """That of a model, and before it those of adapters if `name` is one. Raises ConfigError."""
+    """The folder of a model; for an adapter its own, its base's and so on. Raises ConfigError."""
     found = [fetch_files(name, code)]
     while lora.is_adapter_folder(found[-1]):
         base = fetch_files(lora.read_config(found[-1])["base"], code)
@@ -62,21 +62,20 @@ def fetch(name: str, code: bool = False) -> Path:
 
 
 def tokenizer_folder(name: str) -> Path:
-    """That with the tokenizer of a model; for an adapter its own, or else its base's."""
+    """The folder with the tokenizer of a model; an adapter may have one, else it is the base's."""
     *adapters, folder = folders(name)
     return next((f for f in adapters if (f / "tokenizer_config.json").exists()), folder)
 
 
-@functools.cache  # of one start, which asks several times: verified once
+@functools.cache  # a start asks several times; one verification is enough
 def own_checkpoint(name: str) -> Checkpoint | None:
-    """What --init_from names: a checkpoint, or a run's newest valid one; None for other models."""
+    """The checkpoint that --init_from names, or the newest valid one of a run; else None."""
     return None if (Path(name) / "config.json").exists() else find_checkpoint(Path(name))
 
 
 def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
     """Copy the configuration of --init_from into a run directory, which then works without it."""
-    checkpoint = resumed_from or own_checkpoint(cfg.init_from)
-    if checkpoint:
+    if checkpoint := resumed_from or own_checkpoint(cfg.init_from):
         source = (checkpoint.run_dir or run_dir) / KEPT
     else:
         source = fetch(cfg.init_from, cfg.trust_remote_code)
@@ -94,25 +93,24 @@ def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
 
 
 def config_from_hf(cfg):
-    """cfg with the shape of the model in --init_from, and with the defaults of fine-tuning.
+    """cfg with the shape of --init_from and the defaults of fine-tuning.
 
-    Raises ConfigError if flags ask for another shape, and for code that is not trusted.
+    Raises ConfigError if flags ask for another shape, and for untrusted code.
     """
     if cfg.model not in ("default", "transformers"):
         raise ConfigError(f"--model {cfg.model}: the shape is that of --init_from")
-    checkpoint = own_checkpoint(cfg.init_from)
-    if checkpoint:
+    if checkpoint := own_checkpoint(cfg.init_from):
         cfg = replace(cfg, init_from=str(checkpoint))
-        shape, model = shape_of_checkpoint(checkpoint, cfg), "default"
+        shape = shape_of_checkpoint(checkpoint, cfg)
     else:
         found = read_config(cfg)
         try:
-            shape, model = native_shape(found), "default"
+            shape = native_shape(found)
         except (ValueError, TypeError, LookupError, ArithmeticError) as e:
             raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
                               f"{reason(e)}") from None
         if shape is None or cfg.model == "transformers":
-            shape, model = foreign_shape(found, cfg), "transformers"
+            shape = foreign_shape(found, cfg)
     default, longest = type(cfg)(), shape["max_position"]
     for name, value in shape.items():
         if getattr(cfg, name) not in (getattr(default, name), value):
@@ -123,11 +121,11 @@ def config_from_hf(cfg):
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
     usual |= dict(learning_rate=2e-4) if cfg.lora_rank else {}
     usual = {name: value for name, value in usual.items() if getattr(cfg, name) is None}
-    return replace(cfg, **shape, **usual, model=model)
+    return replace(cfg, **shape, **usual)
 
 
 def read_config(cfg):
-    """The configuration of transformers for --init_from. Raises ConfigError."""
+    """The transformers configuration of --init_from. Raises ConfigError."""
     from transformers import AutoConfig
 
     folder = fetch(cfg.init_from, cfg.trust_remote_code)
@@ -143,9 +141,9 @@ def read_config(cfg):
 
 
 def native_shape(found) -> dict | None:
-    """The options of our Transformer for a transformers config; None for another architecture.
+    """Our Transformer's options for a transformers configuration; None for other architectures.
 
-    max_position: at most the sliding window of the model's attention, which ours does not have.
+    max_position is at most the sliding window of the model: our attention has none.
     """
     rope = getattr(found, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -155,6 +153,7 @@ def native_shape(found) -> dict | None:
     shape = {mine: getattr(found, theirs, None) for mine, theirs in OPTIONS.items()}
     window = getattr(found, "sliding_window", None)
     return shape | dict(
+        model="default",
         head_dim=shape["head_dim"] or found.hidden_size // found.num_attention_heads,
         tie_embeddings=bool(shape["tie_embeddings"]),
         max_position=min(shape["max_position"], window or 1 << 60),
@@ -165,7 +164,7 @@ def native_shape(found) -> dict | None:
 
 
 def foreign_shape(found, cfg) -> dict:
-    """What is known of a model that is trained through transformers. Raises ConfigError."""
+    """The options of a model trained through transformers' own module. Raises ConfigError."""
     text = found.get_text_config()
     n_layer, width, heads, vocab, longest = (getattr(text, OPTIONS[name], None) for name in (
         "n_layer", "d_model", "n_head", "vocab_size", "max_position"))
@@ -178,25 +177,26 @@ def foreign_shape(found, cfg) -> dict:
             raise ConfigError(f"--{option}: not with a {found.model_type}, which is trained "
                               "through transformers' own module")
     heads = heads or 1
-    return dict(n_layer=n_layer, n_head=heads, n_kv_head=heads, d_ff=1, d_model=width,
-                vocab_size=vocab, head_dim=width // heads, max_position=longest or 1 << 60)
+    return dict(model="transformers", n_layer=n_layer, n_head=heads, n_kv_head=heads, d_ff=1,
+                d_model=width, vocab_size=vocab, head_dim=width // heads,
+                max_position=longest or 1 << 60)
 
 
 def shape_of_checkpoint(checkpoint: Checkpoint, cfg) -> dict:
-    """The options that fix the model of a checkpoint of ours. Raises ConfigError."""
+    """The options that shape the model of our own checkpoint. Raises ConfigError."""
     saved = checkpoint.states("meta")[0]["config"]
     if saved["model"] == "transformers" or saved.get("lora_rank") or cfg.resize_embeddings:
-        raise ConfigError(f"--init_from {checkpoint}: not a run of all weights of our architecture "
-                          "without --resize_embeddings; expected a folder that python model.py "
-                          "export has made of it")
+        raise ConfigError(f"--init_from {checkpoint}: a run with adapters, --resize_embeddings or "
+                          "another architecture; expected a folder made of it by python model.py "
+                          "export")
     shape = {name: saved[name] for kind in ("weights", "function")
              for name in fixed_options(type(cfg), kind)
              if saved.get(name) is not None and not name.startswith("lora_")}
-    return shape | dict(max_position=saved.get("max_position") or saved["seq_len"])
+    return shape | dict(model="default", max_position=saved.get("max_position") or saved["seq_len"])
 
 
 def check_tokenizer(name: str, data):
-    """Raise ConfigError if the data was made with another tokenizer than the model's own."""
+    """Raise ConfigError if the data was made with another tokenizer than the model's."""
     from tokenizers import Tokenizer
 
     def vocabulary(kind: str | None, folder) -> dict:
@@ -215,10 +215,10 @@ def check_tokenizer(name: str, data):
     else:
         folder = tokenizer_folder(name)
     mine, theirs = vocabulary(data.tokenizer, data.tokenizer_folder), vocabulary(kind, folder)
-    if mine and not theirs.items() <= mine.items():  # which may have added some
+    if mine and not theirs.items() <= mine.items():  # added tokens are fine
         wanted = "bytes" if kind == "bytes" else folder if checkpoint else name
-        raise ConfigError(f"--init_from {name}: its tokenizer is not that of --data, "
-                          f"{data.tokenizer}; prepare it with python data.py ... --tokenizer "
+        raise ConfigError(f"--init_from {name}: its tokenizer is not {data.tokenizer}, as --data "
+                          f"has; prepare it with python data.py ... --tokenizer "
                           f"{wanted}, or --allow_change tokenizer")
 
 
@@ -226,7 +226,7 @@ def check_tokenizer(name: str, data):
 
 
 def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
-    """Hugging Face's name of each tensor → our name, and which of its rows."""
+    """Hugging Face's name of each tensor → our name and the rows in our tensor."""
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
     everything, vocabulary = slice(None), slice(cfg.vocab_size)  # ours pads the vocabulary
     out = {
@@ -259,9 +259,9 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
 
 @torch.no_grad()
 def load_initial(model: nn.Module, name: str, shards: Shards):
-    """Load the weights of --init_from into our Transformer, an adapter merged into its base.
+    """Load the weights of --init_from into our Transformer, adapters merged into their base.
 
-    Each rank reads the rows that it holds. Raises ConfigError.
+    Each rank reads its own rows. Raises ConfigError.
     """
     checkpoint = own_checkpoint(name)
     if not checkpoint:
@@ -275,8 +275,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
 def load_weights(model: nn.Module, folder: Path, shards: Shards):
     """Copy the weights in a folder into our Transformer, one tensor at a time.
 
-    Raises ConfigError for a shape that is not as expected, for missing tensors, and for tensors
-    that our model has no place for.
+    Raises ConfigError for missing and surplus tensors and for unexpected shapes.
     """
     cfg, wanted = model.cfg, hf_key_map(model.cfg)
     found = {name: (file, shape, rows) for file in weight_files(folder)
@@ -284,7 +283,7 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
     unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
-    if cfg.tie_embeddings and "lm_head.weight" in unused:  # older programs save what is tied
+    if cfg.tie_embeddings and "lm_head.weight" in unused:  # older programs save it all the same
         unused.remove("lm_head.weight")
         (_, shape, head), (_, other, embedding) = found["lm_head.weight"], found[EMBEDDING]
         parts = [slice(i, i + 4096) for i in range(0, shape[0], 4096)]
@@ -309,7 +308,7 @@ def load_weights(model: nn.Module, folder: Path, shards: Shards):
 
 
 def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
-    """n rows: those of a tensor, then their mean."""
+    """n rows: the tensor's own, then copies of their mean."""
     mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
     return torch.cat((tensor, mean.expand(n - len(tensor), -1)))
 
@@ -329,14 +328,14 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
 def save_config(cfg, kept: Path, out: Path, dtype: torch.dtype, ends: list[int]):
     """Write the config.json and generation_config.json of an export, for transformers 4 and 5.
 
-    Where the run began from a model, they are its own, in `kept`, but for what training changed.
+    A run from --init_from has the originals in `kept`: only the effects of training are changed.
     """
     found, foreign = read_json(kept / "config.json"), cfg.model == "transformers"
-    made = read_json(out / "config.json") if foreign else describe(cfg)
+    made = read_json(out / "config.json") if foreign else config_json(cfg)
     if not found or foreign and made.get("architectures") != found.get("architectures"):
         found = made  # the module may be only the text part of the model
     if not foreign:
-        found["vocab_size"] = cfg.vocab_size  # of --resize_embeddings
+        found["vocab_size"] = cfg.vocab_size  # larger after --resize_embeddings
     for file in kept.glob("*.py"):
         shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.py")):
@@ -352,11 +351,11 @@ def save_config(cfg, kept: Path, out: Path, dtype: torch.dtype, ends: list[int])
             usual["pad_token_id"] = ends[0]
     for name, content in (("config.json", found), ("generation_config.json", usual)):
         (out / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    for file in out.glob("*.safetensors"):  # made readable for this user alone, unlike the others
+    for file in out.glob("*.safetensors"):  # written with mode 600
         file.chmod((out / "config.json").stat().st_mode)
 
 
-def describe(cfg) -> dict:
+def config_json(cfg) -> dict:
     """The config.json of our Transformer."""
     kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
     scaled = next(name for name, values in ROPE.items() if len(values) == len(cfg.rope_scaling))
@@ -371,9 +370,9 @@ def describe(cfg) -> dict:
 
 
 def old_rope(found: dict) -> dict:
-    """What transformers 4 reads in the place of a configuration's rope_parameters."""
+    """A configuration's rope_parameters under the names that transformers 4 reads."""
     rope = found.get("rope_parameters") or {}
-    local = rope.get("sliding_attention")  # Gemma 3 has one for each kind of layer
+    local = rope.get("sliding_attention")  # Gemma 3 has two kinds of layers
     rope = dict(rope.get("full_attention") or rope)
     old = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if local:
@@ -402,9 +401,9 @@ def linear_parts(model: nn.Module) -> lora.Parts:
 
 
 def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
-    """The model, with adapters beside its frozen weights if there is a --lora_rank.
+    """The model; with --lora_rank frozen, with adapters, and its base's fingerprint in `base`.
 
-    Its `base` is then the fingerprint of these weights. Raises ConfigError.
+    Raises ConfigError.
     """
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
@@ -413,7 +412,7 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
 
 
 def fingerprint(name: str) -> str:
-    """Sampled hash of the files with the weights that --init_from names; scales of adapters."""
+    """A sampled hash of the weight files of --init_from, and the scales of adapters."""
     if checkpoint := own_checkpoint(name):
         return sampled_hash({file.name: file for file in checkpoint.files()})
     *adapters, folder = folders(name)
@@ -425,14 +424,14 @@ def fingerprint(name: str) -> str:
 
 
 def merge_adapters(model: nn.Module, name: str, shards: Shards):
-    """Merge the adapters that --init_from names, if any, into the weights of their base."""
+    """Merge the adapters of --init_from, if any, into the model's weights."""
     for folder in reversed(folders(name)[:-1]):
         lora.merge(shards.tensors_of(model), shards, linear_parts(model), lora.read_pairs(folder),
                    lora.read_config(folder)["scale"], str(folder))
 
 
 def merge_checkpoint(model: nn.Module, state: dict, cfg, path: Checkpoint):
-    """Merge the adapters in a checkpoint into the weights of their base. Raises ConfigError."""
+    """Merge the adapters of a checkpoint into the model's weights. Raises ConfigError."""
     if fingerprint(cfg.init_from) != state["base"]:
         raise ConfigError(f"{path}: adapts other weights than {cfg.init_from} now has")
     parts, shards = linear_parts(model), Shards()
