@@ -1,7 +1,7 @@
-"""--ema: averages of the weights over the steps, which often predict better than the newest ones.
+"""--ema: averages of the weights over the steps often predict better than the newest weights.
 
-They are evaluated (`val/loss_ema`), sampled from, and exported. A schedule that decays late shows
-with them the quality that the decay would bring.
+They are evaluated (`val/loss_ema`), sampled from and exported. Before a late decay of the learning
+rate they already show about the quality after it.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from steady.ranks.parallel import release
 class Ema:
     """Exponential averages of this rank's part of each trained weight, on its device.
 
-    decay: the share of an average that an update keeps; (1 + step) / (10 + step) where that is
-    less, so that the initial weights are soon forgotten. tensors: name → average, as a checkpoint
-    holds it; tied weights have one average under both names.
+    decay: the share of an average kept by an update; at most (1 + step) / (10 + step), to forget
+    the initial weights soon. tensors: name → average, for checkpoints; tied weights have one
+    average under both names.
     """
 
     def __init__(self, model: nn.Module, shards, decay: float):
@@ -39,9 +39,9 @@ class Ema:
 
     @contextlib.contextmanager
     def in_place(self, run) -> Iterator[None]:
-        """The model computes with the averages in here; meanwhile the guard saves nothing."""
+        """Within this context the averages are the weights, and the guard saves nothing."""
         if run.dir.writer:
-            run.dir.writer.finish_copy()  # of the weights, to a checkpoint of this step
+            run.dir.writer.finish_copy()  # a checkpoint of this step copies the weights
         release(self.model)
         run.guard.clean = False
         self.exchange()

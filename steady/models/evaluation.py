@@ -1,5 +1,5 @@
-"""What a model does: means of an evaluation and, with --monitoring full, norms of its gradients,
-weights and updates, overall and by layer, and the entropy of its output.
+"""Means of an evaluation; with --monitoring full, norms of gradients, weights and updates, overall
+and by layer, and the entropy of the output.
 """
 
 import math
@@ -22,7 +22,7 @@ class Means:
         self.totals = {}  # name → sums and counts [2, datasets]
 
     def add(self, name: str, values: Tensor, batch):
-        """values: [B, T], 0 where the target of `batch` does not count; on every rank alike."""
+        """values: [B, T], 0 at ignored targets of `batch`; every rank adds the same names."""
         assert values.shape == batch.targets.shape, f"{name} {[*values.shape]}: not [B, T]"
         if name not in self.totals:
             shape = 2, len(self.data.datasets)
@@ -30,14 +30,14 @@ class Means:
         batch.add_by_dataset(self.totals[name], values)
 
     def row(self, samples: int, with_counts: bool) -> tuple[dict[str, float], str]:
-        """(metrics, the same for the screen) over all ranks; without any if no target counted.
+        """(metrics, the same for the screen) over all ranks; no metrics if no target counted.
 
-        samples: how many were evaluated. with_counts: show how many tokens each mean is of.
+        samples: the number evaluated. with_counts: show the number of tokens behind each mean.
         """
         table = torch.stack(tuple(self.totals.values()))
         if self.ranks.world_size > 1:
             dist.all_reduce(table)
-        row, tokens, data = {}, {}, self.data  # tokens: how many each value is the mean of
+        row, tokens, data = {}, {}, self.data  # tokens: the number behind each mean
         for name, (sums, counts) in zip(self.totals, table.tolist(), strict=True):
             if not any(counts):
                 return {}, "without a target that counts"
@@ -61,9 +61,9 @@ class Means:
 
 
 class Update:
-    """Norms before an optimizer step and, by `measure`, after it, without syncing with the device.
+    """Norms before an optimizer step and, by `measure`, after it, without a sync.
 
-    A copy of the weights is kept until then.
+    Keeps a copy of the weights in between.
     """
 
     def __init__(self, shards):
@@ -74,7 +74,7 @@ class Update:
         self.before = [w.clone() for w in self.weights]
 
     def measure(self) -> dict[str, Tensor]:
-        """Norms of gradients and weights, and of the change as a share of the weights."""
+        """Norms of gradients and weights, and the change as a share of the weights."""
         sizes = by_layer(self.names, self.norms(self.before))
         changes = by_layer(self.names, self.norms(torch._foreach_sub(self.before, self.weights)))
         found = {}
@@ -86,13 +86,13 @@ class Update:
 
 
 def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
-    """Norms over all tensors ("") and over those of each layer ("/blocks.0"), on the device."""
+    """Norms over all tensors ("") and over each layer's ("/blocks.0"), on the device."""
     groups = {}
     for i, name in enumerate(names):
         layer = re.match(r"(.*?\.\d+)\.|[^.]*", name)
         groups.setdefault("/" + (layer[1] or layer[0]), []).append(i)
     norms = norms.float()
-    each = norms.unbind()  # indexing with a list would copy it to the device and wait for that
+    each = norms.unbind()  # indexing with a list would copy the list to the device, a sync
     return {"": norms.norm()} | {group: torch.stack([each[i] for i in members]).norm()
                                  for group, members in groups.items()}
 
@@ -102,7 +102,7 @@ def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
                    documents: Tensor | None = None) -> Tensor:
     """Mean entropy of the output in nats, over about 128 positions: a collapse shows here first.
 
-    counted [B, T]: whether the loss counts a position; tokens and documents as in
+    counted [B, T]: bool, positions that the loss counts; tokens, documents: as in
     `Transformer.forward`.
     """
     part = slice(max(1, 128 // tokens.shape[1])), slice(128)
@@ -118,10 +118,10 @@ def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
 
 
 def measure_output(run, batch):
-    """Log the entropy of the model's output on `batch`, without syncing with the device."""
+    """Log the entropy of the model's output on `batch`, without a sync."""
     if run.measures(run.progress.step):
         counted = batch.targets != IGNORE
-        real = counted.any()  # not with dummy rows alone
+        real = counted.any()  # false for dummy rows alone
         with run.ranks.autocast, gathered(run.model):
             entropy = output_entropy(run.model, batch.tokens, counted, batch.documents)
         run.monitor.log("health/output_entropy", entropy * real, real)

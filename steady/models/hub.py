@@ -57,7 +57,7 @@ def tensors_of(file: Path) -> list[tuple]:
 
     Slicing `rows` reads these rows: of safetensors no others.
     """
-    import torch  # takes a second, which data.py does not need
+    import torch  # takes a second, too long for data.py
     from safetensors import safe_open
 
     try:

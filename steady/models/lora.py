@@ -1,8 +1,7 @@
 """LoRA: small trained factors beside frozen weights (arXiv:2106.09685), in the files of `peft`.
 
-A linear layer W x becomes W x + alpha / rank * B A x. Where our Transformer has one matrix for what
-Hugging Face keeps in several, as qkv, each of those parts has an A and a B of its own, so that an
-adapter fits the exported model.
+A linear layer W x becomes W x + alpha / rank * B A x. Our Transformer joins some of Hugging Face's
+matrices, such as q, k and v. Each of these parts has its own A and B, to fit the exported model.
 """
 
 import json
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from steady.models.hub import tensors_of
 from steady.options import ConfigError
 
-# Our name of a linear layer → its parts from top to bottom: Hugging Face's name, and which rows.
+# Our name of a linear layer → (Hugging Face's name, rows) of its parts from top to bottom.
 Parts = dict[str, list[tuple[str, range]]]
 # Hugging Face's name of a layer → its A [rank, in] and B [rows, rank].
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -25,10 +24,10 @@ EVERYTHING = "all-linear"
 
 
 class Adapter(nn.Module):
-    """A forward hook of a linear layer, to whose output it adds.
+    """A forward hook that adds to the output of a linear layer.
 
-    A [trained parts x rank, in] and B [their rows, rank] stack those of the parts. parts: (number
-    of rows, whether it is trained) of each.
+    A [trained parts x rank, in] and B [their rows, rank] stack the factors of the trained parts.
+    parts: (rows, trained or not) of each.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, parts: list[tuple[int, bool]]):
@@ -50,7 +49,7 @@ class Adapter(nn.Module):
 def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
     """Freeze a model, hold its matrices in dtype, and give its linear layers adapters in fp32.
 
-    Raises ConfigError for --lora_targets that the model does not have.
+    Raises ConfigError for --lora_targets not in the model.
     """
     targets = find_targets(parts, cfg.lora_targets)
     for p in model.parameters():
@@ -71,7 +70,7 @@ def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
 
 @torch.no_grad()
 def init_weights(model: nn.Module):
-    """A as the weight of nn.Linear, B zero: at first the model is its base."""
+    """A as in nn.Linear, B zero: at first the model equals its base."""
     for module in model.modules():
         if isinstance(module, Adapter):
             bound = module.A.shape[1] ** -0.5
@@ -80,7 +79,7 @@ def init_weights(model: nn.Module):
 
 
 def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a model's tensors that a checkpoint holds: the adapters', if there are any."""
+    """The tensors to save in a checkpoint: the adapters', if the model has any, else all."""
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
@@ -93,7 +92,7 @@ def alpha_of(cfg) -> float:
 
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
-    """Hugging Face's names of layers, those that end in one of `targets`. Raises ConfigError."""
+    """Hugging Face's names of layers that end in one of `targets`. Raises ConfigError."""
     names, found = [theirs for each in parts.values() for theirs, _ in each], set()
     for target in targets:
         matching = [n for n in names if target == EVERYTHING or f".{n}".endswith(f".{target}")]
@@ -122,9 +121,9 @@ def pairs_of(state: dict[str, Tensor], parts: Parts, cfg) -> Pairs:
 
 @torch.no_grad()
 def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale: float, name: str):
-    """Add scale * B A to the weights in `tensors`, of which this rank holds some rows.
+    """Add scale * B A to this rank's rows of the weights in `tensors`.
 
-    name: of the adapter, for errors. Raises ConfigError where it does not fit the model.
+    name: the adapter's, for errors. Raises ConfigError if it does not fit the model.
     """
     left = dict(pairs)
     for ours, each in parts.items():
@@ -149,8 +148,8 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 # --- files of peft ---------------------------------------------------------------------------
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the names in WEIGHTS
-# Settings that change what the weights mean, in ways that are not supported.
+PREFIX = "base_model.model."  # of all names in WEIGHTS
+# Settings for unsupported variants, which give the weights another meaning.
 UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
           "alora_invocation_tokens")
@@ -161,7 +160,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict:
-    """base, rank and scale of an adapter. Raises ConfigError for what is not a plain LoRA one."""
+    """base, rank and scale of an adapter. Raises ConfigError unless it is plain LoRA."""
     try:
         found = json.loads((folder / CONFIG).read_text())
         base, rank = found["base_model_name_or_path"], int(found["r"])
