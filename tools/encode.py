@@ -68,12 +68,10 @@ class Encoder:
                  for split in {document.split for document in documents}}
         if self.tokenizer:
             counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
-            letters = Counter()
-            for document in documents:
-                for text, _ in document.parts:
-                    letters.update(text)
-            counts.update({("no token for", repr(letter)): n for letter, n in letters.items()
-                           if self.drops(letter)})
+            text = "".join(text for document in documents for text, _ in document.parts)
+            letters = np.bincount(np.frombuffer(text.encode("utf-32-le"), np.uint32))
+            counts.update({("no token for", repr(chr(i))): int(letters[i])
+                           for i in np.flatnonzero(letters) if self.drops(chr(i))})
         return found, counts
 
     def drops(self, letter: str) -> bool:

@@ -88,15 +88,11 @@ def prepare_or_show(argv: list[str]):
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder or pattern")
     given = vars(read_flags(parser, argv))
-    without_torch()
-    print(prepare(given.pop("inputs"), Options(**given)))
-    gc.freeze()  # no collection at exit: 0.08 s
-
-
-def without_torch():
-    """Keep transformers from importing torch, unused by tokenizers: saves 1.2 s and 190 MB."""
+    # without torch, unused by tokenizers, transformers starts 1.2 s sooner and takes 190 MB less
     sys.modules.setdefault("torch", None)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    print(prepare(given.pop("inputs"), Options(**given)))
+    gc.freeze()  # no collection at exit: 0.08 s
 
 
 # --- the dataset -----------------------------------------------------------------------------

@@ -95,13 +95,10 @@ def decode(tokenizer: str | None, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return loaded_tokenizer(tokenizer).decode(ids)
+    return loaded_tokenizer(tokenizer, needs_end=False).decode(ids)
 
 
-@lru_cache
-def loaded_tokenizer(folder: str):
-    return load_tokenizer(folder, needs_end=False)
-
+loaded_tokenizer = lru_cache(load_tokenizer)
 
 MADE = "steady-files.json"  # is in a tokenizer folder that we made
 GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
