@@ -29,9 +29,9 @@ from steady.tokens import packing
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the rotary embedding, each [seq_len, 1, D]: see `layers.rotate`.
 
-    rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] divides
-    those whose wavelength exceeds original / low, tapering off to none at original / high
-    (Llama 3.1, arXiv:2407.21783).
+    rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] only those
+    with wavelengths above original / low, tapering off to none at original / high (Llama 3.1,
+    arXiv:2407.21783).
     """
     pairs = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32)
     frequency = 1.0 / cfg.rope_theta ** (pairs / cfg.head_dim)
@@ -48,12 +48,12 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
 
 
 class Where(NamedTuple):
-    """Where each token stands in its document, and which tokens it may attend to."""
+    """Each token's position in its document, and the tokens it may attend to."""
 
     cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D]
     sin: Tensor
-    mask: Tensor | None = None  # bool [B, 1, T, S], in itself causal; None: all before in the row
-    boundaries: Tensor | None = None  # in place of a mask: see steady.tokens.packing.boundaries
+    mask: Tensor | None = None  # bool [B, 1, T, S], causal too; None: all before in the row
+    boundaries: Tensor | None = None  # instead of a mask: steady.tokens.packing.boundaries
 
 
 class Attention(nn.Module):
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
-        # causal here, or by the mask; a single token behind a cache attends to all that is there
+        # a mask is causal itself; a single token behind a cache attends to the whole cache
         causal = where.mask is None and (cache is None or T > 1)
         y = layers.attend(q, k, v, attn_mask=where.mask, is_causal=causal,
                           dropout_p=self.dropout if self.training else 0.0,
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    takes_boundaries = True  # as `documents`; a model without this is given numbers [B, T]
+    takes_boundaries = True  # as `documents`; without this a model gets numbers [B, T]
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -142,14 +142,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal with GPT-2's 0.02; zero where a block writes to the residual stream.
+        """Normal with GPT-2's 0.02; zero for the matrices that write to the residual stream.
 
         With zeros every block starts as the identity, as in modded-nanogpt. Sets every parameter
         and buffer, so a model made on the meta device can be allocated first.
         """
         for buffer, values in zip((self.cos, self.sin), rope_table(self.cfg), strict=True):
             buffer.copy_(values)
-        second = self.head if self.cfg.tie_embeddings else None  # with the embedding's weight
+        second = self.head if self.cfg.tie_embeddings else None  # shares the embedding's weight
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and module is not second:
                 nn.init.normal_(module.weight, std=0.02)
@@ -166,9 +166,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents [B, T]: for packed rows, the number of each token's document; each is computed as
-        if it stood alone. Or their boundaries [n]: see tokens/packing. Not with caches. Raises
-        TypeError for a mask.
+        documents, for packed rows: each token's document number [B, T], or `packing.boundaries`.
+        Each document is computed as if it stood alone. Not with caches. TypeError for a mask.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -178,7 +177,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:
-        """For tokens [B, T] from position `start` on. Another attention mask goes here."""
+        """For tokens [B, T] from position `start` on. Change the attention mask here."""
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
@@ -203,7 +202,7 @@ class Transformer(nn.Module):
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 
-    6 N for the N weights of matrix products (a lookup is not one), 4 N if frozen, plus 12 H D T per
+    6 N for N weights in matrix products, so without the embedding; 4 N if frozen. Plus 12 H D T per
     layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
     weights = [p for p in model.blocks.parameters() if p.ndim == 2] + [model.head.weight]
@@ -221,20 +220,18 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 @torch.no_grad()
 @sdpa_kernel(WITHOUT_CUDNN)
 def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature: float = 1.0,
-             top_k: int = 0, top_p: float = 1.0, stop: int | tuple[int, ...] | None = None,
+             top_k: int = 0, top_p: float = 1.0, stop: tuple[int, ...] = (),
              on_token=None) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
     temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
-    the fewest tokens whose probabilities reach it. A row ends with `stop`, or with any of
-    several; the first of them pads the rest of it. on_token is called with each new column [B], and
-    ends it by returning true.
-    A full context (cfg.seq_len) drops its older half.
+    the fewest tokens that reach this probability together. A row ends with any id of `stop`, and
+    is padded with the first. on_token is called with each new column [B]; returning true ends it
+    all. A full context (cfg.seq_len) drops its older half.
     """
     if not isinstance(model, Transformer):  # an HFModel, which has its own
         return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len
-    stop = (stop,) if isinstance(stop, int) else stop
     stops = torch.tensor(stop, device=tokens.device) if stop else None
     model.eval()
     start, caches = 0, None  # the model sees tokens[:, start:]
@@ -249,12 +246,12 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
             caches = [layers.KVCache(capacity) for _ in model.blocks]
         logits = model.head(model.hidden(unseen, caches)[:, -1])
         new = sample_token(logits, temperature, top_k, top_p)
-        if stops is not None:
+        if stop:
             new = new.masked_fill(ended[:, None], stop[0])
             ended |= torch.isin(new[:, 0], stops)
         tokens = torch.cat((tokens, new), dim=1)
         cut = on_token and on_token(new[:, 0])
-        if cut or stops is not None and ended.all():
+        if cut or stop and ended.all():
             break
     model.train(was_training)
     return tokens

@@ -286,7 +286,7 @@ def test_rows_are_written_until_the_last_has_ended():
     free = generate(model, prompt, 20, temperature=0)
     stop = int(free[0, 8])
     assert stop not in free[1, 5:12]
-    found = generate(model, prompt, 20, temperature=0, stop=stop, on_token=columns.append)
+    found = generate(model, prompt, 20, temperature=0, stop=(stop,), on_token=columns.append)
     assert (found[0, 8:] == stop).all() and torch.equal(found[1, :12], free[1, :12])
     assert torch.equal(torch.stack(columns, 1), found[:, 5:])
 

@@ -87,13 +87,12 @@ class HFModel(nn.Module):
         return losses.view_as(targets).clone()  # fully_shard warns of a view
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
-                 top_p: float, stop: int | tuple[int, ...] | None, on_token=None) -> Tensor:
+                 top_p: float, stop: tuple[int, ...], on_token=None) -> Tensor:
         """As `generate` in model.py, but a full context ends it."""
         def ends(ids: Tensor, scores) -> Tensor:
             return torch.full_like(ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)
 
-        stop = [stop] if isinstance(stop, int) else list(stop or []) or None
-        how = dict(do_sample=False, eos_token_id=stop)
+        how = dict(do_sample=False, eos_token_id=[*stop] or None)
         if temperature >= 1e-6:  # or logits / temperature would overflow
             how |= dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
         if on_token:
