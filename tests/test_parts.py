@@ -159,7 +159,7 @@ def test_the_newest_whole_save_of_a_folder_counts(copy):
         assert checkpoint.files() == first
         shutil.copy(old, path)
     assert checkpoint.files() == new
-    checkpoint.clean()
+    checkpoint.clean(checkpoint.files())
     assert files_of(checkpoint.path) == new and checkpoint.find_damage() is None
     new[1].unlink()
     assert not checkpoint.exists()

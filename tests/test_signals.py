@@ -138,11 +138,16 @@ def test_a_signal_in_a_sample_cuts_it_short(run, tmp_path, ranks, flags):
 
 def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
     def hook(rank):
-        def finish(self):
+        def close(self, asked):
+            self.thread.join()
+            backup.Backup.upload = upload
+            plain(self, asked)
+
+        def upload(self, checkpoint):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1000)
 
-        backup.Backup.finish = finish
+        plain, backup.Backup.close = backup.Backup.close, close
 
     printed = run(*FLAGS, "--backup_to", f"file://{tmp_path}/b", hook=hook, expect=143)
     assert "warning: stopped before the backup of " in printed and steps(tmp_path / "r")[-1] == 12

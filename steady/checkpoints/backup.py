@@ -59,17 +59,14 @@ class Backup:
         """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
         if not self.newest:
             return
-        last = threading.Thread(target=self.finish, daemon=True)
-        last.start()
-        while last.is_alive() and not asked():
-            last.join(0.1)
-        if last.is_alive():
+        while self.thread.is_alive() and not asked():  # of an older one, perhaps
+            self.thread.join(0.1)
+        self.offer(self.newest)
+        while self.thread.is_alive() and not asked():
+            self.thread.join(0.1)
+        if self.thread.is_alive():
             print(f"warning: stopped before the backup of {self.newest} to {self.url} was made",
                   flush=True)
-
-    def finish(self):
-        self.thread.join()
-        self.upload(self.newest)
 
     def upload(self, checkpoint: Checkpoint):
         held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))

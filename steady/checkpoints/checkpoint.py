@@ -65,12 +65,17 @@ class Checkpoint:
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def files(self) -> list[Path]:
-        """The file itself, or the parts of the newest complete save."""
+        """The file itself, or the parts of the newest save with one for each rank, by rank."""
         if self.path.is_file():
             return [self.path]
-        saves = complete_saves(part.name for part in self.path.glob("rank_*"))
-        newest = max(saves, key=lambda save: changed_at(self.path / save[0]), default=[])
-        return [self.path / name for name in newest]
+        saves = {}  # (number of ranks, ID) → rank → part
+        for path in self.path.glob("rank_*"):
+            if match := PART.fullmatch(path.name):
+                rank, ranks, save = match.groups()
+                saves.setdefault((int(ranks), save), {})[int(rank)] = path
+        complete = [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
+                    if parts.keys() == set(range(ranks))]
+        return max(complete, key=lambda parts: changed_at(parts[0]), default=[])
 
     def exists(self) -> bool:
         return bool(self.files())
@@ -83,10 +88,8 @@ class Checkpoint:
         found = self.read(find_corruption)
         if not found:
             return "it has no files, or not the parts of all ranks"
-        for file, wrong in found.items():
-            if wrong:
-                return wrong if file == self.path else f"{file.name}: {wrong}"
-        return None
+        damage = (f"{file.name}: {wrong}" for file, wrong in found.items() if wrong)
+        return found.get(self.path) or next(damage, None)
 
     def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
         """The state in its file, or one for each rank. Raises ConfigError."""
@@ -105,17 +108,15 @@ class Checkpoint:
         """file → `how(file)`, all of one save: again if the run has replaced some meanwhile."""
         while True:
             files = self.files()
-            before = [changed_at(file) for file in files]
+            before = max(map(changed_at, files), default=GONE)
             try:
                 with ThreadPoolExecutor(8) as pool:  # reads one file while it checks another
                     found = dict(zip(files, pool.map(how, files), strict=True))
-            except Exception:
-                now = [changed_at(file) for file in files]
-                if now == before and GONE not in now:
-                    raise
-            else:
-                if {changed_at(file) for file in files} <= {*before, GONE}:  # or deleted once read
+                if self.changed_at() in (before, GONE):  # or deleted once read
                     return found
+            except Exception:
+                if self.changed_at() == before != GONE:
+                    raise
 
     def state(self, device: str = "cpu") -> dict:
         """The whole state, joined from all its files; verify it first."""
@@ -124,14 +125,13 @@ class Checkpoint:
     def link_to(self, new: Path):
         """Make `new` the same checkpoint, in place of any other there."""
         if not self.path.is_dir():
-            link(self.path, new)
-            return
+            return link(self.path, new)
         new.mkdir(exist_ok=True)
         files = self.files()  # once: the run may replace them meanwhile
         for file in files:
             link(file, new / file.name)
         sync_directory(new.parent)
-        Checkpoint(new).clean([file.name for file in files])
+        Checkpoint(new).clean([new / file.name for file in files])
 
     def link_as_best(self):
         """Make it best.pt, or the folder best, and delete the other of the two."""
@@ -139,15 +139,10 @@ class Checkpoint:
         self.link_to(self.path.with_name(name))
         Checkpoint(self.path.with_name(other)).delete()
 
-    def clean(self, kept: list[str] | None = None):
-        """Delete the files in its folder that are ours but not in `kept` (default: its state).
-
-        And the folder, if that leaves it empty.
-        """
-        kept = [file.name for file in self.files()] if kept is None else kept
+    def clean(self, kept: list[Path]):
+        """Delete our files in its folder except `kept`, and the folder if it is empty then."""
         for path in self.path.iterdir():
-            ours = PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)
-            if ours and path.name not in kept:
+            if (PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)) and path not in kept:
                 path.unlink()
         if not kept:
             with contextlib.suppress(OSError):  # not empty
@@ -155,7 +150,7 @@ class Checkpoint:
 
     def delete(self):
         if self.path.is_dir():
-            self.clean(kept=[])
+            self.clean([])
         else:
             self.path.unlink(missing_ok=True)
 
@@ -178,16 +173,6 @@ def unused_name(path: Path) -> Path:
     while os.path.lexists(new):
         new, n = path.with_name(f"{path.name}-{n}"), n + 1
     return new
-
-
-def complete_saves(names) -> list[list[str]]:
-    """Of these file names, the parts of each save that has one for every rank, by rank."""
-    saves = {}
-    for match in filter(None, map(PART.fullmatch, names)):
-        rank, ranks, save = match.groups()
-        saves.setdefault((int(ranks), save), {})[int(rank)] = match[0]
-    return [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
-            if len(parts) == ranks and max(parts) < ranks]
 
 
 def averaged(state: dict) -> dict:
@@ -328,7 +313,7 @@ def remove_drafts(folder: Path):
             Checkpoint(path).delete()
     for each in (*named_checkpoints(folder), Checkpoint(folder / "best")):
         if each.path.is_dir():
-            each.clean()
+            each.clean(each.files())
 
 
 def require_shared(path: Path):

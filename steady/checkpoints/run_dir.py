@@ -34,11 +34,12 @@ from steady.checkpoints.checkpoint import (
     unused_name,
 )
 from steady.checkpoints.disk import acquire_lock, atomic_write
-from steady.checkpoints.state import make_writer, reconcile_best
+from steady.checkpoints.state import reconcile_best
+from steady.checkpoints.writer import Writer
 from steady.guard.faults import setting_up
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, expect_file, write_yaml
-from steady.ranks.ranks import restart_count
+from steady.ranks.ranks import restart_count, shared_notes
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
@@ -240,9 +241,13 @@ def create_run_dir(cfg, out_dir: Path | None):
 
 @setting_up()
 def open_run_dir(run):
-    """Rank 0 makes and locks the run directory, and prints a summary of the run."""
-    cfg, progress, best = run.cfg, run.progress, None
-    if run.ranks.rank == 0:
+    """Rank 0 makes and locks the run directory, and prints a summary of the run.
+
+    Each rank whose state no rank before it has gets a writer.
+    """
+    cfg, progress, ranks, size = run.cfg, run.progress, run.ranks, run.ranks.shards.size
+    best = attempt = None
+    if ranks.rank == 0:
         if not run.dir.lock:
             run.dir.path, run.dir.lock = create_run_dir(cfg, run.dir.path)
         new = not holds_a_run(run.dir.path)
@@ -255,12 +260,15 @@ def open_run_dir(run):
                                     cfg.keep_every, progress.step, e):
                 raise
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        best = reconcile_best(progress, run.dir)
+        best, attempt = reconcile_best(progress, run.dir), os.urandom(4).hex()
         print(opening.describe(run), flush=True)
-    run.dir.path, best = run.ranks.broadcast((run.dir.path, best))
+    run.dir.path, best, attempt = ranks.broadcast((run.dir.path, best, attempt))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
-    run.dir.writer = make_writer(run)
+    if ranks.rank < size:
+        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, cfg.keep_every,
+                                run.dir.backup, best, ranks.rank, size,
+                                shared_notes("checkpoints") if size > 1 else None, attempt)
 
 
 def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):

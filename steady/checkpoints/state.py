@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +15,10 @@ from steady.checkpoints.checkpoint import (
     join,
     require_shared,
 )
-from steady.checkpoints.writer import Writer
 from steady.guard.deadline import UNKNOWN
 from steady.models import lora
 from steady.options import ConfigError, fixed_options
 from steady.ranks.parallel import release
-from steady.ranks.ranks import shared_notes
 from steady.tokens.files import split_weight
 
 # Options of a parameter group that come from flags and the device. All others are state of the
@@ -48,17 +45,6 @@ class Progress:
     def state(self) -> tuple:
         """A checkpoint is saved if any of this has changed since the last one."""
         return self.step, self.position, self.evaluated_step, self.best_step
-
-
-def make_writer(run) -> Writer | None:
-    """The writer of this rank's state; None if a rank before it writes the same."""
-    cfg, progress, ranks, size = run.cfg, run.progress, run.ranks, run.ranks.shards.size
-    attempt = ranks.broadcast(os.urandom(4).hex())
-    if ranks.rank >= size:
-        return None
-    return Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, cfg.keep_every,
-                  run.dir.backup, (progress.best_loss, progress.best_step), ranks.rank, size,
-                  shared_notes("checkpoints") if size > 1 else None, attempt)
 
 
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):

@@ -104,7 +104,8 @@ class Writer:
         seen[place] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
         return buffer
 
-    def write(self, step: int, state: dict, event, is_best: bool):
+    def write(self, step: int, state: dict, event, is_best: bool, again: bool = False):
+        """In the thread. again: room was made for it on a full disk."""
         checkpoint = Checkpoint.named(self.folder, step, sharded=self.size > 1)
         try:
             if event:
@@ -121,12 +122,13 @@ class Writer:
         except WeightsNotFinite as e:
             print(f"warning: step {step}: {e}; not saved", flush=True)
         except Exception as e:
+            if self.rank == 0 and make_room(self.folder, self.keep, self.keep_every, step, e):
+                if self.size == 1 and not again:  # else it is for the next save
+                    return self.write(step, state, None, is_best, again=True)
             self.failures += 1
             self.reason = disk_error(e, self.folder)
             if lack_of_space(e):
                 self.reason += "; free some space, or lower --keep_checkpoints"
-            if self.rank == 0:  # for the next save
-                make_room(self.folder, self.keep, self.keep_every, step, e)
             what = f"the part of rank {self.rank}" if self.rank else "the checkpoint"
             print(f"warning: step {step}: {what} could not be written ({self.failures} of "
                   f"{MAX_FAILURES}): {self.reason}", flush=True)
@@ -134,19 +136,13 @@ class Writer:
     def write_files(self, path: Path, step: int, state: dict):
         """Write one checkpoint. Raises the error, on rank 0 also of another rank."""
         if self.size == 1:
-            try:
-                self.write_file(path, step, state)
-            except Exception as e:
-                if not make_room(self.folder, self.keep, self.keep_every, step, e):
-                    raise
-                self.write_file(path, step, state)
-            return
+            return self.write_file(path, step, state)
         began, save, note = time.monotonic(), f"{self.attempt}-{self.count}", ""
         self.count += 1
-        names = [f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)]
+        parts = [path / f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)]
         try:
             path.mkdir(exist_ok=True)
-            self.write_file(path / names[self.rank], step, state)
+            self.write_file(parts[self.rank], step, state)
             sync_directory(self.folder)  # it has the name of the new folder
         except Exception as e:
             full = lack_of_space(e)
@@ -156,9 +152,9 @@ class Writer:
             self.notes.set(f"{save} {self.rank}", note)
         if self.rank == 0:
             until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
-            for rank, name in enumerate(names):
-                self.wait_for_part(path / name, rank, f"{save} {rank}", until)
-            Checkpoint(path).clean(kept=names)  # without parts of older saves
+            for rank, part in enumerate(parts):
+                self.wait_for_part(part, rank, f"{save} {rank}", until)
+            Checkpoint(path).clean(parts)  # without parts of older saves
 
     def write_file(self, path: Path, step: int, state: dict):
         state = dict(state)
