@@ -16,7 +16,7 @@ from steady.guard.deadline import SETTING_STEP, UNKNOWN
 from steady.options import ConfigError, option
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
-# rate. The rates of the large sizes are those of the GPT-3 paper (arXiv:2005.14165, table 2.1).
+# rate. Learning rates of the large sizes are from the GPT-3 paper (arXiv:2005.14165, table 2.1).
 MODELS = {
     "default": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=128, d_ff=352, qk_norm=True,
                     tie_embeddings=False, seq_len=64, batch_size=32, learning_rate=1.5e-2),
@@ -42,7 +42,7 @@ PRESETS = {
 }
 
 NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "micro_batch_size",
-          "learning_rate", "out_dir", "auto_resume")  # what --help shows
+          "learning_rate", "out_dir", "auto_resume")  # shown by --help
 
 
 @dataclass
@@ -279,10 +279,10 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
 
 
 def resolve(cfg: Config) -> Config:
-    """Fill in what --model decides, and check everything that needs no data and no device.
+    """Fill in --model's values, and check everything that needs no data and no device.
 
-    What depends on the machine (device, precision, compile, workers, micro-batch) is left as it
-    was asked for, so that a run can be continued on another one. Raises ConfigError.
+    Options that depend on the machine (device, precision, compile, workers, micro-batch) stay as
+    given, so that a run can continue on another machine. Raises ConfigError.
     """
     shape = SHAPE_DEFAULTS | MODELS.get(cfg.model, {})  # of transformers: set by --init_from
     if cfg.d_model and "d_model" in shape:  # a wider one takes a lower rate (arXiv:2203.03466)

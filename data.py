@@ -9,7 +9,7 @@ packed into a row (`Documents`). Generated data is a class of `Samples`, which n
 long as its `batch` is a function of its arguments, everything above stays true.
 """
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # first: the imports below take seconds
     from steady.guard.process import start
 
     start("tools.prepare:main")
@@ -43,8 +43,8 @@ from steady.tokens.tokenizers import decode
 class Batch(NamedTuple):
     """A micro-batch of B sequences of T tokens."""
 
-    tokens: torch.Tensor  # [B, T]; [B, T + 1] where targets is None: each target is the next token
-    targets: torch.Tensor | None = None  # [B, T], IGNORE where the loss does not count
+    tokens: torch.Tensor  # [B, T]; [B, T + 1] if targets is None: each target is the next token
+    targets: torch.Tensor | None = None  # [B, T], IGNORE for positions without a loss
     documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row,
     # or where documents begin among all tokens: steady.tokens.packing.boundaries
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
@@ -156,7 +156,7 @@ class Samples:
 class Mixture(Samples):
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
-    ROUND = 8  # padded rows are a multiple of this long, which suits matrix units
+    ROUND = 8  # padded rows are a multiple of this long, for matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
         self.datasets, first = datasets, datasets[0]
@@ -175,7 +175,7 @@ class Mixture(Samples):
         self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
 
     def group_by_length(self, steps: int, batch_size: int):
-        """From now on, put documents of similar lengths into a batch, which saves padding."""
+        """From now on, batch documents of similar lengths, to save padding."""
         if steps and self.row_lengths_vary:
             self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 

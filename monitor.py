@@ -1,4 +1,4 @@
-"""Where a run's time goes, whether it is slow or becomes slower, and why. In any training loop:
+"""Time by phase, slow steps and their causes, in any training loop:
 
     monitor = Monitor("runs/mine", log_interval=50)
     for step in range(1, n + 1):

@@ -49,8 +49,8 @@ def option(default, help: str, **marks):
 def fixed_options(options, kind: str) -> list[str]:
     """Names of the options that a checkpoint fixes.
 
-    "weights": the shape of the model; "function": what the same weights compute; "trajectory":
-    which run it is.
+    "weights": the shape of the model; "function": the computation on the same weights;
+    "trajectory": the identity of the run.
     """
     return [f.name for f in dataclasses.fields(options) if f.metadata.get("fixed") == kind]
 
@@ -108,7 +108,7 @@ class Switch(argparse.Action):
 
 
 class ShortHelp(argparse.Action):
-    """--help where --help_all shows all options."""
+    """--help, if --help_all shows all options."""
 
     def __call__(self, parser, *_):
         print(self.const.format_help(), end="")
@@ -212,7 +212,7 @@ def nearest(name: str, names) -> str:
 
 
 class UniqueKeys(yaml.BaseLoader):
-    """Refuses a key given twice, of which yaml itself takes the last."""
+    """Refuses a key given twice; yaml itself would take the last."""
 
     def construct_mapping(self, node, deep=False) -> dict:
         names = set()
@@ -224,7 +224,7 @@ class UniqueKeys(yaml.BaseLoader):
 
 
 def expect_file(path, option: str = ""):
-    """Raise ConfigError for a folder, and for a FIFO or a device, where reading may never end."""
+    """Raise ConfigError for a folder, a FIFO or a device: reading one may never end."""
     if os.path.exists(path) and not os.path.isfile(path):
         kind = "a folder" if os.path.isdir(path) else "a FIFO or a device"
         raise ConfigError(f"{option}{path}: is {kind}; expected a file")
@@ -253,7 +253,7 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
     names = {mark.get("flag"): name for name, mark in marks.items()}
     values = {names.get(name, name): value for name, value in values.items()}
     known = {name for name, mark in marks.items()
-             if mark.get("saved", True) or mark.get("command_line")}  # which is refused below
+             if mark.get("saved", True) or mark.get("command_line")}  # refused below
     if gone := [name for name in values if ours and name not in known]:
         listed = ", ".join(f"{name} {values.pop(name)}" for name in gone)
         print(f"warning: {path}: left out, as this version saves no such options: {listed}")

@@ -1,4 +1,4 @@
-"""What steady uses of torch that torch does not promise to keep: each in one function.
+"""Private functions of torch in use: each in one function.
 
 Where torch lacks it, the function does what its docstring says, and training goes on. Optimizers'
 `grad_scale` and `found_inf`, attributes of fused ones, are not here: see `train.update`.
@@ -55,7 +55,7 @@ def flight_record() -> list[dict]:
 def sdpa_choice(*tensors, **how) -> int | None:
     """The backend that scaled_dot_product_attention would use; None without this function.
 
-    Raises RuntimeError where none can run.
+    Raises RuntimeError if none can run.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and int(choose(*tensors, **how))

@@ -1,4 +1,4 @@
-"""What a run of train.py tells its monitor."""
+"""The monitor's arguments and extra columns in a run of train.py."""
 
 from dataclasses import asdict
 from functools import partial

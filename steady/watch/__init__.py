@@ -1,1 +1,1 @@
-"""Since when and why: time by phase, sinks, slow-downs, what runs out, the report of a run."""
+"""Time by phase, its growth and causes, resources, sinks and the report of a run."""

@@ -1,4 +1,4 @@
-"""What the monitor reports: a Finding is data; its English is made here and nowhere else."""
+"""Findings of the monitor as data; their English is made here and nowhere else."""
 
 from dataclasses import asdict, dataclass
 
@@ -48,7 +48,7 @@ def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> 
 # --- the words -------------------------------------------------------------------------------
 
 DATA = "more --num_workers, a faster disk, or less work per sample"
-# code → (metric with the ms/step it can account for, or "", its meaning, what to do)
+# code → (metric with the ms/step it can account for, or "", its meaning, the remedy)
 CAUSES = {
     "gc": ("perf/gc_ms", "Python's garbage collector", "gc.freeze() after start-up, fewer objects"),
     "thread": ("perf/thread_ms", "another thread of this process computes: {name}",

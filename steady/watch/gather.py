@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def scalar(value):
-    """The mean of a tensor in fp32 as [], that of anything else as a number, NaN if it has none.
+    """The mean of a tensor in fp32 as [], of anything else as a number; NaN if it has none.
 
     Never syncs with the device.
     """

@@ -18,7 +18,7 @@ TAIL_BYTES = 1 << 20  # of a metrics.jsonl read on a resume: 512 logs of 1 to 2 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
-LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file where not finite
+LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not finite
 NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/", "limit/")
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, Infinity
 
@@ -59,7 +59,7 @@ class History:
             self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
 
     def column(self, name: str) -> np.ndarray:
-        """[logs], NaN where a log lacks it."""
+        """[logs], NaN for a log without it."""
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=float)
 
 
@@ -142,5 +142,5 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
 
 
 def quantile(values, share: float) -> float:
-    """The value below which this share of them lies; for short lists 10 times NumPy's speed."""
+    """The quantile `share`, not interpolated; for short lists 10 times NumPy's speed."""
     return sorted(values)[int(share * len(values))]

@@ -41,7 +41,7 @@ def own_part(place: str) -> str:
 
 
 def library_of(place: str) -> str:
-    """The library other than torch in which the line was met, or ""."""
+    """The library, other than torch, called by the line; or ""."""
     return place.partition(" | ")[2]
 
 

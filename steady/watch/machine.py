@@ -1,4 +1,4 @@
-"""The machine beside the program: its speed now, and the time in which threads could not run.
+"""The machine beside the program: its speed now, and the time threads spent waiting for it.
 
 A slower machine and a slower program look alike in the times of steps. So a fixed piece of work is
 timed at the logs, and the kernel is asked for its waits; slower.py and slow.py compare them.
@@ -31,7 +31,7 @@ class Probe:
         self.gpu = None  # events around a kernel that may still be running
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """Microseconds; on CUDA also those of the kernel started at the last call."""
+        """Microseconds; on CUDA also of the kernel started at the last call."""
         times = []
         for _ in range(3):  # the best: an interrupted try says nothing about the cores
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The lines in which the training thread spends its time: a look at it ten times a second.
+"""The training thread's time by line: a look at its stack ten times a second.
 
 A daemon thread notes the phase, the innermost line outside torch and the standard library, and its
 caller. So time in torch counts for the line that called torch, and a backward pass for the line
@@ -208,7 +208,7 @@ class Tracer:
             self.row["trace"] = str(shown)
 
     def read(self, step: int) -> dict:
-        """Columns of a row whose steps were disturbed."""
+        """Columns of a row with traced steps."""
         taken, self.row = self.row, {}
         return taken
 

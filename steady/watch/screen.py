@@ -27,7 +27,7 @@ class Printable:
 
 
 class Screen(Printable):
-    """The same, and writes whole lines, or what is there at a `flush`."""
+    """The same, and writes whole lines, or the rest at a `flush`."""
 
     def __init__(self, stream):
         super().__init__(stream)

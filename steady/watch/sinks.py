@@ -103,7 +103,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
 
 
 def seconds_of(rows: list[dict], step: int) -> float:
-    """Wall time of the steps in these rows, the first of which follows `step`."""
+    """Wall time of the steps after `step` in these rows."""
     total = 0.0
     for row in rows:
         if row.get("perf/step_ms"):
@@ -113,7 +113,7 @@ def seconds_of(rows: list[dict], step: int) -> float:
 
 
 class TensorBoard:
-    """A SummaryWriter, after that of an earlier process.
+    """A SummaryWriter that continues an earlier process's.
 
     Opened at the first row: the import takes 0.2 s, and loader processes must fork before its
     thread starts.

@@ -34,7 +34,7 @@ PADDING = 0.2
 WAITS = ("quota", "stolen", "contention", "memory", "disk")
 TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
 HOST_PHASES = ("data", "other", "logging")  # any line in them is avoidable
-AVOIDABLE = (  # source text of lines avoidable in any phase → what to do
+AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
     (r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.numpy\(\)", "keep it on the device until a log"),
     (r"synchronize\(|empty_cache\(", "leave it out, or do it at a log"),
     (r"gc\.collect\(", "collect rarely, after gc.freeze()"),
@@ -48,9 +48,9 @@ ADVICE = {"data": "--num_workers 2, or less work per sample", "other": "less of 
 
 
 def slow(history: History, ends: float = math.inf) -> list[Finding]:
-    """At most one finding, whose parts are gains in ms/step; [] below 10 %.
+    """At most one finding, its parts the gains in ms/step; [] below 10 %.
 
-    ends: the step since which steps are slower, a finding of its own.
+    ends: the first step of a later slow-down, a finding of its own.
     """
     rows = [row for row in history.rows if row["step"] < ends
             and "perf/startup_s" not in row and "perf/disturbed" not in row]

@@ -55,7 +55,7 @@ def slowdown(history: History) -> list[Finding]:
 
 
 def worth_reporting(found: Finding) -> bool:
-    """Neither what came to nothing, nor the small ups and downs of a shared machine."""
+    """Not if it came to nothing, nor for the small ups and downs of a shared machine."""
     least = 1 if found.side == "program" else 10
     return found.phase != "step" or dict(found.values)["percent"] >= least
 
@@ -166,7 +166,7 @@ def same_work_since(work: list[float]) -> int:
 
 @dataclass(eq=False)
 class Rise:
-    """A series above its level, which began at the point `began`.
+    """A series above the level it had since the point `began`.
 
     since, found, until: points. likely: the 95 % interval of `since`. creeps: a gradual rise.
     """
@@ -213,7 +213,7 @@ def find_rises(name: str, values: list[tuple[int, float]], points: list[dict]) -
     def learn():
         nonlocal level, unit, allowance, threshold
         level, sigma = usual_level(normal)
-        # what a rise is relative to: the time all phases share, or the level
+        # rises are relative to the time all phases share, or the level
         unit = level if name == COMMON else points[i]["row"]["perf/step_ms"] / points[i]["row"][
             "work"]
         allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # few tell it roughly
@@ -251,7 +251,7 @@ def find_rises(name: str, values: list[tuple[int, float]], points: list[dict]) -
 def usual_level(normal: list[float]) -> tuple[float, float]:
     """(mean without outliers, standard deviation)."""
     values = np.array(normal)
-    # from differences, which a gradual rise hardly widens; 0.954 = 0.6745 sqrt(2)
+    # from differences: a gradual rise hardly widens them; 0.954 = 0.6745 sqrt(2)
     sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
     middle = np.median(values)
     return float(np.clip(values, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
@@ -325,7 +325,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     first = max(0, min(rise.began, rise.since - BASELINE))
     before = points[first : rise.since] or points[:1]
     after = points[rise.since : rise.until]
-    after = after[:-3] if rise.until is not None else after  # it ended where 3 of 5 are normal
+    after = after[:-3] if rise.until is not None else after  # it ended once 3 of 5 are normal
     after = after or points[rise.since : rise.since + 1]
     facts = dict(creeps=rise.creeps, points=len(after), looks=looks_in(after), phases=[],
                  likely=[points[i]["first"] for i in rise.likely])
@@ -362,7 +362,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     program = total - machine - unclear - left.ms.get(COMMON, 0.0)
     left.parts.append(finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
-    # where they share all of it, show the phases in which it lies
+    # if they share all of it, show the phases with most of it
     shown = alone or {name: ms_of(new, name) - ms_of(old, name) for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
     facts["phases"] = [(name, round(float(ms), 3)) for name, ms in ranked
@@ -390,7 +390,7 @@ def grown(values: list, before: list[dict], after: list[dict], points: list[dict
 
 
 def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
-    """Take what is measured by itself, in any phase."""
+    """Take causes with a measurement of their own, in any phase."""
     left.take("gc", added(old, new, "perf/gc_ms"))
     left.take("thread", added(old, new, "perf/thread_ms"), name=new.get("busiest_thread"))
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
@@ -423,7 +423,7 @@ def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
 
 def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
                factor: float, sources: dict[str, str]):
-    """Take the growth of lines, beyond that of a machine `factor` times slower."""
+    """Take the growth of lines beyond a machine's being `factor` times slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
         looks = [add_profiles(part).get(phase, {}) for part in (before, after)]
         for line in longer_lines(phase, [ms_of(old, phase), ms_of(new, phase)], looks, factor):
@@ -434,7 +434,7 @@ def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list
 
 
 def take_waits(left: Left, old: dict, new: dict, shared: float):
-    """Take the time in which threads were ready, or wanted to be, and did not run.
+    """Take the time threads were ready, or wanted to be, and did not run.
 
     shared: ms that all phases share, explained before the time of one alone.
     """

@@ -56,7 +56,7 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     smooth = np.array([np.median(rest[max(0, i - width + 1) : i + 1])
                        for i in range(LEAST - 1, len(rest))])
     newest, lowest = smooth[-1], smooth.min()
-    # From second differences, which a trend hardly widens. Those of a normal distribution have the
+    # From second differences: a trend hardly widens them. Those of a normal distribution have the
     # 0.8 quantile 3.139 = 1.2816 sqrt(6); the last factor is for few logs.
     sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139 * (1 + 5 / len(rest))
     of_a_step = sigma * math.sqrt(np.diff(steps).max())
@@ -136,7 +136,7 @@ HORIZON = 5  # growth is believed to go on for so many times as long as it was s
 RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0; unit)
     # with the loader's processes, without mapped files (token files): the system may drop those
     "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB"),
-    # without the unused reserve of the allocator, which it can give back
+    # without the allocator's unused reserve: it can be given back
     "device memory": ("memory/allocated_gb", "limit/device_gb", "GB"),
     "open files": ("memory/open_files", "limit/open_files", ""),
     "threads": ("memory/threads", "limit/threads", ""),
@@ -220,7 +220,7 @@ def runs_out(history: History) -> list[Finding]:
 
 
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
-    """(step at which sustained growth began, slope, step at which it reaches the limit) or None.
+    """(first step of sustained growth, slope, step of reaching the limit) or None.
 
     Of all samples, or of the newest half or quarter, in case the first are warm-up. Growth must go
     on through five blocks, leave the range seen before, and reach the limit within HORIZON times
