@@ -368,7 +368,6 @@ class Run:
         self.guard.deadline.set_max_steps(self)  # with --max_minutes, once
 
 
-@faults.setting_up()
 def set_up(argv: list[str]) -> Run:
     """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
     # choose the run directory (rank 0 decides)
@@ -380,7 +379,8 @@ def set_up(argv: list[str]) -> Run:
     uneven = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
     # data
-    train_data, val_data = load_data(cfg)
+    with faults.reading_paths():
+        train_data, val_data = load_data(cfg)
     cfg = config.resolve(cfg)  # with the steps of --epochs
     # device and precision
     device = devices.pick_device(cfg.device, local_rank)
@@ -422,6 +422,7 @@ def set_up(argv: list[str]) -> Run:
     return run
 
 
+@faults.reading_paths()
 def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     """The configuration and the run directory; None if a new directory is to be made."""
     cfg = config.parse(argv)
@@ -458,7 +459,8 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
         model.init_weights()
         lora.init_weights(model)
     if cfg.init_from and not checkpoint:
-        huggingface.load_initial(model, cfg.init_from, shards)
+        with faults.reading_paths():
+            huggingface.load_initial(model, cfg.init_from, shards)
     return model
 
 

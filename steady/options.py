@@ -15,9 +15,6 @@ from typing import Literal, get_args, get_origin
 
 import yaml
 
-# Every text that an option was given: a path in here is the user's, any other is the program's.
-given_texts = set()
-
 
 class ConfigError(Exception):
     """Wrong flags, files or data. The message is one line for the user; the exit code is 2."""
@@ -182,8 +179,6 @@ def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
         flag = unknown[0].split("=")[0]
         known = [s for s in parser._option_string_actions if s.startswith("--")]
         raise ConfigError(f"unknown option {flag}{nearest(flag, known)}")
-    values = [x for v in vars(args).values() for x in (v if isinstance(v, list) else [v])]
-    given_texts.update(x for x in values if isinstance(x, str))
     return args
 
 

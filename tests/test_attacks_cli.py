@@ -24,7 +24,6 @@ import train
 from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.disk import write_checkpoint
 from steady.guard.process import exit_code, leave
-from steady.options import given_texts
 from tools import verify
 from tools.report import main as report_command
 
@@ -301,7 +300,6 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys, ki
     ("MemoryError", lambda: bytearray(1 << 60)),
 ])
 def test_an_error_of_own_code_in_set_up_keeps_its_traceback(run, monkeypatch, error, call):
-    given_texts.clear()  # by other tests
     monkeypatch.setattr(train, "make_optimizers", lambda *_: call())
     told = run("--out_dir", "r", expect=1)
     assert told.startswith(f"train.py: failed: {error}: ") and "Traceback" in told

@@ -36,7 +36,7 @@ from steady.checkpoints.checkpoint import (
 from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import reconcile_best
 from steady.checkpoints.writer import Writer
-from steady.guard.faults import setting_up
+from steady.guard.faults import reading_paths
 from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, expect_file, write_yaml
 from steady.ranks.ranks import restart_count, shared_notes
@@ -170,6 +170,7 @@ def saved_config(cfg, out_dir: Path | None) -> Path | None:
     return run / "config.yaml" if found else None
 
 
+@reading_paths()
 def pick_checkpoint(cfg, out_dir: Path | None) -> RunDir:
     """The run directory, with the verified checkpoint to start from, if any; for rank 0.
 
@@ -239,7 +240,7 @@ def create_run_dir(cfg, out_dir: Path | None):
 # --- its files -------------------------------------------------------------------------------
 
 
-@setting_up()
+@reading_paths()
 def open_run_dir(run):
     """Rank 0 makes and locks the run directory, and prints a summary of the run.
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steady.checkpoints.checkpoint import Checkpoint, latest_valid, list_checkpoints
-from steady.checkpoints.disk import FULL
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.checkpoints.writer import Writer
 from steady.guard import process
 from steady.guard.guard import NotFinite
 from steady.guard.memory import memory_advice, out_of_memory
-from steady.options import ConfigError, given_texts
+from steady.options import ConfigError
 from steady.ranks.parallel import gathered
 from steady.ranks.ranks import lost_connection
 from steady.ranks.replicas import ReplicasDiffer
@@ -271,24 +269,13 @@ def autopsy(run, step: int, rank: int) -> dict:
 
 
 @contextlib.contextmanager
-def setting_up():
-    """Before training, an error about a path that was named is the user's: raises ConfigError."""
+def reading_paths():
+    """While files that options name are read and made, an OSError is the user's: ConfigError."""
     try:
         yield
     except OSError as e:
-        if not was_named(e.filename) and e.errno not in FULL:
-            raise
         raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a path that can be used "
                           "here") from e
-
-
-def was_named(path: str | None) -> bool:
-    """Whether it is, or is in, what options name or stand for; else the code has named it."""
-    named = {*given_texts, *(text.rpartition(":")[0] for text in given_texts), "runs",
-             os.environ.get("XDG_CACHE_HOME") or "~/.cache"}
-    folders = [os.path.abspath(os.path.expanduser(text)) for text in named if text]
-    place = Path(os.path.abspath(str(path)))
-    return bool(path) and any(place.is_relative_to(folder) for folder in folders)
 
 
 @contextlib.contextmanager
