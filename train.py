@@ -48,7 +48,7 @@ from steady.models.ema import Ema
 from steady.models.evaluation import Means, Update, measure_output
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
-from steady.ranks.ranks import Ranks, check_shard_size, from_rank0, gloo_group, meet, rank_and_world
+from steady.ranks.ranks import Ranks, from_rank0, gloo_group, meet, rank_and_world
 from steady.ranks.watchdog import Watchdog, patience
 
 # --- the loop --------------------------------------------------------------------------------
@@ -375,7 +375,6 @@ def set_up(argv: list[str]) -> Run:
     meet(rank, world_size, patience(config.parse(argv).hang_seconds))
     cfg, out_dir = from_rank0(lambda: choose_run(argv))
     watchdog = Watchdog(cfg.hang_seconds)
-    check_shard_size(cfg.shard_size, world_size)
     uneven = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
     # data

@@ -25,8 +25,7 @@ from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_var
 from steady.models.huggingface import adapt, config_from_hf
 from steady.options import ConfigError
 from steady.private import use_fake_backend
-from steady.ranks.parallel import Shards, local_part
-from steady.ranks.ranks import check_shard_size
+from steady.ranks.parallel import Shards, check_shard_size, local_part
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import duration
 

@@ -33,7 +33,11 @@ class Shards:
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
                  device_type: str = "cpu"):
-        """shard_size: ranks that together hold one copy of the model; 0 is all of them."""
+        """shard_size: ranks that together hold one copy of the model; 0 is all of them.
+
+        Raises ConfigError.
+        """
+        check_shard_size(shard_size, world_size)
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas = 0, 1, 1
         # ranks with the same weights that are quick to reach: of ddp on a single host
@@ -161,6 +165,13 @@ class Shards:
         squares = norms.float().square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
+
+
+def check_shard_size(shard_size: int, world_size: int):
+    """Raise ConfigError if so many ranks are not a number of copies of a model on shard_size."""
+    if shard_size and world_size > 1 and world_size % shard_size:
+        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
+                          "processes")
 
 
 # torch's optimizers in which an element's update depends on that element alone

@@ -245,13 +245,6 @@ def gloo_group(world_size: int, device: torch.device):
     return dist.new_group(backend="gloo", timeout=FOR_EVER)
 
 
-def check_shard_size(shard_size: int, world_size: int):
-    """Raise ConfigError if so many ranks are not a number of copies of a model on shard_size."""
-    if shard_size and world_size > 1 and world_size % shard_size:
-        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
-                          "processes")
-
-
 def rank_list(ranks: list[int]) -> str:
     """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
     runs = []
