@@ -1,4 +1,4 @@
-"""What a run computes on: device, number format, attention backend."""
+"""Device, number format and attention backend of a run."""
 
 import contextlib
 import ctypes
@@ -19,9 +19,8 @@ from steady.watch.proc import read, usable_cores
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Dense peak TFLOP/s of (bf16 and fp16, fp32), by the exact name that torch reports: a substring
-# would take an "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; the
-# fp32 column is without TF32, as torch multiplies by default.
+# Dense peak TFLOP/s (bf16 and fp16, fp32) by torch's exact device name: a substring would take an
+# "RTX A1000" for an A100. From data sheets, without sparsity; fp32 without TF32, torch's default.
 PEAK_TFLOPS = {
     "NVIDIA B200": (2250, 75),
     "NVIDIA H200": (989, 67),
@@ -44,9 +43,9 @@ PEAK_TFLOPS = {
 
 def peak_flops(device: torch.device, dtype: torch.dtype, tflops: float | None = None,
                devices: int = 1) -> float | None:
-    """Peak FLOP/s of so many devices for matrix products of this dtype; None if it is unknown.
+    """Peak FLOP/s of `devices` for matrix products of this dtype; None if unknown.
 
-    tflops: of one of them, if the user knows.
+    tflops: of one device, as --peak_tflops says.
     """
     if not tflops and device.type == "cuda":
         peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
@@ -55,7 +54,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, tflops: float | None = 
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device of this process. Raises ConfigError if torch finds none of that kind."""
+    """The device of this process. Raises ConfigError if torch finds no such device."""
     found = torch.accelerator.current_accelerator(check_available=True)
     found = found.type if found and found.type in ("cuda", "mps") else "cpu"
     name = found if name == "auto" else name
@@ -67,7 +66,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the hardware itself multiplies bf16; emulation is 4 times slower than fp32."""
+    """Whether the hardware multiplies bf16; emulation is 4 times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
@@ -94,9 +93,9 @@ def device_name(device: torch.device) -> str:
 def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
     """Loader processes for this rank.
 
-    auto is 0 on a CPU: a batch of 64 x 1,024 tokens takes 0.23 ms to read from the page cache and
-    1.8 ms to get from another process, which also takes a core from the model. With CUDA it is
-    up to 2, so that a page that must come from the disk does not delay kernel launches.
+    auto is 0 on a CPU: 64 x 1,024 tokens take 0.23 ms from the page cache, 1.8 ms from another
+    process, and that one takes a core from the model. With CUDA it is up to 2: a page read from
+    disk must not delay kernel launches.
     """
     if num_workers != "auto":
         return int(num_workers)
@@ -107,17 +106,17 @@ def configure(cfg, device: torch.device):
     """Set process-wide state: memory, tiny numbers, attention backends, determinism on CUDA."""
     keep_freed_memory(device)
     if device.type == "cpu":
-        # Numbers below 1.2e-38 become 0; x86 cores take ten times as long for them, as in AdamW's
-        # moments of tokens that no longer occur. Threads that are made later inherit this.
+        # Numbers below 1.2e-38 become 0. x86 cores take ten times as long for them, as in AdamW's
+        # moments of tokens that no longer occur. Later threads inherit this.
         torch.set_flush_denormal(True)
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":
         # cuDNN makes a plan for each new shape, 23 to 37 ms in a published trace, and documents
-        # have many. For packed rows torch 2.15's varlen_attn prefers it, which takes no empty
-        # documents, as `packing.boundaries` pads with, before 9.25: NVIDIA/cudnn-frontend#944.
+        # have many. torch 2.15's varlen_attn prefers it for packed rows, but before 9.25 it takes
+        # no empty documents, the padding of `packing.boundaries`: NVIDIA/cudnn-frontend#944.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if cfg.deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at start
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at start
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and takes time
         private.compile_deterministically()
@@ -126,45 +125,45 @@ def configure(cfg, device: torch.device):
 def keep_freed_memory(device: torch.device):
     """On a CPU: use huge pages for large tensors, and do not return freed memory to the kernel.
 
-    Otherwise each step allocates its memory anew, in pages of 4 kB that the kernel clears on first
-    touch: a fifth of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only
-    with glibc, whose own variables for it, MALLOC_…, take precedence.
+    Otherwise each step allocates its memory anew, in pages of 4 kB cleared by the kernel: a fifth
+    of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only with glibc; its
+    own variables, MALLOC_…, take precedence.
     """
     if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at a large tensor
         with contextlib.suppress(AttributeError, OSError, TypeError):
             mallopt = ctypes.CDLL(None).mallopt
-            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: bytes from which a tensor gets its own mapping
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes at the end that are kept
+            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger tensors get a mapping of their own
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes to keep at the end of the heap
 
 
 # --- attention -------------------------------------------------------------------------------
 
 
 def set_attention_backend(name: str):
-    """Allow the named backend of scaled_dot_product_attention, or with auto all of them.
+    """Allow one backend of scaled_dot_product_attention, or with auto all of them.
 
-    And math, for what the named one does not take: cuDNN no single token, as samples begin with.
+    math is always allowed, as a fallback: cuDNN refuses the single token that begins a sample.
     """
     for backend in ("flash", "mem_efficient", "cudnn", "math"):
         enable = getattr(torch.backends.cuda, f"enable_{backend}_sdp")
         enable(name in ("auto", backend.removeprefix("mem_")) or backend == "math")
 
 
-VARLEN = "varlen flash"  # for packed rows; with the others they need a mask of T x T
+VARLEN = "varlen flash"  # for packed rows; all others need a mask of T x T
 
 
 def takes_varlen(cfg, dtype: torch.dtype) -> bool:
-    """Whether packed rows go without a mask on a CUDA GPU that has flash attention."""
+    """Whether packed rows need no mask on a CUDA GPU with flash attention."""
     return (cfg.data_mode == "packed" and cfg.attention in ("auto", "flash") and cfg.dropout == 0
-            and cfg.head_dim in range(8, 257, 8)  # which flash attention takes
+            and cfg.head_dim in range(8, 257, 8)  # the limits of flash attention
             and dtype != torch.float32 and torch.version.hip is None)
 
 
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
-    """What torch's dispatcher chooses for this shape, device and dtype or VARLEN.
+    """VARLEN, or the choice of torch's dispatcher for this shape, device and dtype.
 
-    Raises ConfigError if the only one that is allowed cannot run.
+    Raises ConfigError if the only allowed one cannot run.
     """
     T, D = cfg.seq_len, cfg.head_dim
     q = torch.empty(1, cfg.n_head, T, D, device=device, dtype=dtype, requires_grad=True)
@@ -174,9 +173,9 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
             SDPAParams(q, kv, kv, None, 0.0, True, grouped)):
         return VARLEN
     mask = None
-    if packed:  # of which one row is allocated
+    if packed:  # allocates one row only
         mask = torch.ones(1, 1, 1, T, dtype=torch.bool, device=device).expand(1, 1, T, T)
-    used = "math" if device.type == "mps" else None  # where torch has nothing to choose from
+    used = "math" if device.type == "mps" else None  # torch has no choice on mps
     with contextlib.suppress(RuntimeError):  # no backend is left to choose from
         choice = private.sdpa_choice(q, kv, kv, mask, dropout_p=cfg.dropout,
                                      is_causal=mask is None, enable_gqa=grouped)

@@ -47,7 +47,7 @@ KEPT = "hf"  # in a run directory: the configuration that --init_from had
 
 
 def folders(name: str, code: bool = False) -> list[Path]:
-    """The folder of a model; for an adapter its own, its base's and so on. Raises ConfigError."""
+    """A model's folder; for an adapter its own folder, then its base's. Raises ConfigError."""
     found = [fetch_files(name, code)]
     while lora.is_adapter_folder(found[-1]):
         base = fetch_files(lora.read_config(found[-1])["base"], code)

@@ -1,7 +1,7 @@
-"""Norm, rotary embedding, attention and loss, each in the way that is fast where it runs.
+"""Norm, rotary embedding, attention and loss, fast on CPU and GPU, eager and compiled.
 
-The compiler is given the plain formulas, which it fuses by itself. Outside of it, autograd makes
-many passes over memory of them; the functions here, equal up to rounding, make fewer.
+The compiler gets the plain formulas and fuses them itself. Eager autograd makes many passes over
+memory for them; the functions here, equal up to rounding, make fewer.
 """
 
 import math
@@ -16,18 +16,18 @@ from steady.tokens.files import IGNORE
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether a CPU computes x. `--estimate`, which imagines a GPU, says no."""
+    """Whether a CPU computes x; `--estimate` replaces this, to imagine a GPU."""
     return x.device.type == "cpu"
 
 
 class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm (arXiv:1910.07467) with its weight cast to the input's dtype.
 
-    Mixed dtypes, as under autocast, would fall off torch's fused kernel, which CUDA alone has.
+    CUDA's fused kernel does not take mixed dtypes, as under autocast.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # where a GPU is only imagined as well: it keeps what CUDA's kernel keeps
+        # also for --estimate: it keeps the same tensors as CUDA's kernel
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return NormOnCPU.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -101,10 +101,10 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor
     q [B, T, H, D], k, v [B, T, H_kv, D]; boundaries: `packing.boundaries`. The longest document
     counts as T tokens: its length would be a sync, and recompile.
     """
-    from torch.nn.attention.varlen import varlen_attn  # brings the compiler, which takes seconds
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler: takes seconds
 
     T = q.shape[1]
-    # torch 2.11 takes fewer heads of keys and values without this argument
+    # torch 2.11 has no such argument, and takes fewer heads of keys and values without it
     gqa = dict(enable_gqa=True) if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
     y = varlen_attn(*(x.flatten(0, 1) for x in (q, k, v)), boundaries, boundaries, T, T,
                     window_size=(-1, 0), **gqa)
@@ -132,7 +132,7 @@ class KVCache:
 class Head(nn.Linear):
     """hidden [..., C] → fp32 logits [..., V]; with targets [...], cross-entropies in nats [...].
 
-    Both by calling it, whose weight --parallel zero3 gathers for a call.
+    Both are calls of the module: --parallel zero3 gathers its weight for a call.
     """
 
     def __init__(self, d_model: int, padded_vocab: int, vocab_size: int):
@@ -161,11 +161,11 @@ class LinearCrossEntropy(Function):
     """Cross-entropy of hidden [..., C] @ weight.T [V_padded, C] with targets [...] → fp32 [...].
 
     Equals F.cross_entropy up to rounding, but keeps one tensor of size [..., V] in the dtype of the
-    product: the logits, overwritten by their gradient a few rows at a time. The plain way keeps
+    product: the logits, overwritten by their gradient a few rows at a time. The plain formula keeps
     three or four in fp32. The incoming gradient may differ from loss to loss.
     """
 
-    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, which stay in the cache
+    cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, to stay in the cache
     gpu_chunk = 2**25  # enough to keep a GPU busy
 
     @staticmethod
