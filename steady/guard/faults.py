@@ -44,7 +44,7 @@ class Stop:
         self.signal, self.save = 0, False  # agreed by all ranks
         self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
         self.group, self.rank, self.votes, self.vote = group, rank, None, None
-        self.phase = lambda name: name  # or the monitor's, which times the wait for other ranks
+        self.phase = lambda name: name  # or the monitor's, to time the wait for other ranks
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
@@ -164,26 +164,14 @@ def roll_back(run, error: NotFinite):
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
-def rescue(run, error: BaseException):
+def save_last_step(run, error: BaseException) -> str:
     """After an error, save the last completed step, unless an update has begun since.
 
-    Uses no collective: the other ranks may be gone. Where all hold the same weights, rank 0 saves
-    them, and the rank whose own `error` it is: rank 0 may wait on its GPU for a collective that
-    never ends. Where each holds a part of the state, it is saved if all of them come to this.
+    Returns a line for the screen, or "". Uses no collective: the other ranks may be gone. If all
+    ranks hold the same weights, rank 0 saves them, and so does the rank that failed: rank 0 may
+    wait on its GPU for a collective that never ends. Sharded, each rank saves its part, and there
+    is a checkpoint if all of them get here.
     """
-    try:
-        said = save_last_step(run, error)
-    except Exception as e:
-        said = f"warning: step {run.progress.step} could not be saved: {e}"
-    signs = run.ranks.watchdog.last_signs()
-    if signs and not run.ranks.watchdog.verdict:
-        said = f"rank {run.ranks.rank}: {signs}\n{said}"
-    if said:
-        alert(said.strip())
-
-
-def save_last_step(run, error: BaseException) -> str:
-    """Returns what was saved, for the screen; "" if nothing was."""
     own = isinstance(error, Exception) and not lost_connection(error)
     writer, step, folder = run.dir.writer, run.progress.step, run.dir.path / "checkpoints"
     if not writer and own and run.ranks.shards.size == 1:
@@ -208,13 +196,18 @@ def save_last_step(run, error: BaseException) -> str:
 def save_if_sound(run, error: BaseException):
     """Before a run ends with this error: save its last step, unless the error is in the weights.
 
-    Raises MemoryError, with advice, where memory has run out.
+    Raises MemoryError, with advice, if memory ran out.
     """
     if isinstance(error, ReplicasDiffer):
         if run.ranks.rank == 0:
             quarantine(run.dir.writer, error)
         return
-    rescue(run, error)
+    try:
+        said = save_last_step(run, error)
+    except Exception as e:
+        said = f"warning: step {run.progress.step} could not be saved: {e}"
+    if said:
+        alert(said)
     if out_of_memory(error):
         raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 
@@ -233,9 +226,9 @@ def quarantine(writer, error: ReplicasDiffer):
 
 @torch.no_grad()
 def autopsy(run, step: int, rank: int) -> dict:
-    """The samples that `rank` had in step `step`, and the first layer whose output they break.
+    """The samples of `rank` in step `step`, and the first layer with an output that is not finite.
 
-    With the current weights: the samples of a past step can be read again, its weights are gone.
+    Uses the current weights, since those of a past step are gone.
     """
     data, n, progress = run.train_data, run.cfg.batch_size, run.progress
     first = progress.position - (progress.step - step + 1) * n
@@ -254,7 +247,7 @@ def autopsy(run, step: int, rank: int) -> dict:
             with run.ranks.autocast, gathered(run.model):
                 losses = run.model.forward(batch.tokens, batch.targets, batch.documents)
             if not losses.isfinite().all():
-                bad.append("head")  # whose weight the loss uses without calling the module
+                bad.append("head")  # the loss uses its weight without calling the module
     finally:
         run.model.train()
         for hook in hooks:

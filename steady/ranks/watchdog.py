@@ -1,6 +1,6 @@
-"""Notices that training stands still, says which rank is stuck, where and since when, and ends it.
+"""Ends a run that has stopped making progress, and names the stuck rank, its phase and its line.
 
-A process alone, which torchrun will not restart, is only warned.
+A single process that torchrun would not restart only gets a warning.
 
 A second thread looks after the training thread and judges, a third swaps notes with the other
 ranks through torchrun's store, where it may block as a network is gone. So they also run while
@@ -207,11 +207,6 @@ class Watchdog:
         if any(silent.get(rank, note["age"]) <= note["limit"] for rank, note in notes.items()):
             return None
         return hangs.find(notes, silent)
-
-    def last_signs(self) -> str:
-        """After an error: which ranks on this host are gone, or ""."""
-        return "; ".join(f"rank {r} is {state}"
-                         for r, state in hangs.gone(self.neighbours()).items())
 
     def end(self, hang: hangs.Hang | None):
         """Report it, once for all ranks, write this rank's stacks, and end the process.
