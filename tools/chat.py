@@ -44,7 +44,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
 
 
 def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Counter]:
-    """As chat_documents; empty replies and those of weight 0 are prompt."""
+    """As chat_documents; empty replies and replies of weight 0 count as prompt."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
     counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
@@ -216,7 +216,7 @@ def read_message(message: dict) -> dict:
 
 
 def without_none(x):
-    """Without keys of None: in Parquet, those of other rows."""
+    """Without keys of None: Parquet gives each row the keys of all rows."""
     if isinstance(x, dict):
         return {k: without_none(v) for k, v in x.items() if v is not None}
     return [without_none(v) for v in x] if isinstance(x, list) else x

@@ -29,7 +29,7 @@ from steady.options import ConfigError, Failed, Parser, read_flags
 from train import choose_run
 
 ROOT = Path(__file__).resolve().parent.parent
-B_IS_BETTER, A_IS_BETTER, NEITHER = 0, 3, 4  # exit codes; 3 is also that of a regression
+B_IS_BETTER, A_IS_BETTER, NEITHER = 0, 3, 4  # exit codes; 3 is also a regression
 
 # After n pairs, n = 3 … 20, a difference is found if |t| exceeds this. Without a true difference
 # the first n looks find one with a probability of 5 % x (1 - 2/n) / (1 - 2/20), however many pairs

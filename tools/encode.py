@@ -54,7 +54,7 @@ class Encoder:
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             tokenize = self.tokenizer.tokenize
             self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
-            if tokenize("a") == tokenize("\na"):  # as T5's, where a line end becomes that space
+            if tokenize("a") == tokenize("\na"):  # T5's turns a line end into that space
                 self.before = ""
             self.prefix = array("I", text_start(self.tokenizer))
             model = self.tokenizer.backend_tokenizer.model

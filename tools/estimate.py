@@ -1,8 +1,8 @@
-"""python train.py --estimate DEVICES: what a run will need, before anything is rented.
+"""python train.py --estimate DEVICES: the memory, communication and time of a run in advance.
 
-Two steps run on fake tensors, which have shapes and types but no memory, and the bytes alive at
-each moment are added up. So the figures are those of the operations in a real eager step, also
-after changes to the model, the loss or the optimizer.
+Two steps run on fake tensors (shapes and types without memory), and the bytes alive at each moment
+are added up. So the figures follow the operations of a real eager step, also after changes to the
+model, the loss or the optimizer.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def bytes_sent(collective: str, args) -> float:
 
 @contextlib.contextmanager
 def imagined(world_size: int, dtype: torch.dtype, live: Live):
-    """A group of ranks whose collectives do nothing, and layers as on a GPU."""
+    """A group of ranks with collectives that do nothing, and layers as on a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def seen(storage, size: int):  # fully_shard frees whole weights like this

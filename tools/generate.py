@@ -227,7 +227,7 @@ def open_model(source: Path, length: int, trust_remote_code: bool = False):
     checkpoint = checkpoint_of(source)
     state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
     cfg = config_of(state, trust_remote_code)
-    if cfg.max_position:  # of the base, which may have seen longer texts than this run
+    if cfg.max_position:  # the base may have seen longer texts than this run
         cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
     model, tokenizer = model_of(state, cfg, checkpoint), tokenizer_of(state, run_dir)
     if not tokenizer:

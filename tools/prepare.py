@@ -60,12 +60,12 @@ class Options:
         "bytes", "bytes, or what transformers.AutoTokenizer takes: a local folder or a hub name")
     train_tokenizer: int | None = option(
         None, "train a byte-level BPE tokenizer of this many ids on the input (on 1 GB of it, "
-        "spread evenly, where there is more)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
+        "spread evenly, if there is more)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
     val_fraction: float = option(
         0.01, "share for validation: of documents, and of a text file of 100 kB or more its end",
         at_least=0, below=1)
     text_field: str | None = option(
-        None, "key or column of a document's text (default: text, where there is no chat)")
+        None, "key or column of a document's text (default: text, unless there is a chat)")
     workers: int | None = option(
         None, "processes that tokenize (default: one per core)", at_least=1, at_most=1000)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
@@ -137,7 +137,7 @@ def check(files: list[Path], encoder: Encoder):
 
 
 def write_dataset(files: list[Path], options: Options, draft: Path, counts: Counter) -> str:
-    """Write all files into `draft`; returns a summary. counts: of what was skipped so far."""
+    """Write all files into `draft`; returns a summary. counts: of inputs skipped so far."""
     folder, name = find_tokenizer(files, options, draft / "tokenizer")
     encoder = Encoder(folder, options)
     check(files, encoder)

@@ -19,7 +19,7 @@ from steady.options import ConfigError
 from steady.tokens.files import share_of
 
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".parquet": "parquet"}
-COMPRESSED = (".gz", ".zst")  # after any but the last
+COMPRESSED = (".gz", ".zst")  # a second suffix, except of Parquet
 RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): ("tools", "system"),
     ("messages",): ("tools", "system"),
@@ -305,7 +305,7 @@ def last_cut(text: str) -> int:
 def pieces(path: Path, file, start: int, stop: float, split: str) -> Iterator[Chunk]:
     """The document in bytes `start` to `stop`, with `file` at its start.
 
-    Cut at `last_cut`, so the tokens of the pieces are those of the document. PIECE_BYTES without
+    Cut at `last_cut`, so the pieces have the same tokens as the whole document. PIECE_BYTES without
     such a place are cut between two characters.
     """
     at, block, more = start, b"", True

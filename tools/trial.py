@@ -56,7 +56,7 @@ class Trial:
         self.documents = trial_documents(self.tokens, varlen) if packed else None
 
     def turn(self) -> tuple[float, float]:
-        """(ms of a step, the share of it in which a thread waited for a core)."""
+        """(ms of a step, the share of it with a thread waiting for a core)."""
         if torch.get_num_threads() != self.threads:  # setting it empties caches
             torch.set_num_threads(self.threads)
             self.turn()
@@ -125,7 +125,7 @@ def options(now: dict, base: Trial) -> dict[str, dict]:
 
 
 def judge(option: str, base: Trial, other: Trial) -> Finding:
-    """What the option of `other` gains, in ms/step."""
+    """The gain of the option of `other`, in ms/step."""
     pairs = []
     for i in range(WARM_UP + TURNS):
         way = (-1) ** i  # they take turns at being first
