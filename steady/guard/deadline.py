@@ -1,6 +1,6 @@
-"""Ends of a run that are found on the way: by the clock (--max_minutes), by a plateau of the loss.
+"""Ends found during a run: by the clock (--max_minutes) or a plateau of the loss.
 
-Each sets max_steps, so that the schedule is complete at the end; a checkpoint holds it.
+Both set max_steps, so that the schedule is complete at the end; checkpoints store it.
 """
 
 import math
@@ -34,16 +34,16 @@ class Deadline:
     def set_max_steps(self, run):
         """At SETTING_STEP, on all ranks, set cfg.max_steps for the rest of the run.
 
-        Earlier where steps are slow: until then ranks ask rank 0 in every step whether it is time.
+        Earlier if steps are slow: until then ranks ask rank 0 in every step.
         An evaluation is taken to last a third of training on as many sequences.
         """
         cfg, progress, now = run.cfg, run.progress, time.monotonic()
-        if cfg.max_steps != UNKNOWN or not cfg.max_minutes:  # as where steps are made again
+        if cfg.max_steps != UNKNOWN or not cfg.max_minutes:  # as when steps are repeated
             return
         self.steps += 1
         early = progress.step < SETTING_STEP or self.steps <= LEAST_STEPS
         if early and not run.ranks.broadcast(now > self.late):
-            if self.steps == 1:  # which compiles
+            if self.steps == 1:  # it compiles
                 self.began = now
             return
         seconds = (now - self.began) / max(1, self.steps - 1)  # a step, with logs and saves
@@ -61,7 +61,7 @@ class Deadline:
 
 
 def begin_decay(run):
-    """With the schedule plateau: end where a decay that begins now takes its share of all steps."""
+    """With the schedule plateau: decay from here on, and end once that took its share of steps."""
     cfg, progress = run.cfg, run.progress
     end = math.ceil(progress.step / (1 - cfg.decay_fraction))
     if end < cfg.max_steps:

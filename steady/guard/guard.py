@@ -23,7 +23,7 @@ class NotFinite(Failed):
 class Guard:
     """Asked in every step whether to make its update, and after it whether to go on.
 
-    nonfinite: steps in a row whose update was skipped, on the device. clean: the weights are those
+    nonfinite: skipped updates in a row, on the device. clean: the weights are those
     of the newest step, not half updated; on CUDA once the device has come to the event `updated`.
     spikes: with --skip_spikes. deadline: of --max_minutes.
     """
@@ -38,9 +38,9 @@ class Guard:
                                  cfg.check_replicas_interval)
 
     def skips(self, found_inf: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Above 0 where the update is to be skipped, without syncing with the device.
+        """Above 0 if the update is to be skipped, without syncing with the device.
 
-        found_inf: 1.0 where the gradient is not finite; loss, grad_norm: of all ranks.
+        found_inf: 1.0 if the gradient is not finite; loss, grad_norm: of all ranks.
         """
         self.nonfinite = (self.nonfinite + 1) * found_inf
         return found_inf + self.spikes.find(loss, grad_norm) if self.spikes else found_inf

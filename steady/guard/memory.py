@@ -1,6 +1,4 @@
-"""What fits into memory: how large a micro-batch may be, how memory is kept tidy, what to do when
-it runs out.
-"""
+"""Memory: the size of a micro-batch, tidying up, advice when it runs out."""
 
 import gc
 import os
@@ -22,7 +20,7 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
     """Sequences per device and forward pass: a divisor of each rank's share of the batch.
 
     most: the largest that may be chosen if none is asked for (0: MICRO_BATCH_TOKENS).
-    uneven: where there is no divisor, it may leave dummy rows. Otherwise, or for more ranks than
+    uneven: without a divisor it may leave dummy rows. Otherwise, or for more ranks than
     sequences, raises ConfigError with the nearest possible batch sizes.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
@@ -112,7 +110,7 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 
 
 def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
-    """The largest power of two of sequences whose forward and backward pass fit into memory.
+    """The largest power of two of sequences to fit into memory, forward and backward.
 
     On CUDA. new_model: () → a model to try, gone afterwards.
     """
@@ -136,7 +134,7 @@ def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varle
         if not out_of_memory(e) or size == 1:
             raise
         size //= 2
-    losses = None  # whose graph holds the model's gradients
+    losses = None  # its graph holds the model's gradients
     del kept, model
     gc.collect()
     torch.cuda.empty_cache()
@@ -144,7 +142,7 @@ def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varle
 
 
 def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
-    """The error message, of which CUDA's has free memory, and which --micro_batch_size to try."""
+    """The error message (CUDA's tells free memory), and the --micro_batch_size to try."""
     per_rank, rest = divmod(batch_size, ranks.world_size)
     smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
     advice = (f"try --micro_batch_size {smaller[-1]}; the result stays the same" if smaller else

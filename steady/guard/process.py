@@ -3,7 +3,7 @@
     0 finished · 1 failed, with a line that says why · 2 wrong flags, files or data, in one line
     128 + n after signal n, once the checkpoint is on the disk
 
-Imports nothing heavy itself: `begin` comes before the imports of a command, which take seconds.
+Imports nothing heavy itself: `begin` comes before the slow imports of a command.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ SPINS = "20000"
 # Others' threads at the start, if they want a quarter of the cores: then ours do not spin at all.
 # On two cores one of them makes a step six times as long with 20,000, and 1.1 times with PASSIVE.
 competitors = [0]
-early_save_requests = [0]  # SIGUSR1 during start-up, which would end the process
+early_save_requests = [0]  # SIGUSR1 during start-up; by default it ends a process
 
 # --- the beginning ---------------------------------------------------------------------------
 
 
 def begin():
-    """Call before the slow imports, during which garbage is not collected: that saves a tenth."""
+    """Call before the slow imports. They run without garbage collection: that saves a tenth."""
     gc.disable()
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():  # read as torch is imported
         if os.environ.get("OMP_NUM_THREADS") != "1":  # one waits for none
@@ -49,7 +49,7 @@ def begin():
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
-    if os.getpid() == 1:  # of a container, where signals without a handler do nothing
+    if os.getpid() == 1:  # of a container: signals without a handler do nothing
         signal.signal(signal.SIGTERM, end_at_once)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a monitor to trace for it
     signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
@@ -98,9 +98,9 @@ def leave_to_parent(worker: int):
 
 
 def run(main):
-    """End this process, which trains, with the exit code of `main`, given the command line."""
+    """Train, and end this process with the exit code of `main`, given the command line."""
     for name in "stdout", "stderr":
-        with contextlib.suppress(OSError):  # as of a notebook, which is no file
+        with contextlib.suppress(OSError):  # as of a notebook: no file
             setattr(sys, name, Screen(getattr(sys, name)))
     gc.freeze()  # what was imported stays
     gc.enable()
@@ -108,7 +108,7 @@ def run(main):
 
 
 def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
-    """The exit code of another command, of which `| head` may have read enough."""
+    """The exit code of another command. `| head` may close its output early."""
     def print_all(argv: list[str]) -> int:
         try:
             code = main(argv) or 0

@@ -8,14 +8,14 @@ from torch import Tensor
 WINDOW = 128  # steps that a new one is compared with, at most
 NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
 SHOWN = 5  # spikes in one warning
-MOST_SEEN = 1000  # steps between two logs whose spikes are counted
+MOST_SEEN = 1000  # steps between two logs, at most, with their spikes counted
 
 
 class Spikes:
     """The losses and gradient norms of the newest finite steps, the same on all ranks.
 
     A spike is more than `sigmas` standard deviations above their mean. It joins them not with its
-    own value, which would hide the next spike, but as the limit that it exceeded. So after a
+    own value, or it would hide the next spike, but as the limit that it exceeded. So after a
     lasting rise each skipped step raises the limit, until at most one step in 1 + sigmas² is
     beyond it (Cantelli's inequality); were spikes left out, all steps might be skipped for ever.
     """
@@ -28,7 +28,7 @@ class Spikes:
         self.seen = deque(maxlen=MOST_SEEN)
 
     def restore(self, window: Tensor | None):
-        """Go on with the window of a checkpoint; with an empty one where it holds none."""
+        """Go on with the window of a checkpoint, or an empty one."""
         if window is None or window.shape != self.window.shape:
             window = torch.full_like(self.window, torch.inf)
         self.window = window.to(self.window, copy=True)

@@ -1,1 +1,1 @@
-"""Nobody waits in silence: how ranks meet, what each holds, replicas, Muon, the watchdog."""
+"""Several processes: meeting, sharding, replicas, Muon, and a watchdog against hangs."""

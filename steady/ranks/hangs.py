@@ -1,4 +1,4 @@
-"""Why training stands still: what a rank says of itself, and what the notes of all say.
+"""Why training stands still, judged from the notes of all ranks.
 
 A note is a dict: step, phase, age and limit (seconds in that phase, and allowed), host, pid; and of
 a rank without progress waits, at, groups and gone: see Watchdog.note.
@@ -25,7 +25,7 @@ STATES = {"T": "stopped", "t": "stopped", "Z": "dead"}
 
 
 def in_collective(stack: list) -> bool:
-    """Whether it is in torch's functions for several ranks. stack: as of Watchdog.stack."""
+    """Whether it is inside torch.distributed. stack: of Watchdog.stack."""
     return any(module.startswith("torch.distributed.") for module, _, _, _ in stack[:NEAR])
 
 
@@ -34,14 +34,14 @@ def is_in(stack: list, modules: tuple) -> bool:
 
 
 def own_line(stack: list) -> str:
-    """The innermost line that is neither torch's nor the standard library's."""
+    """The innermost line outside torch and the standard library."""
     lines = (f"{short(file)}:{line} in {function}" for _, file, line, function in stack
              if worth_naming(file))
     return next(lines, "")
 
 
 def state_of(pid: int | str) -> str:
-    """"stopped" or "dead"; "" for a process that runs, and where there is no /proc."""
+    """"stopped", "dead", or "" for a running process or without /proc."""
     if not proc.stat_fields("self"):
         return ""
     return STATES.get((proc.stat_fields(pid) or "Z")[0], "")
@@ -55,9 +55,8 @@ def gone(notes: dict[int, dict]) -> dict[str, str]:
 def collectives() -> dict[str, list]:
     """Backend and group → [collectives entered, number of the oldest not yet done, its name].
 
-    Such as "all_reduce of [7]"; 0 and "" where all are done.
-
-    From PyTorch's flight recorder; {} where what it records has changed.
+    Such as "all_reduce of [7]"; 0 and "" if all are done. From PyTorch's flight recorder; {} if its
+    format has changed.
     """
     found = {}
     with contextlib.suppress(Exception):
@@ -74,7 +73,7 @@ def collectives() -> dict[str, list]:
 
 # --- what the notes of all say ---------------------------------------------------------------
 
-HEADLINES = {  # code → what is said of the ranks that are to blame, the gravest first
+HEADLINES = {  # code → the line about the ranks to blame, the gravest first
     "dead": "{who} {be} dead (if killed for lack of memory, dmesg says so)",
     "stopped": "{who} {be} stopped, by SIGSTOP or a debugger",
     "unreachable": "{who} {be} out of reach: the host or the network to it is gone",
@@ -110,7 +109,7 @@ def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
     if silent:
         code = min(states.values(), key=list(HEADLINES).index)
         blamed = sorted(rank for rank in silent if states[rank] == code)
-    elif busy:  # on a GPU, whose queue is still being filled, also some that wait
+    elif busy:  # on a GPU, ranks that wait may still fill its queue
         least = min(entered(notes[rank]) for rank in busy)
         code, blamed = "stuck", [rank for rank in busy if entered(notes[rank]) == least]
     else:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGE = 2**22  # numbers in a stack; smaller ones are done together, and sooner than sent
-MOST = 2**24  # numbers of a rank that are done together, of which a step makes several copies
+MOST = 2**24  # numbers of a rank done together; a step makes several copies of them
 
 # a x + b x³ + c x⁵, one after the other, bring singular values from 0.02 to 1 into 0.91 to 1.09:
 # the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, since
@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
-    by_rows = True  # given `shards`, it works where a rank holds some rows: see parallel.Shards
+    by_rows = True  # given `shards`, it works with some rows of each weight: see parallel.Shards
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.9,
                  beta2: float = 0.95, dtype: torch.dtype = torch.float32, polynomials=POLAR,
@@ -192,7 +192,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def whole_rows(p: Tensor) -> int:
-    """The rows of a parameter of which this rank may hold only some."""
+    """The rows of a whole parameter; this rank may hold only some."""
     return getattr(p, "whole_rows", len(p))
 
 

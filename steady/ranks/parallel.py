@@ -27,8 +27,7 @@ from steady.ranks.ranks import FOR_EVER, rank_and_world
 class Shards:
     """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
 
-    size 1: it holds all of them. replicas: how many ranks hold the same rows, which are as many
-    copies of the model.
+    size 1: it holds all of them. replicas: copies of the model, and so ranks with the same rows.
     """
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
@@ -62,7 +61,7 @@ class Shards:
         return slice(min(n, self.rank * each), min(n, (self.rank + 1) * each))
 
     def shard(self, model: nn.Module, dtype: torch.dtype):
-        """Shard a model in place, which may be on the meta device; its `forward` then gathers.
+        """Shard a model in place, even on the meta device; its `forward` then gathers.
 
         Each block is a unit of its own, gathered in dtype, the one of autocast, and so is the head,
         during the last block. Embedding and last norm are gathered in fp32, so that the residual
@@ -130,7 +129,7 @@ class Shards:
         return optimizers
 
     def scaler(self, device_type: str, enabled: bool) -> torch.amp.GradScaler:
-        """Of fp16: its scale is the same on all ranks, each of which looks at its own gradients."""
+        """Of fp16, with one scale for all ranks, although each looks at its own gradients."""
         if self.size == 1 or not enabled:
             return torch.amp.GradScaler(device_type, enabled=enabled)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -138,7 +137,7 @@ class Shards:
         return ShardedGradScaler(device_type, process_group=self.group)
 
     def move_gradients(self):
-        """Hand the gradients, which are at the model's parameters, to the parts."""
+        """Move the gradients from the model's parameters to the parts."""
         for whole, part in self.pairs:
             if whole.grad is not None:
                 part.grad, whole.grad = whole.grad.to_local(), None
@@ -174,7 +173,7 @@ def check_shard_size(shard_size: int, world_size: int):
                           "processes")
 
 
-# torch's optimizers in which an element's update depends on that element alone
+# torch's optimizers that update each element by itself
 BY_ROWS = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax,
            optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)
 
@@ -185,7 +184,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules of a sharded model whose parameters are gathered together."""
+    """The modules of a sharded model, each gathered as a whole."""
     return [module for module in model.modules() if hasattr(module, "unshard")]
 
 
@@ -253,7 +252,7 @@ FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", 
 
 
 class Uninitialized(TorchFunctionMode):
-    """While active, torch.nn.init does nothing: to build a model whose weights are set later."""
+    """While active, torch.nn.init does nothing: the weights are set later."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) == "torch.nn.init":
@@ -288,8 +287,8 @@ def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
 class WholeDraws(TorchFunctionMode):
     """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
-    Each is drawn whole on the CPU, one at a time, from the same generator on every rank, which
-    keeps its rows.
+    Each is drawn whole on the CPU, one at a time, from the same generator on every rank; the rank
+    then keeps its rows.
     """
 
     def __init__(self, shards: Shards):

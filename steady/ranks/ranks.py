@@ -1,4 +1,4 @@
-"""The ranks of a run: how they meet, what rank 0 decides for all, numbers gathered from each."""
+"""The ranks of a run: meeting, decisions of rank 0, numbers gathered from all."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def restart_count() -> int:
 
 
 def from_environment(name: str, least: int) -> int:
-    """A number that torchrun sets; the least one where it is not set. Raises ConfigError."""
+    """A number set by torchrun; `least` if it is not set. Raises ConfigError."""
     text = os.environ.get(name) or str(least)
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
         raise ConfigError(f"{name}={text} in the environment: expected a number of at least "
@@ -45,14 +45,14 @@ def from_environment(name: str, least: int) -> int:
 
 @dataclass
 class Ranks:
-    """Which of the ranks this process is, where it computes, and how it reaches the others."""
+    """The rank of this process, its device, and its ways to reach the other ranks."""
 
     rank: int
     world_size: int
     device: torch.device
     dtype: torch.dtype  # of autocast
     workers: int  # loader processes
-    shards: object  # which part of the weights it holds: parallel.Shards
+    shards: object  # its part of the weights: parallel.Shards
     stop: object  # signals, agreed by all: guard.faults.Stop
     watchdog: object
     micro_batch: int  # sequences in a forward pass
@@ -79,7 +79,7 @@ LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun",
 
 
 def refuse_lone_tasks():
-    """Raise ConfigError where each of several processes would train the whole run by itself."""
+    """Raise ConfigError if several processes would each train the whole run."""
     for name, launcher in LAUNCHERS.items():
         tasks = os.environ.get(name, "")
         if tasks.isdecimal() and int(tasks) > 1 and not os.environ.get("WORLD_SIZE"):
@@ -98,7 +98,7 @@ class RanksMissing(Failed):
 def meet(rank: int, world_size: int, patience: float):
     """Join the process group, once all ranks have started; one rank has none.
 
-    Raises RanksMissing, which names the others, after `patience` seconds, and ConfigError.
+    Raises RanksMissing, naming the missing ranks, after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
         return refuse_lone_tasks()
@@ -195,7 +195,7 @@ def broadcast(value, group=None):
 
 
 def say_once(text: str):
-    """Print an error that the other ranks on this host may have, too. Then they may end."""
+    """Print an error once a host, even if all of its ranks have it."""
     rank, local_rank = (os.environ.get(name) or "0" for name in ("RANK", "LOCAL_RANK"))
     if rank != "0":
         time.sleep(1)  # rank 0 speaks first; torchrun ends the others as soon as one leaves
@@ -219,16 +219,16 @@ LOST_CONNECTION = re.compile(
 
 
 def lost_connection(e: Exception) -> bool:
-    """Whether torch has lost its connection to another rank, which has the traceback that matters.
+    """Whether torch lost its connection to another rank: the other one has the useful traceback.
 
-    Not the program itself to a server. gloo's are plain RuntimeErrors, which begin with the place
-    in its source.
+    Lost connections of the program's own, to a server, do not count. gloo raises plain
+    RuntimeErrors that begin with a place in its source.
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
 
 
-FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; it is the watchdog that sees hangs
+FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
 
 
 def gloo_group(world_size: int, device: torch.device):
@@ -259,7 +259,7 @@ def rank_list(ranks: list[int]) -> str:
 
 
 def shared_notes(name: str):
-    """A key-value store of all ranks, which a rank can read while others are stuck or gone."""
+    """A key-value store of all ranks, readable while others are stuck or gone."""
     return dist.PrefixStore(name, meet.store)
 
 

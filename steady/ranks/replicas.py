@@ -34,7 +34,7 @@ class Replicas:
 
     parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
     hold the same parts.
-    agreed: the step at which they were the same for certain.
+    agreed: the newest step known to have had equal weights.
     """
 
     def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int = 0):
@@ -60,14 +60,14 @@ class Replicas:
 
 @torch.no_grad()
 def checksums(parameters: list[Tensor]) -> Tensor:
-    """[n], on the device: the sum of each tensor's bits as integers, which any bit changes."""
+    """[n], on the device: the sum of each tensor's bits as integers; any flipped bit changes it."""
     return torch.stack([p.contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)
                         for p in parameters])
 
 
 def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[str, bool]:
-    """(which of the ranks differs from most others, and in what; "" if none does; whether the first
-    of them, which writes checkpoints, may be wrong)."""
+    """(the ranks that differ from most others, in words, or ""; whether the first rank, the writer
+    of checkpoints, may be wrong)."""
     rows = {rank: tuple(table[rank]) for rank in ranks}
     (usual, count), *others = Counter(rows.values()).most_common()
     if not others:

@@ -3,7 +3,7 @@
 A single process that torchrun would not restart only gets a warning.
 
 A second thread looks after the training thread and judges, a third swaps notes with the other
-ranks through torchrun's store, where it may block as a network is gone. So they also run while
+ranks through torchrun's store, and may block if the network is gone. So they also run while
 training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: they
 read its number, and the phase from a clock if there is one. steady/ranks/hangs.py says who is to
 blame. A thread that keeps Python's lock for ever stops these two as well: then other ranks say so.
@@ -30,7 +30,7 @@ from steady.watch.sampler import current_frames
 from steady.watch.sinks import alert
 
 PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
-LAST_WORDS = 10.0  # seconds in which files may still be written before the process ends
+LAST_WORDS = 10.0  # seconds left for writing files before the process ends
 
 
 def patience(hang_seconds: float) -> float:
@@ -48,7 +48,7 @@ class Watchdog:
     """Watches the thread that makes it, until the end of its context; made on all ranks together.
 
     seconds: without progress that are always allowed; 0 is off.
-    clock: the monitor's, which knows the phase; without one a step is one phase.
+    clock: the monitor's, for the phase; without one a step is one phase.
     """
 
     def __init__(self, seconds: float):
@@ -62,10 +62,10 @@ class Watchdog:
         self.alone, self.reported = self.world_size == 1 and not restarts, None
         # in a hang of a thousand ranks, each reads a thousand notes in this time
         self.period = min(max(1.0, self.world_size / 64), seconds / 10)
-        self.quiet = 8 * self.period  # seconds without a note after which a rank counts as silent
+        self.quiet = 8 * self.period  # seconds without a note until a rank counts as silent
         self.thread = threading.get_ident()
         self.where, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began)
-        self.awake = 0.0  # seconds, without those in which this process was stopped
+        self.awake = 0.0  # seconds, not counting pauses of this process
         self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
         self.verdict, self.ended, self.store = "", threading.Event(), None
         self.beside = ranks.meet.beside
@@ -83,7 +83,7 @@ class Watchdog:
     def follow(self, progress, run_dir):
         """From here on there is a run.
 
-        Called again where the run goes back to a checkpoint, whose first steps take longer, too.
+        Called again after a rollback, since its first steps take longer, too.
         """
         self.progress, self.first_step, self.run_dir = progress, progress.step + 1, run_dir
 
@@ -97,7 +97,7 @@ class Watchdog:
     # --- this rank ---
 
     def look(self):
-        """Every period: is there progress, and if not, which rank is to blame?"""
+        """Every period: if there is no progress, find the rank to blame."""
         before = time.monotonic()
         while not self.ended.wait(self.period):
             now = time.monotonic()
@@ -109,7 +109,7 @@ class Watchdog:
                 self.end(hang)
 
     def measure(self, passed: float):
-        """Count how long the training thread has been where it is."""
+        """Count how long the training thread has been in its phase."""
         where, clock = self.where, self.clock
         if self.progress:
             phase = (clock.current, clock.since) if clock else ("training", 0.0)
@@ -118,7 +118,7 @@ class Watchdog:
         self.where = where
 
     def limit(self) -> float:
-        """Seconds that it may be there: more where compilation, files or a person take theirs."""
+        """Seconds allowed in this phase: more for compilation, files or a person."""
         (step, phase, _), stack = self.where, self.stack()
         if hangs.is_in(stack, hangs.DEBUGGERS):
             return math.inf
@@ -127,7 +127,7 @@ class Watchdog:
         return self.seconds * (PATIENT if patient else 1)
 
     def stands_still(self) -> bool:
-        """Whether it is time to look at all other ranks, which takes some milliseconds."""
+        """Whether it is time to look at all other ranks, at a cost of some milliseconds."""
         return self.age > min(LAST_WORDS, self.seconds / 5)
 
     def stack(self) -> list[tuple[str, str, int, str]]:
@@ -238,7 +238,7 @@ class Watchdog:
         os._exit(1)
 
     def last_words(self, hang: hangs.Hang | None):
-        if hang and self.store and hang.code != "store":  # which would block
+        if hang and self.store and hang.code != "store":  # or this would block
             self.verdict = mine = f"{hang.code}, says rank {self.rank}"
             with contextlib.suppress(Exception):
                 self.verdict = self.store.compare_set("verdict", "", mine).decode()
