@@ -812,7 +812,7 @@ def test_a_checkpoint_that_is_replaced_as_it_is_read_is_read_as_a_whole(tmp_path
     for name, step in (("c.pt", 1), ("new", steps)):
         torch.save(dict(format=checkpoint.FORMAT, step=step, weight=weight), tmp_path / name)
         os.utime(tmp_path / name, (1, 1))  # as within one tick of the clock of a file system
-    state, = Checkpoint(tmp_path / "c.pt").states(mmap=True)
+    state, = Checkpoint(tmp_path / "c.pt").states()
     assert state["step"] == steps and state["weight"].equal(weight)
 
 

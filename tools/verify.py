@@ -55,7 +55,7 @@ def check_checkpoints(run_dir: Path) -> int:
         damaged |= bool(damage)
         text = f"INVALID: {damage}"
         if not damage:
-            state = checkpoint.state("meta")
+            state = checkpoint.states()[0]
             text = f"valid, step {state['step']}, best loss {state['best_loss']:.4f}"
         print(f"{checkpoint.path.name:22s} {text}")
     return int(damaged)

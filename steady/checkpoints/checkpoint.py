@@ -91,9 +91,9 @@ class Checkpoint:
         damage = (f"{file.name}: {wrong}" for file, wrong in found.items() if wrong)
         return found.get(self.path) or next(damage, None)
 
-    def states(self, device: str = "cpu", mmap: bool = False) -> list[dict]:
-        """The state in its file, or one for each rank. Raises ConfigError."""
-        load = partial(torch.load, map_location=device, weights_only=True, mmap=mmap)
+    def states(self) -> list[dict]:
+        """The state in its file, or one for each rank; tensors are mapped. Raises ConfigError."""
+        load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
         try:
             found = list(self.read(load).values())
             version = found[0]["format"]
@@ -118,9 +118,9 @@ class Checkpoint:
                 if self.changed_at() == before != GONE:
                     raise
 
-    def state(self, device: str = "cpu") -> dict:
+    def state(self) -> dict:
         """The whole state, joined from all its files; verify it first."""
-        return join(self.states(device, mmap=device == "cpu"))
+        return join(self.states())
 
     def link_to(self, new: Path):
         """Make `new` the same checkpoint, in place of any other there."""

@@ -93,7 +93,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     not of this run, or if another run replaced it before all ranks had read it.
     """
     require_shared(checkpoint.path)
-    states = checkpoint.states(mmap=True)  # verified just now, so it is in memory
+    states = checkpoint.states()  # verified just now, so it is in memory
     refuse_changes(run, checkpoint, states[0])
     shards, guard = run.ranks.shards, run.guard
     state = join(states, shards.rows, copy=True)
@@ -199,7 +199,7 @@ def read_best(best: Checkpoint | None) -> tuple | None:
     Not verified: whoever uses its weights does that.
     """
     with contextlib.suppress(ConfigError):
-        state = best.states("meta")[0] if best else None
+        state = best.states()[0] if best else None
         if state and 0 < state["best_step"] == state["step"]:
             return state["best_loss"], state["step"]
     return None

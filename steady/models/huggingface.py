@@ -184,7 +184,7 @@ def foreign_shape(found, cfg) -> dict:
 
 def shape_of_checkpoint(checkpoint: Checkpoint, cfg) -> dict:
     """The options that shape the model of our own checkpoint. Raises ConfigError."""
-    saved = checkpoint.states("meta")[0]["config"]
+    saved = checkpoint.states()[0]["config"]
     if saved["model"] == "transformers" or saved.get("lora_rank") or cfg.resize_embeddings:
         raise ConfigError(f"--init_from {checkpoint}: a run with adapters, --resize_embeddings or "
                           "another architecture; expected a folder made of it by python model.py "
@@ -210,7 +210,7 @@ def check_tokenizer(name: str, data):
 
     checkpoint, kind = own_checkpoint(name), None
     if checkpoint:
-        kind = checkpoint.states("meta")[0]["tokenizer"]
+        kind = checkpoint.states()[0]["tokenizer"]
         folder = checkpoint.run_dir and checkpoint.run_dir / "tokenizer"
     else:
         folder = tokenizer_folder(name)
@@ -268,7 +268,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
         load_weights(model, fetch(name), shards)
         return merge_adapters(model, name, shards)
     tensors = shards.tensors_of(model).items()
-    copy_weights(checkpoint, averaged(join(checkpoint.states(mmap=True), shards.rows))["model"],
+    copy_weights(checkpoint, averaged(join(checkpoint.states(), shards.rows))["model"],
                  {name: tensor for name, tensor in tensors if not lora.is_adapter(name)})
 
 
