@@ -18,10 +18,10 @@ from steady.watch.sampler import short, worth_naming
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # forward, backward
 DEBUGGERS = ("bdb", "pydevd")  # of pdb and breakpoint(); of IDEs
-NEAR = 12  # innermost frames of a stack that say what it is doing
+NEAR = 12  # innermost frames of a stack to look at
 STATES = {"T": "stopped", "t": "stopped", "Z": "dead"}
 
-# --- what a rank says of itself --------------------------------------------------------------
+# --- the note of a rank ----------------------------------------------------------------------
 
 
 def in_collective(stack: list) -> bool:
@@ -71,7 +71,7 @@ def collectives() -> dict[str, list]:
     return found
 
 
-# --- what the notes of all say ---------------------------------------------------------------
+# --- judging the notes of all ----------------------------------------------------------------
 
 HEADLINES = {  # code → the line about the ranks to blame, the gravest first
     "dead": "{who} {be} dead (if killed for lack of memory, dmesg says so)",
@@ -97,7 +97,7 @@ class Hang:
 
 
 def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
-    """Which ranks are to blame; silent: rank → seconds since its last note."""
+    """The ranks to blame; silent: rank → seconds since its last note."""
     known = {}
     for note in notes.values():
         known |= note.get("gone", {})
@@ -119,7 +119,7 @@ def find(notes: dict[int, dict], silent: dict[int, float]) -> Hang:
 
 
 def describe(code: str, blamed: list[int], notes: dict, silent: dict, states: dict) -> Hang:
-    rows = {}  # (host, where, what it does) → ranks
+    rows = {}  # (host, place, activity) → ranks
     for rank in sorted(notes, key=lambda rank: (rank not in blamed, rank not in silent, rank)):
         note = notes[rank]
         doing = f"{states[rank]}, last heard then" if rank in silent else activity(note)
@@ -138,7 +138,7 @@ def describe(code: str, blamed: list[int], notes: dict, silent: dict, states: di
 
 
 def activity(note: dict) -> str:
-    """What a rank that answers is doing, as far as its note says."""
+    """The activity of a rank that answers, from its note."""
     at = note.get("at", "")
     if not note.get("waits"):
         return at

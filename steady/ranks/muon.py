@@ -28,10 +28,10 @@ class Muon(torch.optim.Optimizer):
     gradients are skipped on the device. Then each row is divided by the root of a running mean of
     its squares, so that all rows move alike (NorMuon, arXiv:2510.05491).
 
-    Several ranks share the work (shards: parallel.Shards). Where each holds some rows of every
-    matrix, an all-to-all gives each rank some whole matrices to orthogonalize, and another one
-    brings the rows back; where all hold the same matrices on one host, each does some of them. Of a
-    stack a rank holds whole matrices, which it does alone.
+    Several ranks share the work (shards: parallel.Shards). If each holds some rows of every matrix,
+    an all-to-all gives each rank some whole matrices to orthogonalize, and another one brings the
+    rows back. If all hold the same matrices on one host, each does some of them. Of a stack, a rank
+    holds whole matrices and does them alone.
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
@@ -138,7 +138,7 @@ class Muon(torch.optim.Optimizer):
 
         Of X divided by the root of the norm of X X^T (X^T X if tall), no less than the largest
         singular value. All but the last product are of X X^T alone; X is multiplied by
-        factor I + rest: in bf16 a common diagonal would round what is beside it.
+        factor I + rest: in bf16 a common diagonal would round everything beside it.
         """
         tall = [x.shape[1] > x.shape[2] for x in stacks]
         gram = torch.cat([x.mT @ x if t else x @ x.mT for x, t in zip(stacks, tall, strict=True)])
@@ -170,7 +170,7 @@ class Muon(torch.optim.Optimizer):
         return whole[: len(g)]
 
     def orthogonalize_together(self, rows: Tensor, n_rows: int) -> Tensor:
-        """This rank's rows of n matrices [n, rows, columns] → those of the orthogonalized ones.
+        """This rank's rows of n matrices [n, rows, columns] → of the orthogonalized ones.
 
         Each rank gets whole matrices, about n / ranks of them.
         """
@@ -197,7 +197,7 @@ def whole_rows(p: Tensor) -> int:
 
 
 def stacked(parts: list[Tensor], rows: int) -> Tensor:
-    """[n, rows, columns] of n matrices, with zeros added where a last rank has fewer rows.
+    """[n, rows, columns] of n matrices, with zeros added if a last rank has fewer rows.
 
     Of a single stack a copy.
     """

@@ -1,4 +1,4 @@
-"""Which part of the model each of several ranks holds.
+"""Sharding: the part of the model on each rank.
 
 With --parallel ddp every rank holds all of it. zero2 and zero3 (arXiv:1910.02054) shard it with
 PyTorch's `fully_shard`: of every weight, its gradient and its optimizer state, each rank holds some
@@ -65,7 +65,7 @@ class Shards:
 
         Each block is a unit of its own, gathered in dtype, the one of autocast, and so is the head,
         during the last block. Embedding and last norm are gathered in fp32, so that the residual
-        stream is that of ddp; with them a tied head, or another model's, which may not be called.
+        stream is that of ddp; with them a tied head, or another model's, since nothing may call it.
         """
         if self.size == 1:
             return
@@ -89,12 +89,12 @@ class Shards:
 
     @torch.no_grad()
     def hold(self, model: nn.Module):
-        """Name what this rank holds of a model that is finished, in the memory of the model itself.
+        """Name this rank's part of a finished model, in the memory of the model itself.
 
-        parameters: its part of each trained one, which optimizers work on; `whole_rows` is the
+        parameters: its part of each trained one, for the optimizers; `whole_rows` is the
         number of rows of the whole. tensors: those and all else of model.state_dict().
         """
-        for unit in units(model):  # the first gathering moves the rows to where they stay
+        for unit in units(model):  # the first gathering moves the rows to their final place
             unit.unshard()
             unit.reshard()
         self.tensors = self.tensors_of(model)
@@ -105,14 +105,15 @@ class Shards:
             self.pairs.append((whole, part))
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """What this rank holds of model.state_dict(), to be read and written in place."""
+        """This rank's part of model.state_dict(), to be read and written in place."""
         with torch.no_grad():
             return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
     def checked(self, optimizers: list) -> list:
-        """The same. Raises ConfigError where a trained weight is not in exactly one, once, and for
-        one that may need whole weights of which ranks have rows: it is not one of torch's that
-        treat each element alone, and has no attribute `by_rows` that is true.
+        """The same optimizers. Raises ConfigError unless each trained weight is in exactly one.
+
+        Sharded, it also refuses optimizers that may need whole weights: all but torch's elementwise
+        ones (BY_ROWS) and those with a true attribute `by_rows`.
         """
         held = Counter(id(p) for each in optimizers for group in each.param_groups
                        for p in group["params"])
@@ -224,9 +225,9 @@ def watch_for_waiting(model: nn.Module, clock):
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
     """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
 
-    With several ranks each block by itself, one graph for all of them, and the loss: what ranks
-    send each other between the blocks, weights or gradients, cannot be compiled, and in one graph
-    would wait for the end of the backward pass.
+    With several ranks each block by itself, one graph for all of them, and the loss: the ranks'
+    collectives between the blocks cannot be compiled, and in one graph they would wait for the end
+    of the backward pass.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:

@@ -75,7 +75,7 @@ class Ranks:
 
 
 LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun",
-             "PMI_SIZE": "mpiexec"}  # what each says of how many processes it has started
+             "PMI_SIZE": "mpiexec"}  # variable with the number of processes → launcher
 
 
 def refuse_lone_tasks():
@@ -165,7 +165,7 @@ def come_together(store, rank: int, world_size: int, patience: float) -> str:
                        f"of {world_size} ranks to start")
 
 
-RESTARTED = "restarted"  # the key, among those of an attempt, with the rank that has a new process
+RESTARTED = "restarted"  # a key of an attempt: the rank that has a new process
 
 
 def was_restarted(store) -> str:
@@ -173,7 +173,7 @@ def was_restarted(store) -> str:
 
 
 def from_rank0(make):
-    """What `make()` returns on rank 0, or its ConfigError, on every rank."""
+    """The result of `make()` on rank 0, or its ConfigError, on every rank."""
     found = None
     if rank_and_world()[0] == 0:
         try:

@@ -29,7 +29,7 @@ class ReplicasDiffer(Failed):
 
 
 class Replicas:
-    """Checksums of this rank's weights, compared with those of the others every `every` steps, and
+    """Checksums of this rank's weights, compared with the others' every `every` steps, and
     at max_steps.
 
     parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …

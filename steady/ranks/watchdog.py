@@ -144,7 +144,7 @@ class Watchdog:
         return self.where[1] == "waiting" or hangs.in_collective(self.stack())
 
     def note(self) -> dict:
-        """What the other ranks should know of this one; more once it makes no progress."""
+        """This rank, for the others; more once it makes no progress."""
         step, phase, _ = self.where
         note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
                     host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
