@@ -32,10 +32,7 @@ class Shards:
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
                  device_type: str = "cpu"):
-        """shard_size: ranks that together hold one copy of the model; 0 is all of them.
-
-        Raises ConfigError.
-        """
+        """shard_size: ranks that hold one copy of the model, 0: all of them. Raises ConfigError."""
         check_shard_size(shard_size, world_size)
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas = 0, 1, 1
