@@ -39,7 +39,7 @@ from steady.checkpoints.run_dir import open_run_dir
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import faults, memory, process
 from steady.guard.columns import monitor_options
-from steady.guard.deadline import begin_decay
+from steady.guard.deadline import begin_decay, rate_jump
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.memory import collect_garbage, tidy_memory
 from steady.models import device as devices
@@ -493,6 +493,8 @@ def main(argv: list[str]) -> int:
         return 0
     open_run_dir(run)
     with stop, ranks.watchdog:
+        if run_dir.resumed_from and ranks.rank == 0 and (jump := rate_jump(run, learning_rate)):
+            print(jump, flush=True)
         report = train_with_recovery(run)
         stop.agree()  # together: torchrun kills the others if one leaves
         if ranks.rank == 0:

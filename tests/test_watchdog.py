@@ -229,6 +229,13 @@ def test_one_rank_speaks_for_all(monkeypatch, capsys):
         assert capsys.readouterr().err.count("no progress: a hang") == times
 
 
+def test_the_last_signs_of_a_rank(monkeypatch):
+    watchdog = watch_several(0, {}, monkeypatch=monkeypatch)
+    for rank in range(8):
+        watchdog.notes[rank]["pid"] = 2**22 + 1 if rank == 3 else os.getpid()
+    assert watchdog.last_signs() == "rank 3 is dead"
+
+
 def test_rank_lists():
     assert rank_list([3]) == "rank 3"
     assert rank_list([0, 1, 3, 4, 5]) == "ranks 0, 1, 3 to 5"

@@ -69,3 +69,14 @@ def begin_decay(run):
         if run.ranks.rank == 0:
             print(f"step {progress.step}: no better loss in {progress.waited} evaluations, so the "
                   f"learning rate decays from here to step {end}", flush=True)
+
+
+def rate_jump(run, learning_rate) -> str:
+    """A line if the newest update had another rate than the schedule gives it; or ""."""
+    group, step = run.optimizers[0].param_groups[0], run.progress.step
+    before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
+                   for at in (step - 1, step))
+    lr = group.get("lr", before)
+    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
+        return ""
+    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed"

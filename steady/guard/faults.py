@@ -206,8 +206,11 @@ def save_if_sound(run, error: BaseException):
         said = save_last_step(run, error)
     except Exception as e:
         said = f"warning: step {run.progress.step} could not be saved: {e}"
+    signs = run.ranks.watchdog.last_signs()
+    if signs and not run.ranks.watchdog.verdict:
+        said = f"rank {run.ranks.rank}: {signs}\n{said}"
     if said:
-        alert(said)
+        alert(said.strip())
     if out_of_memory(error):
         raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 

@@ -208,6 +208,11 @@ class Watchdog:
             return None
         return hangs.find(notes, silent)
 
+    def last_signs(self) -> str:
+        """After an error: the dead ranks of this host, or ""."""
+        return "; ".join(f"rank {r} is {state}"
+                         for r, state in hangs.gone(self.neighbours()).items())
+
     def end(self, hang: hangs.Hang | None):
         """Report it, once for all ranks, write this rank's stacks, and end the process.
 
