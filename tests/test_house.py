@@ -99,9 +99,19 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 550, "model.py": 273, "data.py": 350, "monitor.py": 314, "config.py": 304,
-    "steady/checkpoints": 1577, "steady/ranks": 1375, "steady/guard": 919, "steady/watch": 2536,
-    "steady/tokens": 947, "steady/models": 1420, "steady": 435, "tools": 2628,
+    "train.py": 550,
+    "model.py": 273,
+    "data.py": 350,
+    "monitor.py": 314,
+    "config.py": 304,
+    "steady/checkpoints": 1577,
+    "steady/ranks": 1375,
+    "steady/guard": 919,
+    "steady/watch": 2536,
+    "steady/tokens": 947,
+    "steady/models": 1420,
+    "steady": 435,
+    "tools": 2628,
 }
 
 
