@@ -89,8 +89,6 @@ def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
     assert name == phase and not value(event, "creeps")
     assert ms == pytest.approx(0.06 * STEP_MS, rel=0.35)
     assert abs(event.since - PLANTED * EVERY) <= 3 * EVERY
-    low, high = value(event, "likely")
-    assert low <= PLANTED * EVERY + 1 <= high + EVERY
 
 
 def test_a_wobbling_machine_is_never_blamed_on_the_program():
@@ -240,8 +238,8 @@ def test_change_points():
         rise = np.maximum(0, i - k + 1.0) / 20 if creeps else 1.0 * (i >= k)
         values = 10 + rise + rng.normal(0, 0.2, 100)
         values[rng.integers(0, 100, 3)] += 5  # outliers
-        at, (low, high), shape = change_point(values)
-        found += abs(at - k) <= (8 if creeps else 1) and low <= k <= high and shape == creeps
+        at, shape = change_point(values)
+        found += abs(at - k) <= (8 if creeps else 1) and shape == creeps
     assert found >= 38
 
 

@@ -168,7 +168,7 @@ def same_work_since(work: list[float]) -> int:
 class Rise:
     """A series above the level it had since the point `began`.
 
-    since, found, until: points. likely: the 95 % interval of `since`. creeps: a gradual rise.
+    since, found, until: points. creeps: a gradual rise.
     """
 
     series: str
@@ -178,7 +178,6 @@ class Rise:
     before: float
     after: float
     until: int | None = None
-    likely: tuple[int, int] = (0, 0)
     creeps: bool = False
 
 
@@ -258,23 +257,20 @@ def usual_level(normal: list[float]) -> tuple[float, float]:
 
 
 def locate(rise: Rise, values: list[tuple[int, float]]):
-    """Refine `since`, its interval, and whether it is a jump."""
+    """Refine `since`; tell a gradual rise from a jump."""
     end = values[-1][0] if rise.until is None else rise.until
     part = [(i, value) for i, value in values if rise.began <= i <= end]
-    rise.likely = rise.since, rise.since
     if len(part) < 8 or part[0][0] > rise.since:
         return
-    k, (low, high), creeps = change_point(np.array([value for _, value in part]))
+    k, creeps = change_point(np.array([value for _, value in part]))
     if part[k][0] <= rise.found:  # not a later change
         rise.since, rise.creeps = part[k][0], creeps
-        rise.likely = part[low][0], part[high][0]
 
 
-def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
-    """(first index after the most likely change, its 95 % interval, whether it is a gradual rise).
+def change_point(values: np.ndarray) -> tuple[int, bool]:
+    """(first index after the most likely change, whether it is a gradual rise).
 
     Least squares of two models with as many parameters: a jump at k, and a line rising from k on.
-    The interval is of all k with a likelihood not much below that of the best.
     """
     n = len(values)
     smooth = np.array([np.median(values[max(0, i - 2) : i + 3]) for i in range(n)])
@@ -290,8 +286,7 @@ def change_point(values: np.ndarray) -> tuple[int, tuple[int, int], bool]:
     jump, line = left
     creeps = bool(n * np.log(jump.min() / line.min()) > 4.0)  # only if a line is clearly better
     sums = line if creeps else jump
-    likely = np.flatnonzero(n * np.log(sums / sums.min()) <= 5.0) + 1
-    return int(sums.argmin()) + 1, (int(likely[0]), int(likely[-1])), creeps
+    return int(sums.argmin()) + 1, creeps
 
 
 # --- why -------------------------------------------------------------------------------------
@@ -327,8 +322,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     after = points[rise.since : rise.until]
     after = after[:-3] if rise.until is not None else after  # it ended once 3 of 5 are normal
     after = after or points[rise.since : rise.since + 1]
-    facts = dict(creeps=rise.creeps, points=len(after), looks=looks_in(after), phases=[],
-                 likely=[points[i]["first"] for i in rise.likely])
+    facts = dict(creeps=rise.creeps, points=len(after), looks=looks_in(after), phases=[])
     if kind != "step":
         grows = kind == "checkpoint" and rise.creeps
         ms = rise.after - rise.before

@@ -175,8 +175,7 @@ def score(o: dict, events) -> dict:
     out, lines = {}, [part for e in events for part in e.parts if part.code == "line"]
 
     def near(e):
-        low, high = dict(e.values)["likely"]
-        return abs(e.since - began) <= 3 * LOG or low - LOG <= began <= high + LOG
+        return abs(e.since - began) <= 5 * LOG
 
     def is_planted(line) -> bool:
         if not o["line"]:
