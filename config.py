@@ -76,7 +76,7 @@ class Config:
         False, "end with a line of JSON: step, losses, seconds, memory, verdict, checkpoint",
         saved=False)
     estimate: int = option(
-        0, "print estimated memory, communication and time on N devices, then exit",
+        0, "print estimated memory and time on N devices, then exit",
         saved=False, metavar="N", at_least=0)
 
     data: list[str] = option(
@@ -206,7 +206,7 @@ class Config:
         "at the end)", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
         "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
-        "full: also norms and updates per layer, and the entropy of the output", flag="monitoring")
+        "full: also norms of weights and updates, and the entropy of the output", flag="monitoring")
     trace: int = option(0, "first of three steps to trace, to out_dir/traces; 0: none", at_least=0,
                         saved=False)
     peak_tflops: float | None = option(

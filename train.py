@@ -45,7 +45,7 @@ from steady.guard.memory import collect_garbage, tidy_memory
 from steady.models import device as devices
 from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
-from steady.models.evaluation import Means, Update, measure_output
+from steady.models.evaluation import Means, copy_of_weights, measure_output, update_metrics
 from steady.options import ConfigError, due
 from steady.ranks import muon, parallel
 from steady.ranks.ranks import Ranks, from_rank0, gloo_group, meet, rank_and_world
@@ -162,7 +162,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
-    change = Update(shards) if run.measures(run.progress.step + 1) else None
+    before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     finish_copy(run)
     run.guard.clean = False
     for optimizer in run.optimizers:
@@ -175,7 +175,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     run.ranks.scaler.update()
-    run.monitor.log_all(change.measure() if change else {})
+    run.monitor.log_all(update_metrics(shards, before) if before else {})
     return sums[0] / share, grad_norm
 
 

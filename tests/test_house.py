@@ -109,9 +109,9 @@ LINES = {  # of code, at most: only ever lowered
     "steady/guard": 919,
     "steady/watch": 2530,
     "steady/tokens": 947,
-    "steady/models": 1420,
+    "steady/models": 1407,
     "steady": 435,
-    "tools": 2593,
+    "tools": 2554,
 }
 
 

@@ -864,23 +864,17 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
 # --- what the monitor reports ---
 
 
-def test_full_measures_the_health_of_each_layer(run, tmp_path):
+def test_full_measures_norms_updates_and_entropy(run, tmp_path):
     run("--out_dir", "r", "--monitoring", "full", "--optimizer", "adamw", "--weight_decay", 0,
         "--warmup_steps", 0)
     found = {row["step"]: row for row in rows(tmp_path / "r") if "perf/step_ms" in row}
-    row = found[8]
-    groups = {"embedding", "blocks.0", "blocks.1", "norm", "head"}
-    for name in ("grad_norm", "param_norm", "update_ratio"):
-        parts = {k.rsplit("/", 1)[1]: v for k, v in row.items() if k.startswith(f"health/{name}/")}
-        assert parts.keys() == groups
-        if name != "update_ratio":
-            whole = math.sqrt(sum(v * v for v in parts.values()))
-            assert row[f"health/{name}"] == pytest.approx(whole, rel=1e-4)
-    # the first update of Adam moves each weight that has a gradient by the learning rate
-    moved = found[1]["health/update_ratio/head"] * found[1]["health/param_norm/head"]
-    assert moved == pytest.approx(1.5e-2 * math.sqrt(257 * 32), rel=0.02)
-    assert 0 < row["health/output_entropy"] <= math.log(257)
     assert all("health/param_norm" in row for row in found.values())
+    assert 0 < found[8]["health/output_entropy"] <= math.log(257)
+    # the first update of Adam moves each weight that has a gradient by the learning rate: those of
+    # the head, of the matrices that begin at zero, and of the embedding's rows that occur
+    moved = found[1]["health/update_ratio"] * found[1]["health/param_norm"]
+    head = 1.5e-2 * math.sqrt(257 * 32)
+    assert head < moved < 3 * head
     plain = tmp_path / "plain"
     run("--out_dir", plain, "--optimizer", "adamw", "--weight_decay", 0, "--warmup_steps", 0)
     # measuring changes nothing

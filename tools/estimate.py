@@ -1,4 +1,4 @@
-"""python train.py --estimate DEVICES: the memory, communication and time of a run in advance.
+"""python train.py --estimate DEVICES: parameters, FLOPs, memory and time of a run in advance.
 
 Two steps run on fake tensors (shapes and types without memory), and the bytes alive at each moment
 are added up. So the figures follow the operations of a real eager step, also after changes to the
@@ -30,21 +30,17 @@ from steady.tokens.packing import trial_documents
 from steady.watch.findings import duration
 
 MFU = 0.4  # assumed: usual for dense models of these sizes
-LINK_GBS = 350  # between devices: NVLink of an H100
 DEVICE_GB, FREE = 80, 0.9  # of an H100; the rest is for fragments, the context and libraries
-WAYS = ("ddp", "zero2", "zero3")  # --parallel
 
 
 class Live(TorchDispatchMode):
-    """Counts bytes: of living tensors, of those at the peak, and those sent to other ranks."""
+    """Counts the bytes of living tensors, now and at the peak."""
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.bytes, self.peak, self.sent = {}, 0, 0, 0.0
+        self.sizes, self.bytes, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.sent += bytes_sent(func.__name__.partition(".")[0], args)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -62,15 +58,6 @@ class Live(TorchDispatchMode):
 
     def forget(self, key: int):
         self.bytes -= self.sizes.pop(key)
-
-
-def bytes_sent(collective: str, args) -> float:
-    """By each rank of a ring."""
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    group = next(leaf for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor))
-    n = dist.ProcessGroup.unbox(group).size()
-    rounds = 2 if collective == "allreduce_" else 1  # reduce-scatter, then all-gather
-    return rounds * max(tensor.nbytes for tensor in tensors) * (n - 1) / n
 
 
 @contextlib.contextmanager
@@ -96,11 +83,12 @@ def imagined(world_size: int, dtype: torch.dtype, live: Live):
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
-             make_optimizers, way: str = "ddp", world_size: int = 1) -> tuple[dict, float]:
-    """(bytes of weights, gradients, optimizer, activations on a rank; bytes it sends in a step).
+             make_optimizers, world_size: int = 1) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer and activations on each of world_size ranks.
 
     Everything temporary counts as activations, including parts gathered from other ranks.
     """
+    way = cfg.parallel if (cfg.shard_size or world_size) > 1 else "ddp"
     live, n = Live(), world_size if way != "ddp" else 1
     with imagined(n, dtype, live):
         shards = Shards(way, n, cfg.shard_size)
@@ -112,32 +100,30 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                 model.to_empty(device="cpu")
             shards.hold(model)
             with live:
-                need, sent = two_steps(cfg, model, shards, live, dtype, micro_batch,
-                                       min(2, accumulation), make_optimizers)
+                need = two_steps(cfg, model, shards, live, dtype, micro_batch,
+                                 min(2, accumulation), make_optimizers)
     if world_size > n and accumulation > 1:  # ddp keeps the sum beside its buckets
         need["gradients"] *= 2
-    # each further micro-batch sends as much as the second one
-    return need, sent[0] + (accumulation - 1) * (sent[1] - sent[0])
+    return need
 
 
 def two_steps(cfg, model, shards, live, dtype, micro_batch, accumulation, make_optimizers):
-    """(bytes by purpose, bytes sent in each of two steps), the first of one micro-batch."""
+    """Bytes by purpose; the first step makes the optimizer's state."""
     held = list(shards.parameters.values())
     frozen = [local_part(p) for p in model.parameters() if not p.requires_grad]
     for tensor in [*held, *frozen, *model.buffers()]:
         live.see(tensor.untyped_storage())
-    need, sent = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held)), []
+    need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
     optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
     tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-    no_mask = takes_varlen(cfg, dtype)
-    documents = trial_documents(tokens, no_mask) if cfg.data_mode == "packed" else None
+    documents = None
+    if cfg.data_mode == "packed":
+        documents = trial_documents(tokens, takes_varlen(cfg, dtype))
     for micro_batches in (1, accumulation):
-        live.sent, live.peak = 0.0, live.bytes
+        live.peak = live.bytes
         for i in range(micro_batches):
-            with (
-                shards.micro_batch(model, last=i == micro_batches - 1),
-                torch.autocast("cpu", dtype, enabled=dtype != torch.float32),
-            ):
+            with (shards.micro_batch(model, last=i == micro_batches - 1),
+                  torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
                 loss = model(tokens, tokens, documents).sum()
             loss.backward()
             del loss
@@ -145,48 +131,36 @@ def two_steps(cfg, model, shards, live, dtype, micro_batch, accumulation, make_o
         shards.norms([p.grad for p in held])
         for optimizer in optimizers:
             optimizer.step()
-        sent.append(live.sent)
         for p in held:
             p.grad = None
-    need["optimizer"] = sum(t.nbytes for optimizer in optimizers for s in optimizer.state.values()
-                            for t in s.values() if isinstance(t, torch.Tensor))
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    need["optimizer"] = sum(t.nbytes for state in states for t in state.values()
+                            if isinstance(t, torch.Tensor))
     need["activations"] = live.peak - sum(need.values())
-    return need, sent
+    return need
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
-    """All figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
+    """The figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     check_shard_size(cfg.shard_size, world_size)
     micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(cfg, DEVICE_GB * 10**9))
     accumulation = cfg.batch_size // (micro_batch * world_size)
+    n = max(1, 2**15 // cfg.seq_len)  # so large that memory is linear in the sequences
+    memory, some, twice = (simulate(cfg, dtype, size, accumulation, make_optimizers, world_size)
+                           for size in (micro_batch, n, 2 * n))
+    some, twice = sum(some.values()), sum(twice.values())
     with torch.device("meta"):
-        shape = adapt(Transformer(cfg), cfg, dtype)
-    flops = flops_per_token(shape, cfg)
-
-    def memory_and_sent(way: str, size: int) -> tuple[dict, float]:
-        return simulate(cfg, dtype, size, accumulation, make_optimizers, way, world_size)
-
-    ways = WAYS if (cfg.shard_size or world_size) > 1 else WAYS[:1]
-    way = cfg.parallel if cfg.parallel in ways else "ddp"
-    memory, sent = {}, {}
-    for each in ways:
-        memory[each], sent[each] = memory_and_sent(each, micro_batch)
-    trained = sum(p.nbytes for p in shape.parameters() if p.requires_grad)
-    sent["ddp"] = 2 * trained * (world_size - 1) / world_size  # gradients, once a step
+        model = adapt(Transformer(cfg), cfg, dtype)
+    flops = flops_per_token(model, cfg)
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
-    flops_per_step = flops * cfg.batch_size * cfg.seq_len
-    compute_seconds = again * flops_per_step / (peak * 1e12 * MFU * world_size)
-    link_seconds = sent[way] / (LINK_GBS * 1e9)
-    n = max(1, 2**15 // cfg.seq_len)  # so large that memory is linear in the sequences
-    one, two = (sum(memory_and_sent(way, size)[0].values()) for size in (n, 2 * n))
-    free = DEVICE_GB * 1e9 * FREE - one
     return dict(
-        parameters=sum(p.numel() for p in shape.parameters()), micro_batch=micro_batch,
-        accumulation=accumulation, flops_per_token=flops, memory=memory, sent=sent,
-        peak_tflops=peak, compute_seconds=compute_seconds, link_seconds=link_seconds,
-        step_seconds=max(compute_seconds, link_seconds),
-        fits=max(0, n + math.floor(free / (two - one) * n)),
+        parameters=sum(p.numel() for p in model.parameters()), flops_per_token=flops,
+        micro_batch=micro_batch, accumulation=accumulation, memory=memory,
+        fits=max(0, n + math.floor((DEVICE_GB * 1e9 * FREE - some) / (twice - some) * n)),
+        peak_tflops=peak,
+        step_seconds=(again * flops * cfg.batch_size * cfg.seq_len
+                      / (peak * 1e12 * MFU * world_size)),
     )
 
 
@@ -195,41 +169,28 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     if cfg.init_from:
         cfg = config_from_hf(cfg)
     cfg = resolve(cfg)
-    if cfg.model == "transformers":
-        raise ConfigError(f"--estimate: {cfg.init_from} is trained through transformers' own "
-                          "module; only steady's Transformer can be estimated")
-    if cfg.max_minutes:
-        raise ConfigError("--estimate: expected --max_steps, not --max_minutes")
+    if cfg.model == "transformers" or cfg.max_minutes:
+        raise ConfigError("--estimate: expected a model of steady's own Transformer and "
+                          "--max_steps, not --model transformers or --max_minutes")
     if cfg.vocab_size is None or cfg.epochs:
         load_data(cfg)
     # auto is bf16, even if the CPU at hand is slow at it: the run is for another machine
     precision = "bf16" if cfg.precision == "auto" else cfg.precision
     dtype = pick_dtype(precision, torch.device("cpu"))
     found = estimate(cfg, cfg.estimate, dtype, make_optimizers)
-    memory = found["memory"]
-    rows = {name: [need[name] for need in memory.values()] for name in memory["ddp"]}
-    rows["together"] = [sum(need.values()) for need in memory.values()]
-    rows["sent in a step"] = found["sent"].values()
-    ways = f"--parallel {cfg.parallel}, --activation_checkpointing {cfg.activation_checkpointing}"
-    largest, less = f"micro-batches of up to {found['fits']}", ""
-    if not found["fits"]:
-        others = "--parallel zero3", "--activation_checkpointing full", "more devices"
-        largest, less = "no micro-batch", ", ".join(each for each in others if each not in ways)
-        less = f"; what takes less: {less}"
-    seconds, tokens = found["step_seconds"] * cfg.max_steps, cfg.batch_size * cfg.seq_len
+    parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in found["memory"].items())
+    fits = f"micro-batches of up to {found['fits']}" if found["fits"] else "no micro-batch"
+    seconds = found["step_seconds"] * cfg.max_steps
     return "\n".join((
         f"model   {cfg.model}: {found['parameters'] / 1e6:.2f} M parameters, "
         f"{found['flops_per_token'] / 1e9:.3g} GFLOP a token",
         f"step    {cfg.estimate} x {found['accumulation']} micro-batches of "
         f"{found['micro_batch']} x {cfg.seq_len}, {DTYPE_NAMES[dtype]}, {cfg.optimizer}, "
-        f"{tokens:,} tokens",
-        f"{'GB on each device':20s}" + "".join(f"{way:>10s}" for way in memory),
-        *(f"  {name:18s}" + "".join(f"{value / 1e9:10.3g}" for value in values)
-          for name, values in rows.items()),
-        f"fits    {largest} on {DEVICE_GB} GB, with {1 - FREE:.0%} "
-        f"kept for fragments and libraries: {ways}{less}",
+        f"{cfg.batch_size * cfg.seq_len:,} tokens",
+        f"memory  {sum(found['memory'].values()) / 1e9:.3g} GB on each device: {parts}",
+        f"fits    {fits} on {DEVICE_GB} GB, with {1 - FREE:.0%} kept for fragments and libraries: "
+        f"--parallel {cfg.parallel}, --activation_checkpointing {cfg.activation_checkpointing}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
         f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
-        f"(--peak_tflops); a step computes for {found['compute_seconds'] * 1e3:.0f} ms and, at "
-        f"the same time, sends for {found['link_seconds'] * 1e3:.0f} ms at {LINK_GBS} GB/s",
+        f"(--peak_tflops), without the time to communicate",
     ))

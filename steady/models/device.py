@@ -20,24 +20,38 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Dense peak TFLOP/s (bf16 and fp16, fp32) by torch's exact device name: a substring would take an
-# "RTX A1000" for an A100. From data sheets, without sparsity; fp32 without TF32, torch's default.
+# "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; fp32 without TF32,
+# torch's default. GeForce: accumulating in fp32, from NVIDIA's architecture white papers.
 PEAK_TFLOPS = {
+    "NVIDIA B300 SXM6 AC": (2250, 75),  # HGX B300: an eighth of 36 PFLOP/s with sparsity, of 600
     "NVIDIA B200": (2250, 75),
     "NVIDIA H200": (989, 67),
     "NVIDIA H100 80GB HBM3": (989, 67),
     "NVIDIA H100 PCIe": (756, 51),
     "NVIDIA H100 NVL": (835, 60),
     "NVIDIA GH200 480GB": (989, 67),
+    "NVIDIA H800": (989, 67),  # as the H100's, but for NVLink and fp64
+    "NVIDIA H800 PCIe": (756, 51),
+    "NVIDIA H20": (148, 44),
     "NVIDIA A100-SXM4-80GB": (312, 19.5),
     "NVIDIA A100-SXM4-40GB": (312, 19.5),
     "NVIDIA A100 80GB PCIe": (312, 19.5),
     "NVIDIA A100-PCIE-40GB": (312, 19.5),
+    "NVIDIA A800-SXM4-80GB": (312, 19.5),  # as the A100's, but for NVLink
+    "NVIDIA A800 80GB PCIe": (312, 19.5),
     "NVIDIA L40S": (362, 91.6),
     "NVIDIA L4": (121, 30.3),
     "NVIDIA A10G": (70, 35),
+    "NVIDIA GeForce RTX 5090": (209.5, 104.8),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 4090 D": (147.1, 73.5),  # the 4090's by cores: 14,592 of 16,384
     "NVIDIA GeForce RTX 3090": (71, 35.6),
+    "Tesla V100-SXM2-32GB": (125, 15.7),  # fp16; it has no bf16
+    "Tesla V100-SXM2-16GB": (125, 15.7),
+    "Tesla V100-PCIE-32GB": (112, 14),
+    "Tesla V100-PCIE-16GB": (112, 14),
     "Tesla T4": (65, 8.1),
+    "AMD Instinct MI300X": (1307.4, 163.4),
 }
 
 

@@ -1,9 +1,8 @@
-"""Means of an evaluation; with --monitoring full, norms of gradients, weights and updates, overall
-and by layer, and the entropy of the output.
+"""Means of an evaluation; with --monitoring full, norms of weights and updates, and the entropy of
+the output.
 """
 
 import math
-import re
 
 import numpy as np
 import torch
@@ -43,8 +42,7 @@ class Means:
                 return {}, "without a target that counts"
             row[name], tokens[name] = sum(sums) / sum(counts), sum(counts)
             if name == "val/loss":
-                loss = row[name]
-                row["val/perplexity"] = math.inf if loss > 700 else math.exp(loss)
+                row["val/perplexity"] = math.exp(row[name]) if row[name] < 700 else math.inf
                 if data.bytes_per_token:
                     n_bytes = np.dot(counts, data.bytes_per_token)
                     row["val/bits_per_byte"] = sum(sums) / math.log(2) / n_bytes
@@ -60,41 +58,16 @@ class Means:
         return row, " | ".join(shown) + part
 
 
-class Update:
-    """Norms before an optimizer step and, by `measure`, after it, without a sync.
-
-    Keeps a copy of the weights in between.
-    """
-
-    def __init__(self, shards):
-        trained = {name: p for name, p in shards.parameters.items() if p.grad is not None}
-        self.names, self.weights = list(trained), [p.detach() for p in trained.values()]
-        self.norms = shards.norms
-        self.grads = self.norms([p.grad for p in trained.values()])
-        self.before = [w.clone() for w in self.weights]
-
-    def measure(self) -> dict[str, Tensor]:
-        """Norms of gradients and weights, and the change as a share of the weights."""
-        sizes = by_layer(self.names, self.norms(self.before))
-        changes = by_layer(self.names, self.norms(torch._foreach_sub(self.before, self.weights)))
-        found = {}
-        for layer, grad in by_layer(self.names, self.grads).items():
-            found[f"health/grad_norm{layer}"] = grad
-            found[f"health/param_norm{layer}"] = sizes[layer]
-            found[f"health/update_ratio{layer}"] = changes[layer] / sizes[layer].clamp(min=1e-12)
-        return found
+def copy_of_weights(shards) -> list[Tensor]:
+    """This rank's parts of the trained weights, to compare with after an update."""
+    return [p.detach().clone() for p in shards.parameters.values()]
 
 
-def by_layer(names: list[str], norms: Tensor) -> dict[str, Tensor]:
-    """Norms over all tensors ("") and over each layer's ("/blocks.0"), on the device."""
-    groups = {}
-    for i, name in enumerate(names):
-        layer = re.match(r"(.*?\.\d+)\.|[^.]*", name)
-        groups.setdefault("/" + (layer[1] or layer[0]), []).append(i)
-    norms = norms.float()
-    each = norms.unbind()  # indexing with a list would copy the list to the device, a sync
-    return {"": norms.norm()} | {group: torch.stack([each[i] for i in members]).norm()
-                                 for group, members in groups.items()}
+def update_metrics(shards, before: list[Tensor]) -> dict[str, Tensor]:
+    """Norm of the weights before an update, and that of the update as a share of it: no sync."""
+    changes = torch._foreach_sub(before, [p.detach() for p in shards.parameters.values()])
+    norm, changed = (shards.norms(each).float().norm() for each in (before, changes))
+    return {"health/param_norm": norm, "health/update_ratio": changed / norm.clamp(min=1e-12)}
 
 
 @torch.no_grad()

@@ -292,8 +292,8 @@ def mfu(device: torch.device, tiny: bool, name: str, more: list[str]):
                  f">= {aim}" if more == ADAMW else "", f"{tokens / took:.0f} tokens/s",
                  f"{run.cfg.batch_size} x {run.cfg.seq_len}, {allocated:.1f} GB at most, "
                  f"{reserved:.1f} reserved")
-    need, _ = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
-                                train.make_optimizers)
+    need = estimate.simulate(run.cfg, run.ranks.dtype, run.cfg.batch_size, 1,
+                             train.make_optimizers)
     yield compare(f"{name}, {kind}, {how}: memory", "--estimate", [allocated],
                   [sum(need.values()) / 1e9], "{:.2f} GB")
     yield dict(note=f"{name}, {kind}, {how}:\n{profile(run, 2 if tiny else 5)}")

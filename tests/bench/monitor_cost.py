@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import train
-from steady.models.evaluation import Update, measure_output
+from steady.models.evaluation import copy_of_weights, measure_output, update_metrics
 from steady.watch.proc import rss_bytes
 from tests.bench.common import Figure, compare, in_turns, make_run, seconds, train_steps
 
@@ -95,8 +95,9 @@ def empty_steps(run: train.Run, steps: int):
             monitor.phase(name)
         monitor.add_losses(losses, batch)
         monitor.phase("optimizer")
-        change = Update(run.ranks.shards) if run.measures(progress.step + 1) else None
-        monitor.log_all(change.measure() if change else {})
+        shards = run.ranks.shards
+        before = copy_of_weights(shards) if run.measures(progress.step + 1) else None
+        monitor.log_all(update_metrics(shards, before) if before else {})
         progress.step += 1
         monitor.phase("other")
         measure_output(run, batch)
