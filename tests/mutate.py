@@ -2,10 +2,9 @@
 
     python tests/mutate.py                  a hundred lines, spread over the modules
     python tests/mutate.py --file data.py   candidates of one file only
-    python tests/mutate.py --list           only show what would be broken
     python tests/mutate.py tests/test_x.py  with these tests only
 
-Run by hand. The tests run once in a copy of the repository, to see which lines each of them
+Run by hand. The tests run once in a copy of the repository, with a record of the lines that each
 reaches. Then the tests that reach a broken line run, the quickest first, until one fails.
 """
 
@@ -55,7 +54,7 @@ class Mutant(NamedTuple):
 
 
 def broken(node: ast.AST) -> str:
-    """What an expression or a statement becomes; "" if it stays."""
+    """The replacement of an expression or a statement; "" if it stays."""
     match node:
         case ast.Compare(left, [op], right) if type(op) in SWAPS:
             return f"({ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], right))})"
@@ -75,7 +74,7 @@ def broken(node: ast.AST) -> str:
 
 
 def candidates(file: str) -> list[Mutant]:
-    """Everything that can be broken in a file by replacing one expression or statement."""
+    """All that can be broken in a file by replacing one expression or statement."""
     text = (ROOT / file).read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -102,14 +101,14 @@ def candidates(file: str) -> list[Mutant]:
 
 
 class Reached:
-    """A plugin of pytest: appends to a file the lines that each test reaches, also in forks."""
+    """A plugin of pytest: records the lines that each test reaches, also in forks."""
 
     def __init__(self, copy: Path, file: Path):
         self.names = {str(copy / name): name for name in FILES}
         self.output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, name: str, number: float):
-        with contextlib.suppress(OSError):  # where a test plays a full disk
+        with contextlib.suppress(OSError):  # of a test with a full disk
             os.write(self.output, f"{self.test}\t{name}\t{number}\n".encode())
 
     def trace(self, frame, event, _):
@@ -132,7 +131,7 @@ class Reached:
 
 
 def reached_by(record: Path) -> dict[tuple[str, int], list[str]]:
-    """(file, line) → the tests that reach it, the quickest first."""
+    """(file, line) → the tests that reach it, the quickest first; line 0: any of the file."""
     seconds, tests = {}, defaultdict(set)
     for row in record.read_text().splitlines():
         test, name, number = row.split("\t")
@@ -140,10 +139,8 @@ def reached_by(record: Path) -> dict[tuple[str, int], list[str]]:
             seconds[test] = float(number)
         else:
             tests[name, int(number)].add(test)
-            tests[name, 0].add(test)  # for lines that run only when the module is imported
-    for place, found in tests.items():
-        tests[place] = sorted(found, key=seconds.get)[:TESTS]
-    return tests
+            tests[name, 0].add(test)
+    return {place: sorted(found, key=seconds.get)[:TESTS] for place, found in tests.items()}
 
 
 def passes(copy: Path, tests: list[str], limit: float, plugins=()) -> bool:
@@ -167,7 +164,8 @@ def passes(copy: Path, tests: list[str], limit: float, plugins=()) -> bool:
 
 
 def survives(mutant: Mutant, copy: Path, tests) -> bool:
-    reaching = tests[mutant.file, mutant.line] or tests[mutant.file, 0]
+    # a line that only an import reaches: all tests of its file
+    reaching = tests.get((mutant.file, mutant.line)) or tests.get((mutant.file, 0))
     path = copy / mutant.file
     text = path.read_bytes()
     path.write_bytes(text[: mutant.start] + mutant.new + text[mutant.start + len(mutant.old) :])
@@ -181,15 +179,10 @@ def main():
     parser.add_argument("tests", nargs="*", default=["tests"], help="test files (default: all)")
     parser.add_argument("--count", type=int, default=100, help="lines to break")
     parser.add_argument("--file", choices=FILES, help="of this file only")
-    parser.add_argument("--seed", type=int, default=0, help="which lines")
-    parser.add_argument("--list", action="store_true", help="show them and stop")
+    parser.add_argument("--seed", type=int, default=0, help="selects the lines")
     args = parser.parse_args()
     found = [m for file in ([args.file] if args.file else FILES) for m in candidates(file)]
     chosen = random.Random(args.seed).sample(found, min(args.count, len(found)))
-
-    if args.list:
-        print(*sorted(chosen), sep="\n")
-        return
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # or a mutant's might stay
     sys.dont_write_bytecode = True
     sys.path.remove(str(ROOT / "tests"))

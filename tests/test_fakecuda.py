@@ -40,16 +40,3 @@ def test_the_program_on_a_fake_device(python, tmp_path: Path):
         text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_bound_of_the_step(python):
-    """Which lists the kernels of compiled blocks."""
-    done = subprocess.run([sys.executable, "-m", "tests.bench", "compiler", "--quick"], cwd=ROOT,
-                          env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert all(" Triton, 4 matrix products, 1 attention" in line for line in lines
-               if "a block, forward" in line)
-    assert sum("highest MFU" in line for line in lines) == 2
-    muon, = (line for line in lines if "muon: GB" in line)
-    assert " Triton, " in muon

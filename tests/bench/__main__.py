@@ -1,38 +1,39 @@
 """The benchmarks. Every figure is a ratio against a reference measured in turns with it.
 
-    python -m tests.bench                       all that is in docs/benchmarks.md
-    python -m tests.bench training documents    those
-    python -m tests.bench --quick               all in a tiny size, two at once: that they work
+    python -m tests.bench                       all in the table of docs/benchmarks.md
+    python -m tests.bench training documents    these two
+    python -m tests.bench --quick               all in a tiny size, to see that they work
     python -m tests.bench --record --nanogpt DIR --text FILE
 
-The last one, on a quiet machine and with nothing uncommitted, puts what it finds into
-results/cpu.json and the table of docs/benchmarks.md; the rows in the README are corrected by hand.
+The last, on a quiet machine and with nothing uncommitted, updates results/cpu.json and the table of
+docs/benchmarks.md; the rows in the README are corrected by hand.
 
 Each is a module of this folder with `main(options) -> [Figure]`, and runs in a process of its own.
 """
 
 import argparse
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from steady.checkpoints.run_dir import provenance
 from steady.models.device import device_name, pick_device, pick_dtype
-from tests.bench.common import Figure, apart, measure, table
+from tests.bench.common import Figure, table
 
 NAMES = ["training", "small", "shakespeare", "monitor_cost", "checkpoints", "parallel", "documents",
          "slowdowns", "startup"]
-ON_REQUEST = ["operations", "compiler", "diagnosis", "constant", "gpu"]
+ON_REQUEST = ["diagnosis", "constant", "gpu"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "tests/bench/results/cpu.json", ROOT / "docs/benchmarks.md"
 
@@ -58,23 +59,15 @@ def machine() -> dict:
     }
 
 
-def rows(records: dict) -> list[list[str]]:
-    return [Figure(**f).row() for record in records.values() for f in record["figures"]]
-
-
-def merge(file: Path, records: dict) -> dict:
-    """Replace those records in the file, and keep the others; returns all, in their order."""
-    found = {**(json.loads(file.read_text()) if file.exists() else {}), **records}
-    found = {name: found[name] for name in NAMES + ON_REQUEST if name in found}
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    return found
-
-
-def publish(records: dict):
-    """Put them into RESULTS, and the table of all that are there into PAGE."""
-    text = table(rows(merge(RESULTS, records)))
+def publish(name: str, record: dict):
+    """Replace the record of a benchmark in RESULTS, and the table in PAGE."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known[name] = record
+    records = {each: known[each] for each in NAMES if each in known}
+    RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+    rows = [Figure(**figure).row() for each in records.values() for figure in each["figures"]]
     old = re.compile(r"\| what \| against \| ratio \| spread \| ours .*?(?=\n\n)", re.DOTALL)
-    PAGE.write_text(old.sub(lambda _: text, PAGE.read_text(), count=1))
+    PAGE.write_text(old.sub(lambda _: table(rows), PAGE.read_text(), count=1))
 
 
 def main(argv: list[str]) -> int:
@@ -83,52 +76,37 @@ def main(argv: list[str]) -> int:
     known = f"of {', '.join(NAMES)}; and, on request, {', '.join(ON_REQUEST)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--quick", action="store_true", help="a tiny size, to see that they work")
-    parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and "
-                        "versions, to this file, in the place of those of the same benchmarks")
-    parser.add_argument("--record", action="store_true", help="put the figures into results/"
-                        "cpu.json, and the table of all into docs/benchmarks.md")
-    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to stand beside")
+    parser.add_argument("--record", action="store_true", help="update the table of "
+                        "docs/benchmarks.md and results/cpu.json")
+    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to compare with")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
-    parser.add_argument("--model", default="gpt2-124m", help="of checkpoints")
     parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="of gpu")
     options = parser.parse_args(argv)
-    options.notes = {}  # a benchmark's own, for the file; the lines of "in_short" are shown last
     for name in options.names:
         if name not in NAMES + ON_REQUEST:
             parser.error(f"{name}: expected one {known}")
+    if options.quick and options.record:
+        parser.error("--record: expected no --quick, which measures nothing")
     names = options.names or NAMES
+    if len(names) > 1:
+        flags = [word for word in argv if word not in names]
+        failed = [name for name in names if subprocess.run(
+            [sys.executable, "-m", "tests.bench", name, *flags], cwd=ROOT).returncode]
+        print(f"failed: {', '.join(failed) or 'none'}")
+        return int(bool(failed))
+
     if options.quick:
-        if options.record:
-            parser.error("--record: expected no --quick, which measures nothing")
-        os.environ["OMP_NUM_THREADS"] = "1"  # two threads that spin take ten times as long
-        torch.set_num_threads(1)
-        if "compiler" not in names:  # whose kernels nothing else asks for
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    began, about, records = time.perf_counter(), machine(), {}
-
-    def attempt(name: str) -> dict | None:
-        print(f"--- {name}", flush=True)
-        try:
-            return measure(name, options) if len(names) == 1 else apart(measure, name, options)[0]
-        except Exception:
-            traceback.print_exc()
-
-    with ThreadPoolExecutor(2 if options.quick else 1) as pool:
-        each = map if len(names) == 1 else pool.map
-        for name, found in zip(names, each(attempt, names), strict=True):
-            if found:
-                records[name] = {**about, "quick": options.quick, **found}
-                if options.json:
-                    merge(Path(options.json), {name: records[name]})
-                if options.record:  # at once, in case a later one is interrupted
-                    publish({name: records[name]})
-    failed = [name for name in names if name not in records]
-    print(table(rows(records)))
-    took = ", ".join(f"{name} {record['seconds']}" for name, record in records.items())
-    print(f"{time.perf_counter() - began:.0f} s: {took}"
-          + (f"; failed: {', '.join(failed)}" if failed else ""))
-    print("\n".join(options.notes.get("in_short", [])))
-    return 1 if failed else 0
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        torch.set_num_threads(1)  # two threads that spin take ten times as long
+    name, began = names[0], time.perf_counter()
+    print(f"--- {name}", flush=True)
+    figures = importlib.import_module(f"tests.bench.{name}").main(options)
+    took = round(time.perf_counter() - began)
+    print(table([figure.row() for figure in figures]))
+    print(f"{took} s")
+    if options.record and name in NAMES:
+        publish(name, {**machine(), "seconds": took, "figures": [asdict(f) for f in figures]})
+    return 0
 
 
 if __name__ == "__main__":

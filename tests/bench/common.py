@@ -1,8 +1,7 @@
-"""What the benchmarks share: figures and their table, measuring in turns, train.py's own loop."""
+"""The harness of the benchmarks: figures, measuring in turns, train.py's own loop in pieces."""
 
 import contextlib
 import gc
-import importlib
 import io
 import json
 import multiprocessing
@@ -12,8 +11,7 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +22,18 @@ import train
 from data import loader
 from steady.guard.process import exit_code
 
-CPU = torch.device("cpu")
+SPAWN = multiprocessing.get_context("spawn")
 
 # --- figures ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Figure:
-    """A line of the table: ours against a reference measured in turns with it in the same run."""
+    """A row of the table: ours against a reference measured in turns with it."""
 
     what: str
     reference: str
-    ratios: list[float]  # one of each round
+    ratios: list[float]  # one a round
     aim: str = ""  # as ">= 1.15"
     ours: str = ""  # as "143 tokens/s"
     theirs: str = ""
@@ -44,18 +42,15 @@ class Figure:
     def ratio(self) -> float:
         return statistics.median(self.ratios)
 
-    @property
-    def met(self) -> bool | None:
-        if not self.aim:
-            return None
-        sign, value = self.aim.split()
-        return self.ratio >= float(value) if sign == ">=" else self.ratio <= float(value)
-
     def row(self) -> list[str]:
         low, high = min(self.ratios), max(self.ratios)
         spread = f"{short(low)} to {short(high)}" if len(self.ratios) > 1 else ""
-        aim = self.aim.replace(">=", "≥").replace("<=", "≤")
-        verdict = {None: "", True: f"{aim}: met", False: f"{aim}: missed"}[self.met]
+        verdict = ""
+        if self.aim:
+            sign, limit = self.aim.split()
+            met = self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
+            symbol = "≥" if sign == ">=" else "≤"
+            verdict = f"{symbol} {limit}: {'met' if met else 'missed'}"
         return [self.what, self.reference, short(self.ratio), spread, self.ours, self.theirs,
                 verdict]
 
@@ -66,7 +61,7 @@ def short(ratio: float) -> str:
 
 def compare(what: str, reference: str, ours: list[float], theirs: list[float], unit: str,
             aim: str = "") -> Figure:
-    """The figure of two measurements, one a round; unit: how a median is written, "{:.1f} ms"."""
+    """The figure of two series of measurements; unit formats a median, as "{:.1f} ms"."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Figure(what, reference, ratios, aim, unit.format(statistics.median(ours)),
                   unit.format(statistics.median(theirs)))
@@ -93,7 +88,7 @@ def seconds(call, *args) -> float:
 def in_turns(measures: dict, rounds: int) -> dict:
     """{name: measure} → {name: [measure() of each round]}, in alternating order.
 
-    So whatever else the machine does falls on all of them.
+    So whatever else the machine does affects all of them.
     """
     found = {name: [] for name in measures}
     for i in range(rounds):
@@ -102,35 +97,25 @@ def in_turns(measures: dict, rounds: int) -> dict:
     return found
 
 
-def fresh():
-    """The context of new processes: forked from one that has done nothing but import."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.bench.training", "torch._dynamo"])
-    return context
-
-
-def new_process(**more) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=fresh(), **more)
-
-
 def take_turns(makers: dict, rounds: int, steps: int = 1, warm_up: int = 1) -> dict:
-    """{name: (make, *args)} → {name: [seconds a step, of each round]}.
+    """{name: (make, *args)} → {name: [seconds/step of each round]}.
 
-    make(*args) returns a function that makes n steps. Each lives in a process of its own, so that
+    make(*args) returns a function that makes n steps. Each has a process of its own, so that
     neither its memory nor its settings affect another.
     """
     with contextlib.ExitStack() as stack:
         measures = {}
         for name, maker in makers.items():
-            process = stack.enter_context(new_process(initializer=start, initargs=maker))
+            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=SPAWN))
             stack.callback(end_at_once, process)
+            process.submit(start, *maker).result()
             process.submit(step_seconds, warm_up).result()
             measures[name] = lambda p=process: p.submit(step_seconds, steps).result()
         return in_turns(measures, rounds)
 
 
 def end_at_once(process: ProcessPoolExecutor):
-    """Without waiting for what its libraries do at an exit, which has hung on CUDA."""
+    """Without what its libraries do at an exit: that has hung on CUDA."""
     with contextlib.suppress(BrokenExecutor):
         process.submit(os._exit, 0).result()
 
@@ -145,8 +130,8 @@ def step_seconds(n: int) -> float:
 
 
 def apart(call, *args) -> tuple:
-    """call(*args) in a process of its own, and the MB of memory that it had at its peak."""
-    with new_process() as process:
+    """The result of call(*args) in a process of its own, and its peak memory in MB."""
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as process:
         return process.submit(with_peak_mb, call, *args).result()
 
 
@@ -154,48 +139,29 @@ def with_peak_mb(call, *args) -> tuple:
     return call(*args), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def measure(name: str, options) -> dict:
-    """What a benchmark finds, for its record."""
-    began = time.perf_counter()
-    figures = importlib.import_module(f"tests.bench.{name}").main(options)
-    took = round(time.perf_counter() - began)
-    return {"seconds": took, **options.notes, "figures": [asdict(f) for f in figures]}
-
-
-def wait(device: torch.device):
-    """Until the queue of a GPU is empty."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def repeat(step, device: torch.device = CPU):
+def repeat(step, device: torch.device):
     """A function that makes n steps and waits for the last."""
 
     def make_steps(n: int):
         for _ in range(n):
             step()
-        wait(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     return make_steps
-
-
-def matrix_products(n: int, device: torch.device, dtype: torch.dtype):
-    """A function that makes products of n x n matrices, 2 n^3 operations each."""
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return repeat(partial(torch.mm, a, b, out=torch.empty_like(a)), device)
 
 
 # --- train.py, in pieces ---------------------------------------------------------------------
 
 
 class Off:
-    """In the place of a monitor: does nothing."""
+    """A monitor that does nothing."""
 
     phase = add_losses = log_all = step = staticmethod(lambda *args, **how: None)
 
 
 class Countdown:
-    """In the place of faults.Stop: ends training after `left` steps."""
+    """A `Stop` that ends training after `left` steps."""
 
     signal, save, left = 0, False, 0
 
@@ -205,12 +171,11 @@ class Countdown:
 
 
 def random_tokens(path: Path, n: int, vocab_size: int):
-    path.parent.mkdir(exist_ok=True)
     np.random.default_rng(0).integers(0, vocab_size, n, dtype=np.uint16).tofile(path)
 
 
 def make_run(flags: list[str]) -> train.Run:
-    """A run as train.py sets it up, with no monitor, evaluation or checkpoints.
+    """A run as train.py sets it up, without monitor, evaluation or checkpoints.
 
     Its tokens are random: nothing can be learned from them, so gradients stay as they are.
     """
@@ -231,22 +196,23 @@ def train_steps(run: train.Run, steps: int = 1):
     """Make so many more updates in train.py's own loop."""
     run.ranks.stop.left = steps
     train.train(run, run.batches)
-    wait(run.ranks.device)
+    if run.ranks.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def train_log(flags: list) -> list[dict]:
-    """The rows that train.py logs with these flags. It runs in this process; writes no sample."""
+    """The rows that train.py logs with these flags, in this process; it writes no sample."""
     train.sample = lambda run: ""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         argv = [*map(str, flags), "--eval_interval", "0", "--save_interval", "0", "--out_dir",
                 folder]
         assert exit_code(train.main, argv) == 0
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    gc.enable()  # which training switches off
+    gc.enable()  # training switches it off
     return [json.loads(line) for line in lines]
 
 
 def logged_step_ms(flags: list) -> float:
-    """The median of what train.py logs with these flags, without the first step."""
+    """The median of the step times that train.py logs with these flags, without the first."""
     ms = [row["perf/step_ms_median"] for row in train_log(flags) if "perf/step_ms_median" in row]
     return statistics.median(ms[1:])

@@ -24,14 +24,14 @@ from tests.bench.common import Figure, compare, in_turns
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 FLAGS = [str(TRAIN), "--max_steps", "2000000", "--eval_interval", "0", "--log_interval", "1"]
 ALONE = [sys.executable, *FLAGS]
-ENV = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # few users set it
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *FLAGS]
+ENV = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # few users set it
 
 
 def seconds_until(command: list[str], words: str, folder: str, end=signal.SIGKILL) -> float:
-    """Until a line with `words` is printed, or the command ends where words is empty.
+    """Until a line with `words` is printed, or, with no words, the command ends.
 
-    A process that is still running then is sent the signal `end`, and waited for.
+    A process still running then gets the signal `end`.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def main(options) -> list[Figure]:
                                  name, end)
 
         found = in_turns({
-            "import": lambda: seconds_until([sys.executable, "-c", "import torch"], "", name),
+            "import": partial(seconds_until, [sys.executable, "-c", "import torch"], "", name),
             "one process": partial(until, 1),
             # torchrun passes SIGTERM on; killed, it would leave its ranks running
             "torchrun, two": partial(until, 1, command=TORCHRUN, end=signal.SIGTERM),
