@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, TINY, column, environment, tidy, until
 
 import train
@@ -91,14 +90,12 @@ def in_process(monkeypatch):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """As `in_process`; each run ends with what results.pop says: a loss, or an exit code."""
+    """As `in_process`; each run ends with the next of the results: a loss, or an exit code."""
     flags, results = [], []
 
     def run(command, **_):
         flags.append(command[2:])
         result = results.pop(0)
-        if isinstance(result, BaseException):
-            raise result
         code = result if isinstance(result, int) else 0
         said = json.dumps(dict(val_loss=None if code else result, step_ms=2.0 + len(flags)))
         return SimpleNamespace(returncode=code, stdout=f"first\n{said}\n", stderr="the reason\n")
@@ -124,11 +121,10 @@ def test_same_arms_differ_by_nothing(call, in_process):
                  expect=4)
     said = json.loads(found.out)
     assert said["interval"] == [0, 0] and said["better"] is None and "same" in said["verdict"]
-    assert [pair["difference"] for pair in said["pairs"]] == [0, 0, 0]
-    assert len({pair["loss"][0] for pair in said["pairs"]}) == 3
+    assert len({a for a, _ in said["losses"]}) == 3 and all(a == b for a, b in said["losses"])
     arms = ["--log_interval 3" in " ".join(flags) for flags in in_process]
     assert arms == [False, True, True, False, False, True]
-    assert os.listdir("compare") == ["results.jsonl"]  # no runs
+    assert os.listdir(".") == []  # no runs
 
 
 def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
@@ -137,46 +133,20 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     slow.write_text("\n".join([*lines, "learning_rate: 1e-5", f"data: ['{corpus}']", "ema: 0.5"]))
     printed = call("", str(slow), "--steps", "8", expect=3).out
     assert printed.splitlines()[-1].startswith("verdict A is better by")
-    assert "val_loss_ema" in (tmp_path / "compare/results.jsonl").read_text()
     said = json.loads(call(str(slow), "", "--steps", "8", "--json", expect=0).out)
-    assert said["better"] == "B" and said["losses"] == ["val_loss_ema", "val_loss"]
-    assert said["interval"][1] < 0 and len(said["pairs"]) == 3 and len(in_process) == 12
-
-
-def test_an_interrupted_comparison_continues_and_nothing_else_is_reused(call, pretended,
-                                                                        monkeypatch, tmp_path):
-    flags, results = pretended
-    results += [2.0, 1.9, KeyboardInterrupt()]
-    call("", "--ema 0", expect=130)
-    with open("compare/results.jsonl", "a") as file:
-        file.write('{"comparison": "to')  # a row that the disk did not take
-    results += [2.01, 2.1, 2.0, 2.02]
-    assert "(3 pairs)" in call("", "--ema 0", "--seeds", "3", expect=4).out
-    assert len(flags) == 7
-    results += [2.01, 2.1, 2.0]  # with more seeds it goes on; the torn row costs one run
-    found = call("", "--ema 0", "--seeds", "4", "--json", expect=4)
-    assert len(json.loads(found.out)["pairs"]) == 4 and not results
-    for change in ("flags", "torch", "code", "data"):
-        other = "--beta1 0.8" if change == "flags" else "--ema 0"
-        if change == "torch":
-            monkeypatch.setattr(torch, "__version__", "2.99")
-        if change == "code":
-            monkeypatch.setattr(compare, "ROOT", tmp_path)
-        results[:] = [2.0] * 6
-        a = "--val_data stdlib --data stdlib" if change == "data" else ""
-        call(a, f"{a} {other}", expect=4)
-        assert not results, change
+    assert said["better"] == "B" and said["compared"] == ["val_loss_ema", "val_loss"]
+    assert said["interval"][1] < 0 and len(said["losses"]) == 3 and len(in_process) == 12
 
 
 def test_a_failed_run_ends_it(call, pretended):
-    flags, results = pretended
-    for result in (7, float("nan")):
-        results[:] = [2.0, None if result != 7 else 7]
-        said = call("", f"--beta1 0.{len(flags) + 1}", expect=1).err
+    _, results = pretended
+    for result in (7, None):  # an exit code; a loss that is not finite
+        results[:] = [2.0, result]
+        said = call("", "--beta1 0.8", expect=1).err
         assert "B with --seed 1" in said and "the reason" in said
 
 
-def test_what_cannot_be_compared_is_refused(call, pretended):
+def test_arms_that_cannot_be_compared_are_refused(call, pretended):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0"))):
         said = call("", b, *more, expect=2).err
@@ -188,17 +158,12 @@ def test_what_cannot_be_compared_is_refused(call, pretended):
 
 
 def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
-    """A real process; results of runs that have ended are kept."""
-    arm = " ".join([*TINY, "--data", str(corpus), "--no_compile"])
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "monitor.py", "compare", arm, f"{arm} --max_steps=9999999"],
-        cwd=tmp_path, env=environment())
-    file = tmp_path / "compare/results.jsonl"
-    assert until(lambda: file.exists() and file.read_text().endswith("\n"))
-    assert until(lambda: list(tmp_path.glob("compare/run-*/metrics.jsonl")))
-    lock = next(tmp_path.glob("compare/run-*")) / "lock"
-    child = int(lock.read_text().split()[1])
+    """A real process."""
+    arm = " ".join([*TINY, "--data", str(corpus), "--no_compile", "--max_steps=9999999"])
+    process = subprocess.Popen([sys.executable, ROOT / "monitor.py", "compare", arm, arm],
+                               cwd=tmp_path, env=environment())
+    assert until(lambda: list(tmp_path.glob("compare-*/metrics.jsonl")))
+    child = int(next(tmp_path.glob("compare-*/lock")).read_text().split()[1])
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
-    assert not os.path.exists(f"/proc/{child}") and os.listdir(file.parent) == [file.name]
-    assert json.loads(file.read_text())["step"] == 12
+    assert not os.path.exists(f"/proc/{child}") and os.listdir(tmp_path) == []

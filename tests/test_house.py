@@ -111,7 +111,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/tokens": 947,
     "steady/models": 1407,
     "steady": 435,
-    "tools": 2554,
+    "tools": 2506,
 }
 
 

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read."""
     if argv[:1] == ["compare"]:
         from tools.compare import compare  # imports all of training
-        return run_command("monitor.py compare", compare, argv[1:], "the same command continues it")
+        return run_command("monitor.py compare", compare, argv[1:])
     if argv[:1] == ["try"]:
         from tools.trial import main as trial
         return run_command("monitor.py try", trial, argv[1:])

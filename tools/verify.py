@@ -41,20 +41,19 @@ def check_checkpoints(run_dir: Path) -> int:
     """Print a line for each checkpoint; returns 1 if any is damaged."""
     if not run_dir.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
-    folder = run_dir / "checkpoints"
+    folder, damaged = run_dir / "checkpoints", False
     corrupt = map(Checkpoint, sorted(folder.glob("*.corrupt*")))
     found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *corrupt]
     if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
                           "directory such as runs/001")
-    damaged = False
     for checkpoint in found:
         damage = checkpoint.find_damage()
         if not checkpoint.exists() and ".corrupt" not in checkpoint.name:
             continue  # just deleted by the run
-        damaged |= bool(damage)
-        text = f"INVALID: {damage}"
-        if not damage:
+        if damage:
+            damaged, text = True, f"INVALID: {damage}"
+        else:
             state = checkpoint.states()[0]
             text = f"valid, step {state['step']}, best loss {state['best_loss']:.4f}"
         print(f"{checkpoint.path.name:22s} {text}")
@@ -62,7 +61,7 @@ def check_checkpoints(run_dir: Path) -> int:
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
-    """Train 2 K steps with these flags, then the last K again from step K; compare the results.
+    """Train 2 K steps with these flags, then the last K again from step K; compare the ends.
 
     Returns 0 if every bit is the same, 1 if not. Raises ConfigError if they cannot be compared.
     """
