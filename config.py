@@ -101,7 +101,7 @@ class Config:
         2, "micro-batches prefetched by each loader process", at_least=1, at_most=1000)
 
     init_from: str | None = option(
-        None, "initial weights: a Hugging Face folder, a name on the hub, or a run",
+        None, "initial weights: a Hugging Face folder, or a name on the hub",
         group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model from the hub", saved=False, command_line=True)

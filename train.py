@@ -441,11 +441,11 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
     if cfg.init_from and not checkpoint and "tokenizer" not in cfg.allow_change:
         huggingface.check_tokenizer(cfg.init_from, data)
-    checkpoint = None if cfg.lora_rank else checkpoint  # it holds only adapters
     if cfg.model == "transformers":
-        model = foreign.HFModel(cfg, checkpoint)
+        model = foreign.HFModel(cfg)
         shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
+    checkpoint = None if cfg.lora_rank else checkpoint  # it holds only adapters
     memory.refuse_too_large(cfg, device, shards.size)
     whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
     with torch.device(device if whole else "meta"), parallel.Uninitialized():

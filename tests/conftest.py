@@ -30,7 +30,6 @@ import steady.models.device  # noqa: E402
 import train  # noqa: E402
 from steady.checkpoints import opening  # noqa: E402
 from steady.guard.process import exit_code, leave  # noqa: E402
-from steady.models.huggingface import own_checkpoint  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
@@ -79,12 +78,6 @@ def pytest_unconfigure(config):
 def compiler():
     """Which an optimizer's first step imports: here once, and not in every fork."""
     import torch._dynamo  # noqa: F401
-
-
-@pytest.fixture(autouse=True)
-def a_process_of_its_own():
-    """The base of --init_from is looked up once in a process: "r" is another run in each test."""
-    own_checkpoint.cache_clear()
 
 
 @pytest.fixture

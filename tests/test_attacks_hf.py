@@ -101,10 +101,10 @@ def test_only_the_files_of_the_index_are_read(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"]
     change_json(index, weight_map=files | {"model.norm.weight": "../z.safetensors"})
-    with pytest.raises(ConfigError, match="lists .*/../z.safetensors"):
+    with pytest.raises(ConfigError, match="weights in .*/../z.safetensors"):
         load(tmp_path)
     change_json(index, weight_map=files | {"model.norm.weight": "none.safetensors"})
-    with pytest.raises(ConfigError, match="lists .*none.safetensors; expected"):
+    with pytest.raises(ConfigError, match="weights in .*none.safetensors"):
         load(tmp_path)
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
@@ -113,14 +113,11 @@ def test_only_the_files_of_the_index_are_read(tmp_path):
     assert torch.equal(load(tmp_path).norm.weight, expected)
 
 
-def test_weights_in_torch_files(tmp_path):
-    theirs = save_random(tmp_path, FAMILIES["qwen3"]())
+def test_weights_in_torch_files_are_refused(tmp_path):
+    save_random(tmp_path, FAMILIES["qwen3"]())
     (tmp_path / "model.safetensors").unlink()
-    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-    expected = theirs.state_dict()["model.norm.weight"]
-    assert torch.equal(load(tmp_path).norm.weight, expected)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="expected its weights in .*/model.safetensors"):
         load(tmp_path)
 
 
@@ -135,7 +132,7 @@ def test_sequences_longer_than_a_sliding_window(tmp_path):
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(foreign.HFModel(cfg)(tokens), theirs(tokens).logits)
     cfg.data_mode, cfg.seq_len = "packed", 65
-    with pytest.raises(ConfigError, match="--data_mode packed: not with a mistral"):
+    with pytest.raises(ConfigError, match="not with a mistral trained"):
         huggingface.config_from_hf(cfg)
 
 
@@ -208,17 +205,15 @@ class Stub(torch.nn.Module):
     context = lambda self: 64  # noqa: E731
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path, n):
+def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path):
     def generate(model, tokens, *_, on_token, **how):
         for token in (4, 5, 6, 1):
             on_token(torch.tensor([token]))
 
-    monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like()))
+    monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like(), None))
     monkeypatch.setattr(generation, "generate", generate)
-    assert generation.main(["generate", str(tmp_path), "--n", str(n), "--prompt", "the"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("the cats sat\n") == n and "</s>" not in printed
+    assert generation.main(["generate", str(tmp_path), "--prompt", "the"]) == 0
+    assert capsys.readouterr().out == "the cats sat\n"
 
 
 # --- what --init_from takes ---
@@ -249,52 +244,25 @@ def test_configurations_with_a_text_config(run, corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", forward)
     told = run(*flags, "vision", bare=True, expect=2).splitlines()[-1]
-    assert "a gemma3 cannot be trained on text alone" in told
+    assert "cannot be trained on text alone: token_type_ids" in told
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
-    assert "a t5 cannot be trained here" in run(*flags, "t5", bare=True, expect=2)
+    assert "architecture t5: expected one of llama" in run(*flags, "t5", bare=True, expect=2)
 
 
-@pytest.mark.parametrize("source", ["r", "r/checkpoints/step_00000003.pt"])
-def test_a_run_begins_with_the_weights_of_another(run, corpus, tmp_path, source):
-    run("--out_dir", "r", "--max_steps", 3, "--no_qk_norm", "--tie_embeddings")
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
-    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--max_steps", 2,
-             "--learning_rate", 1e-9, "--min_learning_rate", 0, "--precision", "fp32"]
-    run("--init_from", source, *flags, "--out_dir", "s", bare=True)
-    old, new = (torch.load(tmp_path / name, weights_only=True) for name in (
-        "r/checkpoints/step_00000003.pt", "s/checkpoints/step_00000002.pt"))
-    assert new["step"] == 2 and not new["config"]["qk_norm"]
-    for name, tensor in old["model"].items():
-        torch.testing.assert_close(new["model"][name], tensor)
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
-    assert "has 2" in run("--init_from", source, *flags, "--n_layer", 3, bare=True, expect=2)
-    run("--auto_resume", "--out_dir", "s", *flags, "--max_steps", 3, bare=True)
-
-
-@pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
-def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write, found):
-    save_random(tmp_path / "m", found)
+def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write):
+    save_random(tmp_path / "m", FAMILIES["qwen3"]())
     byte_tokenizer().save_pretrained(tmp_path / "m")
-    change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, 1, 2], temperature=0.3,
-                do_sample=True)
     flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--eval_steps", 1, "--precision",
-             "fp32", "--lr_schedule", "constant", "--out_dir"]
-    run("--init_from", "m", *flags, "r", "--max_steps", 2, bare=True)
-    run("--init_from", "m", *flags, "whole", "--max_steps", 4, bare=True)
+             "fp32", "--lr_schedule", "constant", "--init_from", "m", "--out_dir"]
+    run(*flags, "r", "--max_steps", 2, bare=True)
+    run(*flags, "whole", "--max_steps", 4, bare=True)
     shutil.rmtree(tmp_path / "m")
-    backup = f"file://{tmp_path}/backup"
-    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, "--backup_to", backup, bare=True)
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, bare=True)
     states = [torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
               for name in ("r", "whole")]
     for name, tensor in states[0]["model"].items():
         torch.testing.assert_close(tensor, states[1]["model"][name])
-    write("r", "--max_new_tokens", 3)
+    *_, told = write("r", "--max_new_tokens", 3)
+    assert told.startswith("note: without the configuration of --init_from: no folder or hub")
     assert generation.main(["export", "r", "out"]) == 0
-    exported = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert exported["eos_token_id"] == [256, 1, 2]
-    assert exported["temperature"] == 0.3 and exported["do_sample"]
-    run("--resume", "r/checkpoints/step_00000002.pt", *flags, "other", "--max_steps", 3,
-        "--backup_to", f"file://{tmp_path}/another", bare=True)
-    assert (tmp_path / "other/hf/config.json").exists()
-    shutil.rmtree(tmp_path / "r")
-    run("--resume", backup, "--out_dir", "brought_back", "--max_steps", 5, bare=True)
+    assert "python model.py export r FOLDER" in run("--init_from", "r", bare=True, expect=2)

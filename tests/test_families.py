@@ -54,7 +54,7 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     assert generation.main(["export", "r", "out"]) == 0
 
     theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32).eval()
-    ours, tokenizer = generation.open_model(tmp_path / "r", 192)
+    ours, tokenizer, _ = generation.open_model(tmp_path / "r")
     ours.eval()
     file = TokenFile(tmp_path / "chats/train.bin", 192)
     begin, end = file.documents()[:2].tolist()

@@ -21,7 +21,6 @@ import time
 import zipfile
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +45,6 @@ from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.checkpoints.disk import find_corruption
 from steady.guard import faults
 from steady.guard.process import begin
-from steady.models import huggingface
 from steady.options import ConfigError
 from steady.tokens.files import write_tokens
 from steady.tokens.tokenizers import copy_tokenizer
@@ -272,23 +270,6 @@ def test_a_tokenizer_of_which_a_killed_process_copied_half_is_copied_again(tmp_p
         copy_tokenizer(source, target)
     copy_tokenizer(source, target)
     assert {path.name for path in target.iterdir()} >= {path.name for path in source.iterdir()}
-
-
-def test_the_configuration_of_a_model_is_kept_as_a_whole(tmp_path, monkeypatch):
-    """It is copied once: what a killed process left of it would stay."""
-    def copyfile(source, target):
-        Path(target).write_text("{")
-        raise KeyboardInterrupt
-
-    cfg = SimpleNamespace(init_from=str(tmp_path / "model"), trust_remote_code=False)
-    for name in ("model", "r"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "copyfile", copyfile)
-        huggingface.keep_config(cfg, tmp_path / "r", None)
-    huggingface.keep_config(cfg, tmp_path / "r", None)
-    assert (tmp_path / "r/hf/config.json").read_text() == "{}"
 
 
 def test_optimizer_state_follows_the_names_of_its_parameters(run, copy):
@@ -579,7 +560,7 @@ def test_who_only_reads_renames_nothing(run, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     output = run("--out_dir", "r", "--auto-resume", "--eval_only")
     assert "step_00000012.pt: " in output and "passed over" in output and "step 6: valid" in output
-    assert generation.checkpoint_of(tmp_path / "r").name == "step_00000006.pt"
+    assert generation.open_checkpoint(tmp_path / "r", False)[0].name == "step_00000006.pt"
     assert steps(tmp_path / "r") == [6, 12]
 
 

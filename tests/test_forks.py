@@ -85,7 +85,7 @@ BY_LAYER = '''    matrices = [dict(params=[p for name, p in trained.items()
 
 TEACHER = '''    shards.hold(model)
     from tools.generate import open_model
-    model.__dict__["teacher"] = open_model(Path("teacher"), cfg.seq_len)[0].to(device).eval()
+    model.__dict__["teacher"] = open_model(Path("teacher"))[0].to(device).eval()
 '''
 
 

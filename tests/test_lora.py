@@ -45,7 +45,7 @@ def adapted(folder, corpus, dtype=torch.float32, **options):
 
 
 def logits(folder, tokens):
-    return generation.open_model(folder, 30)[0].eval()(tokens)
+    return generation.open_model(folder)[0].eval()(tokens)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("phi3", marks=pytest.mark.slow)])
@@ -135,21 +135,17 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, capsys):
     told = tune("--init_from", "experts", "--lora_rank", 4, "--max_steps", 2)
     assert "M trained; no adapters in 0.05 M outside linear layers" in told  # 2 x 4 x 3 x 32 x 64
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
-    tune(*LORA[2:], "--init_from", "full", "--max_steps", 2, "--out_dir", "second")
-    for run, words in (("full", "trained without --lora_rank"), ("second", "its base is a run")):
-        assert generation.main(["export", run, "out", "--adapter"]) == 2
-        assert words in capsys.readouterr().err
+    assert generation.main(["export", "full", "out", "--adapter"]) == 2
+    assert "trained without --lora_rank" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
     assert "lora_rank 0 -> 4" in told
-    assert "expected a folder" in tune("--init_from", "second", expect=2)
 
 
 def test_unusual_adapters_are_refused(tmp_path):
     found = dict(peft_type="LORA", r=4, lora_alpha=4, base_model_name_or_path="m")
     for change in (dict(use_dora=True), dict(bias="all"), dict(peft_type="IA3"), dict(r="x"),
-                   dict(r=0), dict(r=-4), dict(lora_alpha=float("nan")),
-                   dict(alora_invocation_tokens=[1]), dict(base_model_name_or_path=5)):
+                   dict(r=0), dict(alora_invocation_tokens=[1])):
         (tmp_path / lora.CONFIG).write_text(json.dumps(found | change))
         with pytest.raises(ConfigError, match="expected a LoRA adapter"):
             lora.read_config(tmp_path)
@@ -157,14 +153,16 @@ def test_unusual_adapters_are_refused(tmp_path):
         base_model_name_or_path=str(tmp_path))))
     with pytest.raises(ConfigError, match="an adapter whose base is itself"):
         huggingface.folders(str(tmp_path))
-    (tmp_path / lora.CONFIG).write_text(json.dumps(found))
-    for change in ({"q.lora_A": (8, 64)}, {"q.lora_B": (64, 8)}, {"q.lora_A": (4,)},
-                   {"q.lora_B": ()}, {"q.lora_embedding_A": (4, 64)}, {"norm": (4, 64)}):
-        shapes = {"q.lora_A": (4, 64), "q.lora_B": (64, 4)} | change
+    weights, shards = {"q.weight": torch.zeros(64, 64)}, Shards()
+    for shapes, words in (({"q.lora_A": (8, 64)}, "adapter of q is"),
+                          ({"q.lora_A": ()}, "adapter of q is"),
+                          ({"q.lora_embedding_A": (4, 64)}, "expected names in pairs"),
+                          ({"k.lora_A": (4, 64), "k.lora_B": (64, 4)}, "an adapter of k")):
+        shapes = {"q.lora_A": (4, 64), "q.lora_B": (64, 4)} | shapes
         save_file({f"{lora.PREFIX}{name}.weight": torch.zeros(shape)
                    for name, shape in shapes.items()}, tmp_path / lora.WEIGHTS)
-        with pytest.raises(ConfigError, match=f"{next(iter(change))}.weight is"):
-            lora.read_pairs(tmp_path)
+        with pytest.raises(ConfigError, match=words):
+            lora.merge(weights, shards, {"q": [("q", range(64))]}, lora.read_pairs(tmp_path), 1.0)
 
 
 def test_defaults_of_fine_tuning(tmp_path):
@@ -216,7 +214,7 @@ def test_several_ranks_train_the_same_adapter(tmp_path, tune, way, kind):
     expected, found = (column(tmp_path / name, "train/loss") for name in ("alone", "r"))
     assert found == pytest.approx(expected, rel=1e-3) and found[20] < found[1] - 0.1
     shapes = [{name: t.shape for name, t in newest.items()} for newest in (
-        generation.checkpoint_of(tmp_path / name).state()["model"] for name in ("alone", "r"))]
+        generation.open_checkpoint(tmp_path / name, False)[1]["model"] for name in ("alone", "r"))]
     assert shapes[0] == shapes[1]
 
 

@@ -202,8 +202,6 @@ def test_what_else_a_run_does(run, tmp_path):
     told = run("--resume", folder / "step_00000006", "--eval_only", "--parallel", "zero2",
                "--out_dir", "z", bare=True, ranks=2)
     assert f"validation loss {evaluated:.4f}" in told
-    run(*FLAGS, "--init_from", folder / "best", "--parallel", "zero3", "--max_steps", 3,
-        "--out_dir", "tuned", ranks=2)
 
 
 def test_the_loss_is_divided_by_the_targets_counted(run, tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
-from steady.models.hub import shorten
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.ranks.parallel import Shards
 from steady.tokens.tokenizers import (
@@ -56,7 +55,6 @@ class GenerateOptions(SamplingOptions):
     prompt: list[str] = option(
         [], "one or several texts to continue (default: a line end)", may_be_empty=True)
     prompt_file: str | None = option(None, "each line of this file is a prompt, too")
-    n: int = option(1, "answers to each prompt", at_least=1, at_most=10**6)
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
 
 
@@ -69,20 +67,19 @@ class ChatOptions(SamplingOptions):
 @dataclass
 class ExportOptions:
     dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights in the files")
-    adapter: bool = option(
-        False, "write only the adapters of --lora_rank, in peft's format")
+    adapter: bool = option(False, "write only the adapters of --lora_rank, in peft's format")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
-
-
-def main(argv: list[str]) -> int:
-    """Returns the exit code."""
-    return run_command("model.py", generate_or_export, argv)
 
 
 COMMANDS = dict(generate=GenerateOptions, chat=ChatOptions, export=ExportOptions)
 
 
-def generate_or_export(argv: list[str]):
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    return run_command("model.py", run, argv)
+
+
+def run(argv: list[str]):
     kind = COMMANDS.get(argv[0] if argv else None, GenerateOptions)
     parser = make_parser(kind, "model.py", USAGE, ABOUT)
     parser.add_argument("command", choices=COMMANDS)
@@ -97,10 +94,13 @@ def generate_or_export(argv: list[str]):
         return
     options = kind(**given)
     check_bounds(options)
-    if command == "chat":
-        talk(Writer(source, options), options.system)
+    writer, chats = Writer(source, options), command == "chat"
+    if (chats or options.chat) and not writer.tokenizer.chat_template:
+        raise ConfigError(f"{source}: its tokenizer has no chat template; generate continues text")
+    if chats:
+        talk(writer, options.system)
     else:
-        write_text(source, options)
+        write_text(writer, options)
 
 
 # --- text from a model -----------------------------------------------------------------------
@@ -112,8 +112,7 @@ class Writer:
     def __init__(self, source: Path, options: SamplingOptions):
         self.source, self.max_new_tokens = source, options.max_new_tokens
         self.device = pick_device(options.device, 0)
-        self.model, self.tokenizer = open_model(source, sys.maxsize, options.trust_remote_code)
-        folder = files_of(source)
+        self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
         self.stop = tuple(ends_of(self.tokenizer, folder))
         given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
         self.sampling = SAMPLING | usual_sampling(folder) | given
@@ -149,7 +148,7 @@ class Writer:
                  **self.sampling, stop=self.stop, on_token=lambda new: on_token(int(new[0])))
 
 
-def write_text(source: Path, options: GenerateOptions):
+def write_text(writer: Writer, options: GenerateOptions):
     """Continue all prompts, one after another. Raises ConfigError."""
     prompts = options.prompt
     if options.prompt_file:
@@ -158,43 +157,32 @@ def write_text(source: Path, options: GenerateOptions):
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
         prompts = prompts + text.removesuffix("\n").split("\n")
-    writer = Writer(source, options)
-    if options.chat and not writer.tokenizer.chat_template:
-        raise ConfigError(f"--chat: the tokenizer of {source} has no chat template")
-    prompts = [prompt for prompt in prompts or ["\n"] for _ in range(options.n)]
+    prompts = prompts or ["\n"]
     for i, prompt in enumerate(prompts, 1):
-        if len(prompts) > 1:
-            print(f"--- {i} of {len(prompts)}")
         if options.chat:
             ids = writer.chat_ids([dict(role="user", content=prompt)])
         else:
             ids = writer.ids(prompt, text_start(writer.tokenizer))
-            print(prompt, end="", flush=True)
+        if len(prompts) > 1:
+            print(f"--- {i} of {len(prompts)}")
+        print("" if options.chat else prompt, end="", flush=True)
         Answer(writer, ids).write()
 
 
-def files_of(source: Path) -> Path:
-    """The folder with the model's own configuration, if there is any."""
-    if is_run(source):
-        run_dir = Checkpoint(source).run_dir if Checkpoint(source).exists() else source
-        return (run_dir or source) / huggingface.KEPT
-    return huggingface.fetch(str(source))
-
-
-def ends_of(tokenizer, folder: Path) -> list[int]:
+def ends_of(tokenizer, folder: Path | None) -> list[int]:
     """All ids that end an answer: of the tokenizer, its chat template and the model's files."""
-    ends = end_of_text_ids(folder)
+    ends = end_of_text_ids(folder) if folder else []
     if tokenizer:
         ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
     return list(dict.fromkeys(i for i in ends if i is not None))
 
 
-def usual_sampling(folder: Path) -> dict[str, float]:
+def usual_sampling(folder: Path | None) -> dict[str, float]:
     """SAMPLING in the generation_config.json of a model; {} if a value is out of bounds."""
+    found = read_json(folder / "generation_config.json") if folder else {}
+    if found.get("do_sample") is False:
+        return dict(temperature=0)
     try:
-        found = read_json(folder / "generation_config.json")
-        if found.get("do_sample") is False:
-            return dict(temperature=0)
         usual = {name: type(default)(found[name]) for name, default in SAMPLING.items()
                  if found.get(name) is not None}
         check_bounds(SamplingOptions(**usual))
@@ -203,36 +191,51 @@ def usual_sampling(folder: Path) -> dict[str, float]:
     return usual
 
 
+def open_model(source: Path, trust_remote_code: bool = False):
+    """(model, tokenizer, folder) of a run, a checkpoint, or a Hugging Face folder.
+
+    folder: the model's own files, of a run those of --init_from, or None. Raises ConfigError.
+    """
+    if not is_run(source):
+        cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
+        cfg = huggingface.config_from_hf(cfg)
+        cfg.seq_len = cfg.max_position
+        folder = huggingface.tokenizer_folder(str(source))
+        return base_of(cfg), load_tokenizer(str(folder), needs_end=False), source_folder(cfg)
+    checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
+    cfg.seq_len = cfg.max_position or cfg.seq_len  # the base may have seen longer texts
+    tokenizer = tokenizer_of(state, checkpoint.run_dir)
+    if not tokenizer:
+        raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
+    return model_of(state, cfg), tokenizer, source_folder(cfg)
+
+
 def is_run(source: Path) -> bool:
     """Whether it is a run or a checkpoint, not a Hugging Face folder or name."""
     theirs = (source / "config.json").exists() or lora.is_adapter_folder(source)
     return source.exists() and not (source.is_dir() and theirs)
 
 
-def open_model(source: Path, length: int, trust_remote_code: bool = False):
-    """(model, tokenizer of transformers) of a run, a checkpoint, or a Hugging Face folder.
+def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, dict, Config]:
+    """The checkpoint, verified, of a run or a file; its state and options. Raises ConfigError."""
+    checkpoint = find_checkpoint(source)
+    if not checkpoint:
+        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
+        raise ConfigError(f"{source}: expected {expected}")
+    state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
+    cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
+    return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)
 
-    length: the context wanted, limited by the model. Raises ConfigError.
-    """
-    if not is_run(source):
-        cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
-        cfg = huggingface.config_from_hf(cfg)
-        folder = huggingface.tokenizer_folder(str(source))
-        if cfg.model == "transformers":
-            model = foreign.HFModel(cfg)
-        else:
-            model = Transformer(replace(cfg, seq_len=min(cfg.max_position, length)))
-            huggingface.load_initial(model, str(source), Shards())
-        return model, load_tokenizer(str(folder), needs_end=False)
-    checkpoint = checkpoint_of(source)
-    state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
-    cfg = config_of(state, trust_remote_code)
-    if cfg.max_position:  # the base may have seen longer texts than this run
-        cfg.seq_len = min(cfg.max_position, max(cfg.seq_len, length))
-    model, tokenizer = model_of(state, cfg, checkpoint), tokenizer_of(state, run_dir)
-    if not tokenizer:
-        raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
-    return model, tokenizer
+
+def source_folder(cfg: Config) -> Path | None:
+    """The folder of --init_from, if there is any; a note if it is gone."""
+    if not cfg.init_from:
+        return None
+    try:
+        return huggingface.folders(cfg.init_from, cfg.trust_remote_code, weights=False)[-1]
+    except ConfigError as e:
+        print(f"note: without the configuration of --init_from: {e}", file=sys.stderr)
+        return None
 
 
 def tokenizer_of(state: dict, run_dir: Path | None):
@@ -243,36 +246,24 @@ def tokenizer_of(state: dict, run_dir: Path | None):
     return load_tokenizer(str(folder), needs_end=False) if folder and folder.is_dir() else None
 
 
-def model_of(state: dict, cfg: Config, checkpoint: Checkpoint):
-    """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
-    is_foreign, adapted = cfg.model == "transformers", cfg.lora_rank > 0
-    if is_foreign:
-        model = foreign.HFModel(cfg, None if adapted else checkpoint)
-    else:
-        model = Transformer(cfg)
-    if not adapted:
-        model.load_state_dict(state["model"])
-        return model
-    if not is_foreign:
-        huggingface.load_initial(model, cfg.init_from, Shards())
-    huggingface.merge_checkpoint(model, state, cfg, checkpoint)
+def base_of(cfg: Config):
+    """The model that --init_from names."""
+    if cfg.model == "transformers":
+        return foreign.HFModel(cfg)
+    model = Transformer(cfg)
+    huggingface.load_initial(model, cfg.init_from, Shards())
     return model
 
 
-def checkpoint_of(source: Path) -> Checkpoint:
-    """The checkpoint, verified, of a run or a file. Raises ConfigError if there is none."""
-    checkpoint = find_checkpoint(source)
-    if not checkpoint:
-        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
-        raise ConfigError(f"{source}: expected {expected}")
-    return checkpoint
-
-
-def config_of(state: dict, trust_remote_code: bool) -> Config:
-    """The options of a checkpoint; trust_remote_code is the caller's alone."""
-    known = Config.__dataclass_fields__
-    cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
-    return replace(cfg, trust_remote_code=trust_remote_code)
+def model_of(state: dict, cfg: Config):
+    """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
+    if cfg.lora_rank:
+        model = base_of(cfg)
+        huggingface.merge_checkpoint(model, state, cfg)
+        return model
+    model = foreign.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
+    model.load_state_dict(state["model"])
+    return model
 
 
 # --- export ----------------------------------------------------------------------------------
@@ -286,27 +277,20 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
     """
     from safetensors import SafetensorError
 
-    checkpoint = checkpoint_of(source)
-    state, run_dir = averaged(checkpoint.state()), checkpoint.run_dir
-    cfg = config_of(state, trust_remote_code)
+    checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if adapter and not cfg.lora_rank:
         raise ConfigError(f"{checkpoint}: --adapter: it was trained without --lora_rank")
-    if adapter and huggingface.own_checkpoint(cfg.init_from):
-        raise ConfigError(f"{checkpoint}: --adapter: its base is a run, which peft cannot load; "
-                          "leave --adapter out, or train on a folder that export has made")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
-    is_foreign, model = cfg.model == "transformers", None
+    is_foreign, weights = cfg.model == "transformers", state["model"]
     if adapter:
-        with torch.device("cpu" if is_foreign else "meta"):  # only names of layers are needed
+        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
             model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
-        model = model_of(state, cfg, checkpoint)
-    weights = state["model"]
-    if model and not adapter:
+        model = model_of(state, cfg)
         weights = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
@@ -314,39 +298,31 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
         if not tensor.to(dtype).isfinite().all():
             raise ConfigError(f"{checkpoint}: weights in {name} are too large for this --dtype; "
                               "choose bf16 or fp32")
-    kept, tokenizer = files_of(source), tokenizer_of(state, run_dir)
+    folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if state["tokenizer"] == "bytes":
-            tokenizer.save_pretrained(out)
-        elif tokenizer:
-            shutil.copytree(run_dir / "tokenizer", out, dirs_exist_ok=True)
-        else:
+        if not tokenizer:
             print("note: without a tokenizer, as the run has none", file=sys.stderr)
-        if tokenizer:
+        elif state["tokenizer"] == "bytes":
+            tokenizer.save_pretrained(out)
+            serve_version_4(out)
+        else:
+            shutil.copytree(checkpoint.run_dir / "tokenizer", out, dirs_exist_ok=True)
             serve_version_4(out)
         if adapter:
-            pairs = lora.pairs_of(state["model"], huggingface.linear_parts(model), cfg)
+            pairs = lora.pairs_of(weights, huggingface.linear_parts(model), cfg)
             lora.save(out, pairs, cfg, dtype)
         else:
             if is_foreign:
                 model.save(out, dtype)
             else:
-                warn_of_changes(weights, cfg)
                 huggingface.save_weights(weights, cfg, out, dtype)
-            ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, kept)])
+            ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
-            huggingface.save_config(cfg, kept, out, dtype, ends)
+            huggingface.save_config(cfg, folder, out, dtype, ends)
             if tokenizer and not trust_remote_code:  # transformers would ask whether to run it
                 load_tokenizer(str(out), needs_end=False)  # prints a note if it loads differently
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None
     return f"{checkpoint} at step {state['step']} to {out}"
-
-
-def warn_of_changes(weights: dict, cfg: Config):
-    known = {ours for ours, _ in huggingface.hf_key_map(cfg).values()} | {"head.weight"}
-    if odd := sorted(weights.keys() ^ known):
-        print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
-              "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)

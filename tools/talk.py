@@ -14,9 +14,6 @@ HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D quits"
 
 def talk(writer, system: str):
     """writer: generate.Writer."""
-    if not writer.tokenizer.chat_template:
-        raise ConfigError(f"chat: the tokenizer of {writer.source} has no chat template; generate "
-                          "continues text")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
@@ -31,8 +28,8 @@ def talk(writer, system: str):
         try:
             said = input("> ").strip()
         except KeyboardInterrupt:
-            print(f"\n{HELP}")
-            continue
+            said = "/help"
+            print()
         except EOFError:
             print()
             return

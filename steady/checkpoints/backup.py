@@ -10,7 +10,7 @@ from steady.checkpoints.checkpoint import PART, Checkpoint
 from steady.options import ConfigError
 
 # The files of a run; no others are uploaded or downloaded.
-LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer|hf)/[\w.-]*\w")
+LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer)/[\w.-]*\w")
 SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern})?")
 
 

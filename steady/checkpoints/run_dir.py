@@ -1,6 +1,6 @@
 """Run directories: choosing one, its only writer, its files.
 
-    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, hf/, lock
+    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, lock
 """
 
 import contextlib
@@ -37,7 +37,6 @@ from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import reconcile_best
 from steady.checkpoints.writer import Writer
 from steady.guard.faults import reading_paths
-from steady.models.huggingface import KEPT, keep_config
 from steady.options import ConfigError, expect_file, write_yaml
 from steady.ranks.ranks import restart_count, shared_notes
 from steady.tokens.files import split_weight
@@ -45,7 +44,7 @@ from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
 # A run writes to these, so none of them may be a link to another place.
-OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", KEPT, "stacks", "traces",
+OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", "stacks", "traces",
             "checkpoints")
 
 
@@ -285,8 +284,6 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     own = out_dir / "tokenizer"
     if tokenizer and Path(tokenizer).resolve() != own.resolve():
         copy_tokenizer(Path(tokenizer), own)
-    if cfg.init_from:
-        keep_config(cfg, out_dir, run_dir.resumed_from)
     with atomic_write(out_dir / "config.yaml") as draft:
         # with --max_minutes, each run has its own number of steps
         again = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg

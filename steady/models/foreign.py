@@ -6,35 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import Checkpoint
 from steady.models.hub import reason, shorten
-from steady.models.huggingface import KEPT, UNTIED, fetch, merge_adapters
+from steady.models.huggingface import UNTIED, fetch, merge_adapters
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
 
-def module_of_config(folder: Path, trust: bool) -> nn.Module:
-    """The module that a folder's configuration describes, with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    found = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    module = AutoModelForCausalLM.from_config(found, dtype=torch.float32, trust_remote_code=trust)
-    if (folder / "generation_config.json").exists():
-        module.generation_config = GenerationConfig.from_pretrained(folder)
-    return module
-
-
-def module_with_weights(folder: Path, trust: bool) -> nn.Module:
+def load_module(folder: Path, trust: bool) -> nn.Module:
     """The module in a folder. Raises ConfigError if its weights do not fit."""
     from transformers import AutoModelForCausalLM
 
-    module, found = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True)
+    try:
+        module, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=trust, output_loading_info=True)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{folder}: {reason(e)}") from None
     for kind, problem in (("missing", "has no"), ("unexpected", "has no place for")):
         if names := sorted(found[f"{kind}_keys"]):
             raise ConfigError(f"{folder}: {problem} {shorten(names)}")
     loaded = len(list(module.parameters()))
-    module.tie_weights()  # as in `module_of_config`
+    module.tie_weights()
     if len(list(module.parameters())) < loaded:
         raise ConfigError(f"{folder}: {UNTIED}")
     return module
@@ -43,26 +34,17 @@ def module_with_weights(folder: Path, trust: bool) -> nn.Module:
 class HFModel(nn.Module):
     """A causal language model of transformers behind the interface of our Transformer."""
 
-    def __init__(self, cfg, checkpoint: Checkpoint | None = None):
-        """checkpoint: will be loaded later, so no weights are read here."""
+    def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        kept = checkpoint and checkpoint.run_dir and checkpoint.run_dir / KEPT
-        try:
-            if kept and (kept / "config.json").exists():
-                self.module = module_of_config(kept, cfg.trust_remote_code)
-            else:
-                folder = fetch(cfg.init_from, cfg.trust_remote_code)
-                self.module = module_with_weights(folder, cfg.trust_remote_code)
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"{cfg.init_from}: {reason(e)}") from None
+        folder = fetch(cfg.init_from, cfg.trust_remote_code)
+        self.module = load_module(folder, cfg.trust_remote_code)
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:
             try:  # with images, some need more than tokens
                 self(torch.zeros(1, 2, dtype=torch.long))
             except Exception as e:  # whatever its code raises
-                raise ConfigError(f"{cfg.init_from}: a {self.module.config.model_type} cannot be "
-                                  f"trained on text alone: {reason(e)}") from None
+                raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)
@@ -74,8 +56,7 @@ class HFModel(nn.Module):
         vars(self).update(  # past nn.Module, or each weight would have two names
             blocks=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
             head=self.module.get_output_embeddings(), embedding=self.module.get_input_embeddings())
-        if not checkpoint:
-            merge_adapters(self, cfg.init_from, Shards())
+        merge_adapters(self, cfg.init_from, Shards())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None,
                 documents: Tensor | None = None) -> Tensor:
@@ -89,14 +70,12 @@ class HFModel(nn.Module):
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: tuple[int, ...], on_token=None) -> Tensor:
         """As `generate` in model.py, but a full context ends it."""
-        def ends(ids: Tensor, scores) -> Tensor:
-            return torch.full_like(ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)
-
-        how = dict(do_sample=False, eos_token_id=[*stop] or None)
+        how = dict(do_sample=False)
         if temperature >= 1e-6:  # or logits / temperature would overflow
-            how |= dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
+            how = dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
         if on_token:
-            how["stopping_criteria"] = [ends]
+            how["stopping_criteria"] = [lambda ids, scores: torch.full_like(
+                ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)]
         context, unseen = self.context(), tokens[:, :0]
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
@@ -104,7 +83,8 @@ class HFModel(nn.Module):
         self.eval()
         tokens = self.module.generate(
             tokens, max_new_tokens=min(max_new_tokens, context - tokens.shape[1]),
-            attention_mask=torch.ones_like(tokens), pad_token_id=stop[0] if stop else 0, **how)
+            attention_mask=torch.ones_like(tokens), eos_token_id=[*stop] or None,
+            pad_token_id=stop[0] if stop else 0, **how)
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
 

@@ -1,4 +1,4 @@
-"""The files of a model, in a folder or on the Hugging Face hub."""
+"""Folders of models, local or from the Hugging Face hub, and the tensors in them."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,19 @@ from steady.options import ConfigError
 
 def fetch_files(name: str, code: bool = False, weights: bool = True) -> Path:
     """A folder, or its download from the hub, with Python if `code`. Raises ConfigError."""
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name)
+    is_run = (folder / "config.yaml").exists() and not (folder / "config.json").exists()
+    if is_run or folder.is_file():
+        raise ConfigError(f"{name}: a run or a file; expected a model, such as the folder that "
+                          f"python model.py export {name} FOLDER makes of a run")
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
-    kinds = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else []),
-             *(["*.safetensors"] if weights else [])]
+    kinds = ["*.json", "*.model", "*.txt", "*.jinja"]
+    kinds += ["*.py"] * code + ["*.safetensors"] * weights
     try:
-        folder = Path(snapshot_download(name, allow_patterns=kinds))
-        if weights and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
-        return folder
+        return Path(snapshot_download(name, allow_patterns=kinds))
     except Exception as e:  # offline, no such model, no permission: each raises its own class
         raise ConfigError(f"no folder or hub model called {name} ({reason(e)})") from None
 
@@ -35,40 +37,35 @@ def weight_files(folder: Path) -> list[Path]:
 
     Adapters, copies and other files in the folder are ignored.
     """
-    for file in folder / "model.safetensors", folder / "pytorch_model.bin":
-        index = file.with_name(file.name + ".index.json")
-        if not index.exists():
-            if file.exists():
-                return [file]
-            continue
+    names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
+    if index.exists():
         try:
-            files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+            names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(f"{index}: not an index of weights") from None
-        for file in files:
-            if file.parent != folder or not file.exists():
-                raise ConfigError(f"{index}: lists {file}; expected names of files beside it")
-        return sorted(files)
-    raise ConfigError(f"{folder}: no model.safetensors and no pytorch_model.bin in there")
+    files = sorted(folder / name for name in names)
+    for file in files:
+        if file.parent != folder or not file.is_file():
+            raise ConfigError(f"{folder}: expected its weights in {file}; --model transformers "
+                              "reads other formats")
+    return files
 
 
-def tensors_of(file: Path) -> list[tuple]:
-    """(name, shape, rows) of each tensor in a weight file. Raises ConfigError.
+def tensors_of(files: list[Path]) -> dict:
+    """Name → tensor in safetensors files, not read yet: a slice reads its rows. Raises ConfigError.
 
-    Slicing `rows` reads these rows: of safetensors no others.
+    `get_shape()` is its shape.
     """
-    import torch  # takes a second, too long for data.py
     from safetensors import safe_open
 
-    try:
-        if file.suffix == ".bin":
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            return [(name, list(tensor.shape), tensor) for name, tensor in state.items()]
-        opened = safe_open(file, "pt")
-        slices = {name: opened.get_slice(name) for name in opened.keys()}
-        return [(name, rows.get_shape(), rows) for name, rows in slices.items()]
-    except Exception as e:  # of safetensors, or of pickle, zipfile and torch
-        raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
+    found = {}
+    for file in files:
+        try:
+            opened = safe_open(file, "pt")
+            found |= {name: opened.get_slice(name) for name in opened.keys()}
+        except Exception as e:  # of safetensors: plain ones
+            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
+    return found
 
 
 def shorten(names) -> str:

@@ -1,24 +1,21 @@
-"""Hugging Face models: loaded into our Transformer, or wrapped so that train.py can train them.
+"""Hugging Face models: loaded into our Transformer, and written from it.
 
 Llama, Mistral, Qwen2 and Qwen3 become the Transformer of model.py; other architectures are trained
 through their own module in transformers (steady/models/foreign.py).
 """
 
-import functools
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint, join
-from steady.checkpoints.disk import atomic_write
-from steady.checkpoints.state import copy_weights
 from steady.models import lora
 from steady.models.hub import fetch_files, reason, shorten, tensors_of, weight_files
-from steady.options import ConfigError, fixed_options
+from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
 from steady.tokens.tokenizers import byte_tokenizer, read_json
@@ -37,20 +34,19 @@ ROPE = dict(default=(), linear=("factor",), llama3=(
 # Defaults of a run from existing weights.
 FINE_TUNING = dict(seq_len=1024, batch_size=32, learning_rate=2e-5, optimizer="adamw",
                    lr_schedule="cosine")
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNTIED = ("its config.json ties the head to the embedding, but the head has weights of its own; "
           "set tie_word_embeddings to false there")
-KEPT = "hf"  # in a run directory: the configuration that --init_from had
 
 
 # --- folders ---------------------------------------------------------------------------------
 
 
-def folders(name: str, code: bool = False) -> list[Path]:
+def folders(name: str, code: bool = False, weights: bool = True) -> list[Path]:
     """A model's folder; for an adapter its own folder, then its base's. Raises ConfigError."""
-    found = [fetch_files(name, code)]
+    found = [fetch_files(name, code, weights)]
     while lora.is_adapter_folder(found[-1]):
-        base = fetch_files(lora.read_config(found[-1])["base"], code)
+        base = fetch_files(lora.read_config(found[-1])[0], code, weights)
         if base in found:
             raise ConfigError(f"{base}: an adapter whose base is itself; expected a model")
         found.append(base)
@@ -67,28 +63,6 @@ def tokenizer_folder(name: str) -> Path:
     return next((f for f in adapters if (f / "tokenizer_config.json").exists()), folder)
 
 
-@functools.cache  # a start asks several times; one verification is enough
-def own_checkpoint(name: str) -> Checkpoint | None:
-    """The checkpoint that --init_from names, or the newest valid one of a run; else None."""
-    return None if (Path(name) / "config.json").exists() else find_checkpoint(Path(name))
-
-
-def keep_config(cfg, run_dir: Path, resumed_from: Checkpoint | None):
-    """Copy the configuration of --init_from into a run directory, which then works without it."""
-    if checkpoint := resumed_from or own_checkpoint(cfg.init_from):
-        source = (checkpoint.run_dir or run_dir) / KEPT
-    else:
-        source = fetch(cfg.init_from, cfg.trust_remote_code)
-    code = ["*.py"] if cfg.trust_remote_code else []
-    for pattern in ("config.json", "generation_config.json", *code):
-        for file in source.glob(pattern):
-            kept = run_dir / KEPT / file.name
-            if not kept.exists():
-                kept.parent.mkdir(exist_ok=True)
-                with atomic_write(kept) as draft:
-                    shutil.copyfile(file, draft)
-
-
 # --- configuration ---------------------------------------------------------------------------
 
 
@@ -99,18 +73,14 @@ def config_from_hf(cfg):
     """
     if cfg.model not in ("default", "transformers"):
         raise ConfigError(f"--model {cfg.model}: the shape is that of --init_from")
-    if checkpoint := own_checkpoint(cfg.init_from):
-        cfg = replace(cfg, init_from=str(checkpoint))
-        shape = shape_of_checkpoint(checkpoint, cfg)
-    else:
-        found = read_config(cfg)
-        try:
-            shape = native_shape(found)
-        except (ValueError, TypeError, LookupError, ArithmeticError) as e:
-            raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
-                              f"{reason(e)}") from None
-        if shape is None or cfg.model == "transformers":
-            shape = foreign_shape(found, cfg)
+    found = read_config(cfg)
+    try:
+        shape = native_shape(found)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as e:
+        raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
+                          f"{reason(e)}") from None
+    if shape is None or cfg.model == "transformers":
+        shape = foreign_shape(found, cfg)
     default, longest = type(cfg)(), shape["max_position"]
     for name, value in shape.items():
         if getattr(cfg, name) not in (getattr(default, name), value):
@@ -169,57 +139,37 @@ def foreign_shape(found, cfg) -> dict:
     n_layer, width, heads, vocab, longest = (getattr(text, OPTIONS[name], None) for name in (
         "n_layer", "d_model", "n_head", "vocab_size", "max_position"))
     if not (n_layer and width and vocab) or getattr(found, "is_encoder_decoder", False):
-        raise ConfigError(f"--init_from {cfg.init_from}: a {found.model_type} cannot be trained "
-                          "here; expected a causal language model")
-    for option, given in (("data_mode packed", cfg.data_mode == "packed"),
-                          ("resize_embeddings", cfg.resize_embeddings)):
-        if given:
-            raise ConfigError(f"--{option}: not with a {found.model_type}, which is trained "
-                              "through transformers' own module")
+        raise ConfigError(f"--init_from {cfg.init_from}: architecture {found.model_type}: expected "
+                          f"one of {', '.join(NATIVE)}, or another causal language model")
+    if cfg.data_mode == "packed" or cfg.resize_embeddings:
+        raise ConfigError(f"--data_mode packed, --resize_embeddings: not with a {found.model_type} "
+                          "trained through transformers' own module")
     heads = heads or 1
     return dict(model="transformers", n_layer=n_layer, n_head=heads, n_kv_head=heads, d_ff=1,
                 d_model=width, vocab_size=vocab, head_dim=width // heads,
                 max_position=longest or 1 << 60)
 
 
-def shape_of_checkpoint(checkpoint: Checkpoint, cfg) -> dict:
-    """The options that shape the model of our own checkpoint. Raises ConfigError."""
-    saved = checkpoint.states()[0]["config"]
-    if saved["model"] == "transformers" or saved.get("lora_rank") or cfg.resize_embeddings:
-        raise ConfigError(f"--init_from {checkpoint}: a run with adapters, --resize_embeddings or "
-                          "another architecture; expected a folder made of it by python model.py "
-                          "export")
-    shape = {name: saved[name] for kind in ("weights", "function")
-             for name in fixed_options(type(cfg), kind)
-             if saved.get(name) is not None and not name.startswith("lora_")}
-    return shape | dict(model="default", max_position=saved.get("max_position") or saved["seq_len"])
-
-
 def check_tokenizer(name: str, data):
     """Raise ConfigError if the data was made with another tokenizer than the model's."""
+    theirs = vocabulary(tokenizer_folder(name))
+    mine = vocabulary(data.tokenizer_folder) if data.tokenizer_folder else {}
+    if data.tokenizer == "bytes":
+        mine = byte_tokenizer().get_vocab()
+    if mine and not theirs.items() <= mine.items():  # added tokens are fine
+        raise ConfigError(f"--init_from {name}: its tokenizer is not {data.tokenizer}, as --data "
+                          f"has; prepare it with python data.py ... --tokenizer {name}, or "
+                          "--allow_change tokenizer")
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
     from tokenizers import Tokenizer
 
-    def vocabulary(kind: str | None, folder) -> dict:
-        file = folder and Path(folder) / "tokenizer.json"
-        if kind == "bytes":
-            return byte_tokenizer().get_vocab()
-        try:
-            return Tokenizer.from_file(str(file)).get_vocab() if file and file.exists() else {}
-        except Exception as e:  # of Rust: plain ones
-            raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
-
-    checkpoint, kind = own_checkpoint(name), None
-    if checkpoint:
-        kind = checkpoint.states()[0]["tokenizer"]
-        folder = checkpoint.run_dir and checkpoint.run_dir / "tokenizer"
-    else:
-        folder = tokenizer_folder(name)
-    mine, theirs = vocabulary(data.tokenizer, data.tokenizer_folder), vocabulary(kind, folder)
-    if mine and not theirs.items() <= mine.items():  # added tokens are fine
-        wanted = "bytes" if kind == "bytes" else folder if checkpoint else name
-        raise ConfigError(f"--init_from {name}: its tokenizer is not {data.tokenizer}, as --data "
-                          f"has; prepare it with python data.py ... --tokenizer "
-                          f"{wanted}, or --allow_change tokenizer")
+    file = Path(folder) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab() if file.exists() else {}
+    except Exception as e:  # of Rust: plain ones
+        raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -234,7 +184,7 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
         "model.norm.weight": ("norm.weight", everything),
     }
     if not cfg.tie_embeddings:
-        out["lm_head.weight"] = ("head.weight", vocabulary)
+        out[HEAD] = ("head.weight", vocabulary)
     block = {
         "self_attn.q_proj": ("attention.qkv", slice(q)),
         "self_attn.k_proj": ("attention.qkv", slice(q, q + kv)),
@@ -261,50 +211,41 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
 def load_initial(model: nn.Module, name: str, shards: Shards):
     """Load the weights of --init_from into our Transformer, adapters merged into their base.
 
-    Each rank reads its own rows. Raises ConfigError.
+    One tensor at a time; each rank reads its own rows. Raises ConfigError for missing and surplus
+    tensors and for unexpected shapes.
     """
-    checkpoint = own_checkpoint(name)
-    if not checkpoint:
-        load_weights(model, fetch(name), shards)
-        return merge_adapters(model, name, shards)
-    tensors = shards.tensors_of(model).items()
-    copy_weights(checkpoint, averaged(join(checkpoint.states(), shards.rows))["model"],
-                 {name: tensor for name, tensor in tensors if not lora.is_adapter(name)})
-
-
-def load_weights(model: nn.Module, folder: Path, shards: Shards):
-    """Copy the weights in a folder into our Transformer, one tensor at a time.
-
-    Raises ConfigError for missing and surplus tensors and for unexpected shapes.
-    """
-    cfg, wanted = model.cfg, hf_key_map(model.cfg)
-    found = {name: (file, shape, rows) for file in weight_files(folder)
-             for name, shape, rows in tensors_of(file)}
+    cfg, wanted, folder = model.cfg, hf_key_map(model.cfg), fetch(name)
+    found = tensors_of(weight_files(folder))
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
-    unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
-    if cfg.tie_embeddings and "lm_head.weight" in unused:  # older programs save it all the same
-        unused.remove("lm_head.weight")
-        (_, shape, head), (_, other, embedding) = found["lm_head.weight"], found[EMBEDDING]
-        parts = [slice(i, i + 4096) for i in range(0, shape[0], 4096)]
-        if shape != other or not all(torch.equal(head[p], embedding[p]) for p in parts):
+    if cfg.tie_embeddings and HEAD in found:  # older programs save it all the same
+        if not equal(found.pop(HEAD), found[EMBEDDING]):
             raise ConfigError(f"{folder}: {UNTIED}")
+    unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
     if unused:
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
     shapes, held = model.state_dict(), shards.tensors_of(model)
     for theirs, (ours, place) in wanted.items():
-        (file, shape, rows), n = found[theirs], len(shapes[ours])
+        rows, shape, n = found[theirs], found[theirs].get_shape(), len(shapes[ours])
         begin, end, _ = place.indices(n)
         expected = [end - begin, *shapes[ours].shape[1:]]
-        if cfg.resize_embeddings and ours in ("embedding.weight", "head.weight"):
+        if cfg.resize_embeddings and theirs in (EMBEDDING, HEAD):
             rows, shape = with_mean_rows(rows[:], expected[0]), expected
         if shape != expected:
-            raise ConfigError(f"{file}: {theirs} is {shape}; expected {expected}")
+            raise ConfigError(f"{folder}: {theirs} is {shape}; expected {expected}")
         mine = shards.rows(n)
         first, last = max(begin, mine.start), min(end, mine.stop)
         if first < last:
             part = held[ours][first - mine.start : last - mine.start]
             part.copy_(rows[first - begin : last - begin])
+    merge_adapters(model, name, shards)
+
+
+def equal(one, other) -> bool:
+    """Whether two tensors in files are equal, read a few rows at a time."""
+    parts = [slice(i, i + 4096) for i in range(0, one.get_shape()[0], 4096)]
+    same_shape = one.get_shape() == other.get_shape()
+    return same_shape and all(torch.equal(one[part], other[part]) for part in parts)
 
 
 def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
@@ -313,38 +254,46 @@ def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
     return torch.cat((tensor, mean.expand(n - len(tensor), -1)))
 
 
+# --- export ----------------------------------------------------------------------------------
+
+
 def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
     """Write our Transformer's state dict under the names of Hugging Face."""
     from huggingface_hub import save_torch_state_dict
 
+    known = {ours for ours, _ in hf_key_map(cfg).values()} | {"head.weight"}  # also where tied
+    if odd := sorted(state.keys() ^ known):
+        print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
+              "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)
                for theirs, (ours, rows) in hf_key_map(cfg).items()}
     save_torch_state_dict(tensors, str(out), max_shard_size="5GB")
 
 
-# --- export ----------------------------------------------------------------------------------
-
-
-def save_config(cfg, kept: Path, out: Path, dtype: torch.dtype, ends: list[int]):
+def save_config(cfg, source: Path | None, out: Path, dtype: torch.dtype, ends: list[int]):
     """Write the config.json and generation_config.json of an export, for transformers 4 and 5.
 
-    A run from --init_from has the originals in `kept`: only the effects of training are changed.
+    source: the folder of --init_from, if any: only the effects of training are changed.
     """
-    found, foreign = read_json(kept / "config.json"), cfg.model == "transformers"
+    found, usual = ({} if source is None else read_json(source / name)
+                    for name in ("config.json", "generation_config.json"))
+    foreign = cfg.model == "transformers"
     made = read_json(out / "config.json") if foreign else config_json(cfg)
     if not found or foreign and made.get("architectures") != found.get("architectures"):
         found = made  # the module may be only the text part of the model
     if not foreign:
         found["vocab_size"] = cfg.vocab_size  # larger after --resize_embeddings
-    for file in kept.glob("*.py"):
-        shutil.copyfile(file, out / file.name)
+    if cfg.trust_remote_code and source:
+        for file in source.glob("*.py"):
+            shutil.copyfile(file, out / file.name)
     if not any(out.glob("*.py")):
         found.pop("auto_map", None)
     for part in filter(None, (found, found.get("text_config"))):
         part["dtype"] = part["torch_dtype"] = str(dtype).removeprefix("torch.")
         part |= {name: value for name, value in old_rope(part).items() if name not in part}
-    usual = {name: found[name] for name in ("bos_token_id", "pad_token_id") if name in found}
-    usual |= read_json(kept / "generation_config.json")
+    for name in ("bos_token_id", "pad_token_id"):
+        if name in found:
+            usual.setdefault(name, found[name])
     if ends:
         found["eos_token_id"] = usual["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         if usual.get("pad_token_id") is None:
@@ -413,13 +362,11 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
 
 def fingerprint(name: str) -> str:
     """A sampled hash of the weight files of --init_from, and the scales of adapters."""
-    if checkpoint := own_checkpoint(name):
-        return sampled_hash({file.name: file for file in checkpoint.files()})
     *adapters, folder = folders(name)
     found = sampled_hash({file.name: file for file in weight_files(folder)})
     for folder in reversed(adapters):
         weights = {lora.WEIGHTS: folder / lora.WEIGHTS}
-        found += f" + {lora.read_config(folder)['scale']} {sampled_hash(weights)}"
+        found += f" + {lora.read_config(folder)[1]} {sampled_hash(weights)}"
     return found
 
 
@@ -427,13 +374,13 @@ def merge_adapters(model: nn.Module, name: str, shards: Shards):
     """Merge the adapters of --init_from, if any, into the model's weights."""
     for folder in reversed(folders(name)[:-1]):
         lora.merge(shards.tensors_of(model), shards, linear_parts(model), lora.read_pairs(folder),
-                   lora.read_config(folder)["scale"], str(folder))
+                   lora.read_config(folder)[1])
 
 
-def merge_checkpoint(model: nn.Module, state: dict, cfg, path: Checkpoint):
+def merge_checkpoint(model: nn.Module, state: dict, cfg):
     """Merge the adapters of a checkpoint into the model's weights. Raises ConfigError."""
     if fingerprint(cfg.init_from) != state["base"]:
-        raise ConfigError(f"{path}: adapts other weights than {cfg.init_from} now has")
+        raise ConfigError(f"the run adapts other weights than {cfg.init_from} now has")
     parts, shards = linear_parts(model), Shards()
     lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, cfg),
-               lora.alpha_of(cfg) / cfg.lora_rank, str(path))
+               lora.scale_of(cfg))

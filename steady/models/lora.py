@@ -5,7 +5,6 @@ matrices, such as q, k and v. Each of these parts has its own A and B, to fit th
 """
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -62,7 +61,7 @@ def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
         sizes = [(len(rows), theirs in targets) for theirs, rows in each]
         if any(trained for _, trained in sizes):
             linear = model.get_submodule(name)
-            linear.lora = Adapter(linear, cfg.lora_rank, alpha_of(cfg) / cfg.lora_rank, sizes)
+            linear.lora = Adapter(linear, cfg.lora_rank, scale_of(cfg), sizes)
             linear.register_forward_hook(linear.lora)
     torch.manual_seed(cfg.seed)
     init_weights(model)
@@ -89,6 +88,10 @@ def is_adapter(name: str) -> bool:
 
 def alpha_of(cfg) -> float:
     return cfg.lora_alpha or 2.0 * cfg.lora_rank
+
+
+def scale_of(cfg) -> float:
+    return alpha_of(cfg) / cfg.lora_rank
 
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
@@ -120,29 +123,25 @@ def pairs_of(state: dict[str, Tensor], parts: Parts, cfg) -> Pairs:
 
 
 @torch.no_grad()
-def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale: float, name: str):
-    """Add scale * B A to this rank's rows of the weights in `tensors`.
-
-    name: the adapter's, for errors. Raises ConfigError if it does not fit the model.
-    """
-    left = dict(pairs)
+def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale: float):
+    """Add scale * B A to this rank's rows of the weights in `tensors`. Raises ConfigError."""
+    known = {theirs for each in parts.values() for theirs, _ in each}
+    if unknown := pairs.keys() - known:
+        raise ConfigError(f"an adapter of {min(unknown)}; expected linear layers of the blocks")
     for ours, each in parts.items():
         weight, held = tensors[f"{ours}.weight"], shards.rows(each[-1][1].stop)
         for theirs, rows in each:
-            if theirs not in left:
+            if theirs not in pairs:
                 continue
-            a, b = (t.to(weight.device, torch.float32) for t in left.pop(theirs))
-            expected = [len(rows), weight.shape[1]]
-            if [len(b), a.shape[1]] != expected:
-                raise ConfigError(f"{name}: the adapter of {theirs} is {list(b.shape)} x "
-                                  f"{list(a.shape)}; expected a product of {expected}")
+            a, b = (t.to(weight.device, torch.float32) for t in pairs[theirs])
+            shape = [len(rows), weight.shape[1]]
+            if a.ndim != 2 or b.ndim != 2 or [len(b), a.shape[1]] != shape or b.shape[1] != len(a):
+                raise ConfigError(f"the adapter of {theirs} is {list(b.shape)} x {list(a.shape)}; "
+                                  f"expected a product of {shape}")
             first, last = max(rows.start, held.start), min(rows.stop, held.stop)
             if first < last:
                 some = weight[first - held.start : last - held.start]
                 some.copy_(some.float() + scale * (b[first - rows.start : last - rows.start] @ a))
-    if left:
-        raise ConfigError(f"{name}: adapts {next(iter(left))}; expected linear layers of the "
-                          "blocks alone")
 
 
 # --- files of peft ---------------------------------------------------------------------------
@@ -159,36 +158,31 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
 
 
-def read_config(folder: Path) -> dict:
-    """base, rank and scale of an adapter. Raises ConfigError unless it is plain LoRA."""
+def read_config(folder: Path) -> tuple[str, float]:
+    """The name of an adapter's base, and its scale. Raises ConfigError unless it is plain LoRA."""
     try:
         found = json.loads((folder / CONFIG).read_text())
-        base, rank = found["base_model_name_or_path"], int(found["r"])
+        base, rank = str(found["base_model_name_or_path"]), int(found["r"])
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
-        kind = found["peft_type"]
-        odd = " ".join(name for name in UNREAD if (found.get(name) or "none") != "none")
-        named = isinstance(base, str) and base
-        if kind != "LORA" or odd or not named or rank < 1 or not math.isfinite(scale):
-            raise ValueError(f"{kind} with base {base}, scale {scale} {odd}")
+        odd = [name for name in UNREAD if (found.get(name) or "none") != "none"]
+        if odd or found["peft_type"] != "LORA":
+            raise ValueError(f"{found['peft_type']} {' '.join(odd)}")
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
         raise ConfigError(f"{folder / CONFIG}: expected a LoRA adapter with the name of its base, "
                           f"without biases or variants: {type(e).__name__}: {e}") from None
-    return dict(base=base, rank=rank, scale=scale)
+    return base, scale
 
 
 def read_pairs(folder: Path) -> Pairs:
     """The adapters in a folder. Raises ConfigError."""
-    rank, found = read_config(folder)["rank"], {}
-    for name, shape, tensor in tensors_of(folder / WEIGHTS):
-        layer, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if len(shape) != 2 or kind not in ("A", "B") or shape[kind == "B"] != rank:
-            raise ConfigError(f"{folder / WEIGHTS}: {name} is {shape}; expected names that end in "
-                              f"lora_A.weight [{rank}, n] or lora_B.weight [n, {rank}]")
-        found.setdefault(layer, {})[kind] = tensor[:]
-    for layer, pair in found.items():
-        if len(pair) < 2:
-            raise ConfigError(f"{folder / WEIGHTS}: {layer} has only one of A and B")
-    return {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
+    tensors = {name.removeprefix(PREFIX): tensor[...]
+               for name, tensor in tensors_of([folder / WEIGHTS]).items()}
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    names = {layer: [f"{layer}.lora_{kind}.weight" for kind in "AB"] for layer in layers}
+    if odd := tensors.keys() ^ {name for pair in names.values() for name in pair}:
+        raise ConfigError(f"{folder / WEIGHTS}: {min(odd)}: expected names in pairs that end in "
+                          "lora_A.weight and lora_B.weight")
+    return {layer: (tensors[a], tensors[b]) for layer, (a, b) in names.items()}
 
 
 def save(out: Path, pairs: Pairs, cfg, dtype: torch.dtype):
