@@ -12,8 +12,7 @@ from typing import Literal
 
 from steady import options as cli
 from steady.conflicts import refuse_conflicts
-from steady.guard.deadline import SETTING_STEP, UNKNOWN
-from steady.options import ConfigError, option
+from steady.options import UNKNOWN, ConfigError, option
 
 # A size names a shape and the run it is usually trained with: sequence length, batch and learning
 # rate. Learning rates of the large sizes are from the GPT-3 paper (arXiv:2005.14165, table 2.1).
@@ -90,9 +89,6 @@ class Config:
         "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
         "and the loss counts responses, not prompts; packed: rows of several documents, attention "
         "stays inside each; auto is documents where there are prompts", fixed="trajectory")
-    group_window: int = option(
-        32, "steps whose documents are sorted by length, so that a step has similar lengths and "
-        "little padding; 0 leaves them in random order", at_least=0, fixed="trajectory")
     num_workers: str = option(
         "auto", "loader processes per rank; auto is 0 on a CPU, where that was fastest",
         metavar="N")
@@ -140,7 +136,7 @@ class Config:
                                       at_least=1, at_most=1e30, fixed="function")
     rope_scaling: list[float] = option(
         [], "factor that stretches the rotary embedding; or factor, low and high frequency factor, "
-        "and original context, as in Llama 3.1", fixed="function")
+        "and original context, as in Llama 3.1", above=0, fixed="function")
     max_position: int | None = option(
         None, "context length stated in an exported model (default: seq_len)", at_least=1)
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
@@ -171,11 +167,10 @@ class Config:
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
-    lr_schedule: Literal["cosine", "wsd", "plateau", "constant"] | None = option(
-        None, "wsd is stable, then a linear decay; plateau is wsd that decays, and ends, earlier "
-        "once --patience runs out (default: wsd; with --init_from cosine)")
+    lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
+        None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(
-        0.7, "share of max_steps that wsd and plateau spend decaying", at_least=0, at_most=1)
+        0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
     weight_decay: float = option(
         0.1, "decoupled weight decay, on 2-D block weights only", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
@@ -199,8 +194,9 @@ class Config:
     eval_steps: int = option(
         64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
         at_least=0)
-    patience: int = option(0, "stop, or with the schedule plateau begin to decay, after this many "
-                           "evaluations in a row without a new best loss; 0: never", at_least=0)
+    patience: int = option(
+        0, "stop after this many evaluations in a row without a new best loss; 0: never",
+        at_least=0)
     sample_interval: int | None = option(
         None, "steps between samples of generated text, and one at the end; 0: none (default: one "
         "at the end)", at_least=0)
@@ -221,7 +217,6 @@ class Config:
     save_interval: int = option(100, "steps between checkpoints, and one at the end",
                                 group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best", at_least=1)
-    keep_every: int = option(0, "steps between checkpoints that are never deleted", at_least=0)
     backup_to: str | None = option(
         None, "keep a copy of the newest checkpoint and the logs at this URL: file://, s3:// or "
         "another that fsspec supports", metavar="URL")
@@ -293,7 +288,7 @@ def resolve(cfg: Config) -> Config:
     cli.check_bounds(cfg)
     if cfg.max_minutes:
         cfg.max_steps = UNKNOWN
-        cfg.warmup_steps = SETTING_STEP if cfg.warmup_steps is None else cfg.warmup_steps
+        cfg.warmup_steps = 100 if cfg.warmup_steps is None else cfg.warmup_steps
     cfg.max_steps = cfg.max_steps or (None if cfg.epochs else 1000)  # `load_data` knows of epochs
     if cfg.warmup_steps is None and cfg.max_steps:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)

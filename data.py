@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import Config
 from steady.checkpoints.disk import retry
-from steady.guard.memory import share
-from steady.guard.process import FORK, leave_to_parent
+from steady.guard.process import FORK
+from steady.guard.workers import leave_to_parent, share
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
@@ -88,6 +88,7 @@ class Samples:
     tokenizer = tokenizer_folder = end_of_text = bytes_per_token = None
     boundaries = False  # in `rows`, in place of documents' numbers
     details = ""  # for the screen
+    GROUP_STEPS = 32  # whose documents are sorted by length, to save padding
 
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
@@ -259,7 +260,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             raise ConfigError("--eval_only: no validation data; name some with --val_data")
     else:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
-        train_data.group_by_length(cfg.group_window, cfg.batch_size)
+        train_data.group_by_length(train_data.GROUP_STEPS, cfg.batch_size)
     cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
     cfg.data_mode = train_data.mode
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)

@@ -18,6 +18,7 @@ import gc
 import json
 import math
 import random
+import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,19 +36,20 @@ from monitor import Monitor
 from steady.checkpoints import opening
 from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import Checkpoint
-from steady.checkpoints.run_dir import open_run_dir
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
-from steady.guard import faults, memory, process
-from steady.guard.columns import monitor_options
-from steady.guard.deadline import begin_decay, rate_jump
+from steady.guard import memory, process
+from steady.guard.deadline import Deadline, rate_jump
 from steady.guard.guard import Guard, NotFinite
-from steady.guard.memory import collect_garbage, tidy_memory
+from steady.guard.metrics import monitor_options, starting_row
+from steady.guard.recovery import rescue, roll_back
+from steady.guard.stop import Stop
 from steady.models import device as devices
 from steady.models import foreign, huggingface, lora
 from steady.models.ema import Ema
 from steady.models.evaluation import Means, copy_of_weights, measure_output, update_metrics
-from steady.options import ConfigError, due
-from steady.ranks import muon, parallel
+from steady.options import ConfigError, due, reading_paths
+from steady.ranks import parallel
+from steady.ranks.muon import Muon
 from steady.ranks.ranks import Ranks, from_rank0, gloo_group, meet, rank_and_world
 from steady.ranks.watchdog import Watchdog, patience
 
@@ -82,11 +84,10 @@ def train(run: "Run", batches):
         run.advance()  # step, position and tokens together
         monitor.phase("other")
         measure_output(run, batch)  # at a log, with --monitoring full
-        collect_garbage(progress.step, first_step)
+        memory.collect_garbage(progress.step, first_step)
         monitor.step(progress.step, lr=lr, loss=step_loss, grad_norm=grad_norm)
         guard.check(progress.step)  # reads the device only when it is due, as at a log
         between_steps(run)
-        tidy_memory(ranks.device, progress.step, first_step, cfg.cache_clear_interval)
     if stop.signal:
         save(run)
     else:
@@ -94,7 +95,7 @@ def train(run: "Run", batches):
 
 
 def between_steps(run: "Run"):
-    """Evaluate, save and show a sample, each when it is due."""
+    """Evaluate, save, show a sample and tidy up, each when it is due."""
     cfg, progress = run.cfg, run.progress
     if evaluation_due(run):
         keep_best(run, evaluate(run))
@@ -102,20 +103,20 @@ def between_steps(run: "Run"):
         save(run)
     if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
         show_sample(run)  # `main` shows the last step's
+    memory.clear_cache(run.ranks.device, progress.step, cfg.cache_clear_interval)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     warmup = cfg.warmup_steps
-    if warmup > cfg.max_steps:  # shortened by --max_minutes or a plateau
-        warmup = cfg.max_steps // 2
+    warmup = warmup if warmup <= cfg.max_steps else cfg.max_steps // 2  # cut by --max_minutes
     if step < warmup:
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
         done = (step - warmup) / max(1, cfg.max_steps - warmup)
         share = 0.5 * (1 + math.cos(math.pi * done))
-    elif cfg.lr_schedule in ("wsd", "plateau"):  # `keep_best` sets max_steps for a plateau
+    elif cfg.lr_schedule == "wsd":
         decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - warmup)
         share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))
     return cfg.min_learning_rate + share * (cfg.learning_rate - cfg.min_learning_rate)
@@ -163,7 +164,8 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
-    finish_copy(run)
+    if run.dir.writer:
+        run.dir.writer.finish_copy()  # of the weights, to the newest checkpoint
     run.guard.clean = False
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -188,32 +190,34 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
     parameters: this rank's parts of the model's parameters, in the same order.
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # also stacks of matrices, as of experts; not the kernels of convolutions
-    in_blocks = {id(p) for m in model.blocks.modules() for p in m.parameters(recurse=False)
-                 if p.ndim == 2 or p.ndim == 3 and min(p.shape[1:]) > 1
-                 and not hasattr(m, "kernel_size")} - embeddings
-    embeddings.discard(id(model.head.weight))  # if tied
-    names, tables = ({name for name, p in model.named_parameters() if id(p) in these}
-                     for these in (in_blocks, embeddings))
+    blocks, kinds = set(model.blocks.modules()), {}
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(path, recurse=False):
+            table = isinstance(module, nn.Embedding)
+            # a stack of matrices, as of experts; not the kernel of a convolution
+            stack = p.ndim == 3 and min(p.shape[1:]) > 1 and not hasattr(module, "kernel_size")
+            if module in blocks and not table and (p.ndim == 2 or stack):
+                kinds[name] = "matrix"
+            else:
+                kinds[name] = "table" if table and p is not model.head.weight else "other"
     parameters = parameters or dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    matrices = [dict(params=[p for name, p in trained.items() if name in names],
+    matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
     scale = EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0
-    others = [dict(params=[p for name, p in trained.items() if name not in names | tables]),
-              dict(params=[p for name, p in trained.items() if name in tables], lr_scale=scale)]
+    others = [dict(params=[p for name, p in trained.items() if kinds[name] == "other"]),
+              dict(params=[p for name, p in trained.items() if kinds[name] == "table"],
+                   lr_scale=scale)]
     optimizers = []
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
-        optimizers.append(muon.Muon(matrices, cfg.learning_rate, shards=shards,
-                                    dtype=torch.bfloat16 if fast else torch.float32))
+        optimizers.append(Muon(matrices, cfg.learning_rate, shards=shards,
+                               dtype=torch.bfloat16 if fast else torch.float32))
     else:
         others += matrices
-    betas = cfg.beta1, cfg.beta2
     fused = device.type != "mps"  # its fused kernel ignores `update`'s divisor in torch 2.11
-    optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, betas=betas, fused=fused,
-                                        weight_decay=0.0))
+    optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, fused=fused,
+                                        betas=(cfg.beta1, cfg.beta2), weight_decay=0.0))
     return optimizers
 
 
@@ -244,7 +248,9 @@ def evaluate(run: "Run") -> float | None:
         batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
                                ranks.device)
         with run.ema.in_place(run) if of else contextlib.nullcontext():
-            for batch in ranks.stop.until_signal(batches):
+            for batch in batches:
+                if ranks.stop.asked(together=True):
+                    break
                 run.monitor.phase("evaluation")  # a sign of progress
                 with ranks.autocast:
                     losses = run.model(batch.tokens, batch.targets, batch.documents)
@@ -264,29 +270,20 @@ def evaluate(run: "Run") -> float | None:
 def keep_best(run: "Run", val_loss: float | None):
     if val_loss is None:
         return
-    cfg, progress, rank = run.cfg, run.progress, run.ranks.rank
-    best = run.dir.writer.best() if rank == 0 else None  # a save of a better one may have failed
+    progress = run.progress
+    # of the file: a save of a better one may have failed
+    best = run.dir.writer.best() if run.ranks.rank == 0 else None
     progress.best_loss, progress.best_step = run.ranks.broadcast(best)
     progress.evaluated_step, progress.waited = progress.step, progress.waited + 1
     if val_loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
         save(run, is_best=True)
-    elif cfg.lr_schedule == "plateau" and progress.waited >= cfg.patience:
-        begin_decay(run)
 
 
 def save(run: "Run", is_best: bool = False):
     previous = run.monitor.phase("checkpoint")
     save_checkpoint(run, is_best=is_best)
     run.monitor.phase(previous)
-
-
-def finish_copy(run: "Run"):
-    """Before the weights change: wait for the newest checkpoint's copy of them."""
-    if run.dir.writer and run.dir.writer.copied:
-        previous = run.monitor.phase("checkpoint")
-        run.dir.writer.finish_copy()
-        run.monitor.phase(previous)
 
 
 def show_sample(run: "Run", title: str = ""):
@@ -335,6 +332,7 @@ class Run:
     optimizers: list
     guard: Guard
     ema: Ema | None = None  # with --ema
+    deadline: Deadline | None = None  # with --max_minutes
     monitor: Monitor | None = None
 
     @property
@@ -344,8 +342,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """max_steps, or the current step once --patience has run out."""
-        waited = 0 < self.cfg.patience <= self.progress.waited
-        stops = waited and self.cfg.lr_schedule != "plateau"
+        stops = 0 < self.cfg.patience <= self.progress.waited
         return self.progress.step if stops else self.cfg.max_steps
 
     @property
@@ -365,20 +362,21 @@ class Run:
         if self.ema:
             self.ema.update(progress.step)
         self.guard.update_made()
-        self.guard.deadline.set_max_steps(self)  # with --max_minutes, once
+        if self.deadline:
+            self.deadline.set_max_steps(self.cfg, progress, self.ranks, self.val_data)
 
 
-def set_up(argv: list[str]) -> Run:
-    """The run that `argv` asks for, ready for its next step. Raises ConfigError."""
-    # choose the run directory (rank 0 decides)
+def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
+    """The run of a resolved Config, ready for its next step. Raises ConfigError.
+
+    out_dir: its directory; None for a new one, made by `train_with_recovery`.
+    """
     rank, local_rank, world_size, local_world_size = rank_and_world()
-    meet(rank, world_size, patience(config.parse(argv).hang_seconds))
-    cfg, out_dir = from_rank0(lambda: choose_run(argv))
     watchdog = Watchdog(cfg.hang_seconds)
     uneven = rundir.continues(cfg, out_dir)
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
     # data
-    with faults.reading_paths():
+    with reading_paths():
         train_data, val_data = load_data(cfg)
     cfg = config.resolve(cfg)  # with the steps of --epochs
     # device and precision
@@ -386,7 +384,7 @@ def set_up(argv: list[str]) -> Run:
     dtype = devices.pick_dtype(cfg.precision, device)
     workers = devices.pick_workers(cfg.num_workers, device, local_world_size)
     devices.configure(cfg, device)
-    attention = devices.attention_backend(cfg, device, dtype)  # refuses one that cannot run here
+    attention = devices.attention_backend(cfg, device, dtype)  # error if it cannot run here
     varlen = attention == devices.VARLEN and getattr(Transformer, "takes_boundaries", False)
     for data in filter(None, (train_data, val_data)):
         data.boundaries = varlen
@@ -394,10 +392,12 @@ def set_up(argv: list[str]) -> Run:
     group = gloo_group(world_size, device)
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
-                  faults.Stop(group, rank), watchdog, micro_batch, group)
+                  Stop(group, rank), watchdog, micro_batch, group)
     # the checkpoint to continue from
     run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
+    if cfg.eval_only and not (start or cfg.init_from):
+        raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     # model, optimizers, state
     new_model = partial(make_model, cfg, train_data, start, device, dtype, shards)
     ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
@@ -409,19 +409,18 @@ def set_up(argv: list[str]) -> Run:
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         guard=Guard(cfg, ranks),
+        ema=Ema(model, shards, cfg.ema) if cfg.ema else None,
+        deadline=Deadline(cfg.max_minutes) if cfg.max_minutes else None,
     )
-    run.ema = Ema(model, shards, cfg.ema) if cfg.ema else None
     if run.compiled:  # in place: parameter names stay the module's
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         load_checkpoint(run, start)
-    elif cfg.eval_only and not cfg.init_from:
-        raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     return run
 
 
-@faults.reading_paths()
+@reading_paths()
 def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     """The configuration and the run directory; None if a new directory is to be made."""
     cfg = config.parse(argv)
@@ -458,7 +457,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
         model.init_weights()
         lora.init_weights(model)
     if cfg.init_from and not checkpoint:
-        with faults.reading_paths():
+        with reading_paths():
             huggingface.load_initial(model, cfg.init_from, shards)
     return model
 
@@ -473,7 +472,9 @@ def main(argv: list[str]) -> int:
         from tools.verify import inspect
 
         return inspect(argv, cfg, main, make_optimizers)
-    run = set_up(argv)
+    rank, _, world_size, _ = rank_and_world()
+    meet(rank, world_size, patience(cfg.hang_seconds))
+    run = set_up(*from_rank0(lambda: choose_run(argv)))  # rank 0 chooses for all
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
         with ranks.watchdog:
@@ -483,45 +484,34 @@ def main(argv: list[str]) -> int:
             evaluate(run)
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):
-        if ranks.rank == 0:
+        if rank == 0:
             if run_dir.lock and progress.best_step:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
             print(f"{run_dir.path}: {opening.early_end(cfg, progress) or finished}; nothing to do")
-            if cfg.json:
-                print(json.dumps(rundir.summary(run_dir.path)))
-        return 0
-    open_run_dir(run)
-    with stop, ranks.watchdog:
-        if run_dir.resumed_from and ranks.rank == 0 and (jump := rate_jump(run, learning_rate)):
-            print(jump, flush=True)
-        report = train_with_recovery(run)
-        stop.agree()  # together: torchrun kills the others if one leaves
-        if ranks.rank == 0:
-            early_end = opening.early_end(cfg, progress, stop.signal)
-            print(*filter(None, (report, early_end)), sep="\n", flush=True)
-        if not stop.signal and cfg.sample_interval != 0:
-            with faults.only_warning("no sample"):
-                show_sample(run, "sample  of what it writes:\n\n")
-        if cfg.json and ranks.rank == 0:
-            print(json.dumps(rundir.summary(run_dir.path)), flush=True)
+    else:
+        rundir.open_run_dir(run)
+        with stop, ranks.watchdog:
+            train_with_recovery(run)
+    if cfg.json and rank == 0:
+        print(json.dumps(rundir.summary(run_dir.path)), flush=True)
     if run_dir.lock:
         run_dir.lock.close()
     return 128 + stop.signal if stop.signal else 0
 
 
-def train_with_recovery(run: Run) -> str:
-    """Train, rolling back or rescuing when steps fail; returns the monitor's report."""
-    cfg, progress, ranks, data, report = run.cfg, run.progress, run.ranks, run.train_data, ""
-    flops = flops_per_token(run.model, cfg, data.typical_length())
+def train_with_recovery(run: Run):
+    """Train, rolling back or rescuing when steps fail; report, and show a sample."""
+    cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
+    if run.dir.resumed_from and ranks.rank == 0:
+        print(rate_jump(run, learning_rate), end="", flush=True)
+    report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
-        ranks.stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
-        order = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=progress.position)
-        start = {"order": order, "evaluated": progress.evaluated}  # for `data.py show`, Learning
-        run.monitor.write(progress.step, start)
+        stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
+        run.monitor.write(progress.step, starting_row(run))
         ranks.watchdog.follow(progress, run.dir)
-        batches = loader(data, cfg, progress.position, cfg.max_steps - progress.step,
+        batches = loader(run.train_data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
                          ranks.workers)
         try:
@@ -532,9 +522,9 @@ def train_with_recovery(run: Run) -> str:
                 train(run, batches)
             break
         except NotFinite as e:
-            faults.roll_back(run, e)
+            roll_back(run, e)
         except BaseException as e:
-            faults.save_if_sound(run, e)
+            rescue(run, e)
             raise
         finally:
             if run.dir.writer:
@@ -542,8 +532,16 @@ def train_with_recovery(run: Run) -> str:
             report = run.monitor.close()
     ranks.watchdog.ended.set()  # an upload may take hours
     if run.dir.writer:
-        run.dir.writer.close(ranks.stop.asked)  # after a signal, time is short
-    return report
+        run.dir.writer.close(stop.asked)  # after a signal, time is short
+    stop.agree()  # together: torchrun kills the others if one leaves
+    if ranks.rank == 0:
+        early_end = opening.early_end(cfg, progress, stop.signal)
+        print(*filter(None, (report, early_end)), sep="\n", flush=True)
+    if not stop.signal and cfg.sample_interval != 0:
+        try:
+            show_sample(run, "sample  of what it writes:\n\n")
+        except Exception:  # training is done
+            traceback.print_exc()
 
 
 if __name__ == "__main__":

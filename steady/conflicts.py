@@ -18,9 +18,8 @@ def refuse_conflicts(cfg):
     need(cfg.head_dim % 2 == 0, "head_dim", "an even number, for the rotary embedding")
     need(cfg.n_head % cfg.n_kv_head == 0, "n_kv_head", f"a divisor of n_head {cfg.n_head}")
     need(len(cfg.rope_scaling) in (0, 1, 4), "rope_scaling", "one number, or four")
-    need(all(x > 0 for x in cfg.rope_scaling), "rope_scaling", "numbers above 0")
     need(len(cfg.rope_scaling) < 4 or cfg.rope_scaling[1] < cfg.rope_scaling[2], "rope_scaling",
-         "a low frequency factor, the second, below the high one, the third")
+         "a low frequency factor, the second, below the high one")
     need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
          f"at most learning_rate {cfg.learning_rate}")
     need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
@@ -40,14 +39,10 @@ def refuse_conflicts(cfg):
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
          "--log_interval above 0, since steps are checked at a log")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
-    need(cfg.patience or cfg.lr_schedule != "plateau", "lr_schedule", "--patience above 0")
-    need(cfg.decay_fraction < 1 or cfg.lr_schedule != "plateau", "decay_fraction",
-         "less than 1, or nothing is left before the decay that a plateau begins")
     if cfg.wandb and not importlib.util.find_spec("wandb"):
         raise ConfigError("--wandb: not installed; pip install wandb")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
-        raise ConfigError("--eval_only: expected the weights to evaluate: --resume, --auto_resume "
-                          "or --init_from")
+        raise ConfigError("--eval_only: expected --resume, --auto_resume or --init_from")
     if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:
         raise ConfigError("--resume, --auto_resume and --overwrite cannot be combined")
     for name in ("lora_rank", "resize_embeddings"):

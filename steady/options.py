@@ -5,6 +5,7 @@ text that one argparse parser reads, wherever it comes from, so all sources are 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -73,6 +74,18 @@ def check_bounds(options):
                 expected = "a 64-bit integer"
             if expected:
                 raise ConfigError(f"--{f.name} {x!r}: expected {expected}")
+
+
+@contextlib.contextmanager
+def reading_paths():
+    """While files that options name are read and made, an OSError is the user's: ConfigError."""
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a usable path") from e
+
+
+UNKNOWN = 10**12  # max_steps until --max_minutes sets it
 
 
 def due(step: int, every: int | None, *also: int) -> bool:

@@ -174,24 +174,18 @@ def test_weights_larger_than_the_machine_are_refused(monkeypatch):
                     memory.refuse_too_large(options, device, shards)
 
 
-def test_the_micro_batch_that_fits_is_of_the_largest_share():
+@pytest.mark.parametrize("mode, ranks, expected", [
+    ("stream", 1, 8), ("packed", 2, 4), ("stream", 3, 4), ("stream", 5, 2), ("stream", 10, 1)])
+def test_the_micro_batch_that_fits_is_of_the_largest_share(mode, ranks, expected):
+    """Tried with boundaries where documents are packed."""
     cfg = parsed("--batch_size", "10", "--n_layer", "1", "--d_model", "8", "--n_head", "1",
-                 "--n_kv_head", "1", "--seq_len", "16", "--vocab_size", "64")
-    cpu = torch.device("cpu")
-    for ranks, expected in ((1, 8), (2, 4), (3, 4), (5, 2), (10, 1)):
-        fits = memory.largest_micro_batch(lambda: Transformer(cfg), cfg, ranks,
-                                          contextlib.nullcontext(), cpu, varlen=False)
-        assert fits == expected, ranks
-
-
-@pytest.mark.parametrize("mode", ["stream", "packed"])
-def test_micro_batches_are_tried_with_boundaries_where_documents_are_packed(mode):
-    cfg = parsed("--batch_size", "2", "--seq_len", "16", "--vocab_size", "64", "--data_mode", mode)
+                 "--n_kv_head", "1", "--seq_len", "16", "--vocab_size", "64", "--data_mode", mode)
     seen, model = [], Transformer(cfg)
-    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[2]))
-    memory.largest_micro_batch(lambda: model, cfg, 1, contextlib.nullcontext(),
-                               torch.device("cpu"), varlen=False)
-    assert [documents is not None for documents in seen] == [mode == "packed"] * 2
+    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[2] is not None))
+    here = SimpleNamespace(world_size=ranks, autocast=contextlib.nullcontext(),
+                           device=torch.device("cpu"))
+    assert memory.largest_micro_batch(model, cfg, here, varlen=False) == expected
+    assert set(seen) == {mode == "packed"}
 
 
 def test_what_follows_from_other_options():

@@ -49,7 +49,8 @@ def test_several_processes_need_cpus_or_nvidia():
 
 def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):
     """Set before the first parallel operation, or only one of the threads has it."""
-    program = ("import torch, train; torch.set_num_threads(2); train.set_up(['--out_dir', 'run']); "
+    program = ("import torch, train; torch.set_num_threads(2); train.set_up(train.config.resolve("
+               "train.Config(out_dir='run'))); "
                "print(int((torch.full((10**6,), 1e-38) * 0.5).count_nonzero()))")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment,

@@ -15,7 +15,6 @@ from conftest import column, rows, tiny_config
 import data
 from data import Mixture, load_mixture
 from model import Transformer
-from steady.guard import memory
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenWriter
@@ -162,7 +161,7 @@ def test_evaluation_takes_documents_by_length(folder):
     train_data, val_data = data.load_data(cfg)
     lengths = val_data.per_sample("lengths", *val_data.order(0, val_data.n_samples))
     assert (np.diff(lengths) >= 0).all()
-    assert train_data.order.window == cfg.group_window * cfg.batch_size
+    assert train_data.order.window == 32 * cfg.batch_size
 
 
 def test_grouping_changes_the_order_inside_a_window_alone(folder):
@@ -248,13 +247,14 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
             column(tmp_path / "one", metric), rel=1e-4)
 
 
-def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path):
+def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Mixture, "GROUP_STEPS", 0)
     prompts = [([1, 2, 3, 256], [0, 0, 0, 0])] * 40
     last = ([1, 2, 256], [0, 1, 1])
     write_documents(tmp_path / "p", [*prompts[:5], last], "val")
     folder = write_documents(tmp_path / "p", [*prompts[:10], last])
     run("--data", folder, "--out_dir", "r", "--log_interval", 1, "--max_steps", 8,
-        "--monitoring", "full", "--group_window", 0)
+        "--monitoring", "full")
     losses = column(tmp_path / "r", "train/loss")
     assert all(loss is not None for loss in losses.values())
     assert 0 in losses.values() and max(losses.values()) > 0
@@ -350,7 +350,7 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch, know
     with monkeypatch.context() as patch:
         patch.setattr(Mixture, "batch", batch)
         run("--data", tmp_path / "d", "--data_mode", "documents", "--out_dir", "r",
-            "--group_window", 3, "--max_steps", 7)
+            "--max_steps", 7)
     for step in (1, 2, 7):
         assert prepare.main(["show", "r", str(step)]) == 0
         shown = capsys.readouterr().out.split("--- sample ")[1:]
@@ -560,14 +560,3 @@ def test_which_packed_runs_go_without_a_mask():
                    dict(head_dim=12), dict(head_dim=264)):
         assert not takes_varlen(replace(suits, **change), torch.bfloat16)
     assert attention_backend(suits, CPU, torch.bfloat16) != VARLEN
-
-
-def test_a_mask_larger_than_the_memory_is_refused(run, monkeypatch):
-    """And none of T x T is made to ask for the backend: here of 69 GB."""
-    long = tiny_config(data_mode="packed", seq_len=2**18)
-    assert attention_backend(long, CPU, torch.float32) == attention_backend(
-        replace(long, seq_len=64), CPU, torch.float32)
-    monkeypatch.setattr(memory, "memory_bytes", lambda device: 10**9)
-    told = run("--data_mode", "packed", "--seq_len", 2**18, "--out_dir", "r", expect=2)
-    assert "--seq_len 262144: the attention mask of a packed row takes 206 GB" in told
-    assert told.count("\n") == 1

@@ -73,12 +73,13 @@ DISTILLED = '''        if self.training:
         return self.head(self.hidden(tokens, documents=documents), targets)
 '''
 
-MATRICES = '''    matrices = [dict(params=[p for name, p in trained.items() if name in names],
+MATRICES = '''\
+    matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
 '''
 
 BY_LAYER = '''    matrices = [dict(params=[p for name, p in trained.items()
-                             if name in names and name.startswith(f"blocks.{i}.")],
+                             if kinds[name] == "matrix" and name.startswith(f"blocks.{i}.")],
                      weight_decay=cfg.weight_decay, lr_scale=0.8 ** (cfg.n_layer - 1 - i))
                 for i in range(cfg.n_layer)]
 '''

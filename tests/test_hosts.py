@@ -20,7 +20,7 @@ FLAGS = [*TINY, "--log_interval", 1, "--save_interval", 4]
 GATED = """
 import os, sys, time
 import conftest
-from steady.guard import faults
+from steady.guard.stop import Stop
 calls = []
 def requested(self, *args):
     calls.append(1)
@@ -28,7 +28,7 @@ def requested(self, *args):
     while len(calls) > 10 and not self.received[0] and (alone or not os.path.exists("lost")):
         time.sleep(0.01)
     return plain(self, *args)
-plain, faults.Stop.requested = faults.Stop.requested, requested
+plain, Stop.requested = Stop.requested, requested
 conftest.main(sys.argv[1:])
 """
 

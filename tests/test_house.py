@@ -99,14 +99,14 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 550,
+    "train.py": 548,
     "model.py": 273,
     "data.py": 350,
     "monitor.py": 314,
-    "config.py": 304,
+    "config.py": 298,
     "steady/checkpoints": 1577,
     "steady/ranks": 1375,
-    "steady/guard": 919,
+    "steady/guard": 792,
     "steady/watch": 2530,
     "steady/tokens": 947,
     "steady/models": 1325,

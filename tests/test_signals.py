@@ -19,7 +19,7 @@ import data
 import train
 from steady.checkpoints import backup
 from steady.checkpoints.checkpoint import compare, latest_valid
-from steady.guard import faults
+from steady.checkpoints.writer import Writer
 from steady.models.evaluation import Means
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
@@ -180,7 +180,7 @@ def stuck(kind: str):
 
 def test_a_save_is_waited_for(corpus, tmp_path):
     def hook():
-        plain = faults.Writer.write_file
+        plain = Writer.write_file
 
         def write_file(self, path, step, state):
             if step == 4:
@@ -188,7 +188,7 @@ def test_a_save_is_waited_for(corpus, tmp_path):
                 time.sleep(2)
             plain(self, path, step, state)
 
-        faults.Writer.write_file = write_file
+        Writer.write_file = write_file
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
     wait_for(tmp_path / "stuck")

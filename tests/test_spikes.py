@@ -10,7 +10,7 @@ from conftest import column
 
 import train
 from steady.checkpoints.checkpoint import checkpoint_at, compare
-from steady.guard import spikes
+from steady.guard import guard as spikes
 
 FLAGS = ["--skip_spikes", 6, "--max_steps", 30, "--save_interval", 0, "--eval_interval", 0,
          "--keep_checkpoints", 30, "--max_nonfinite", 1, "--on_nonfinite", "abort",

@@ -20,7 +20,7 @@ import train
 from steady.checkpoints import disk
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
-from steady.guard import faults
+from steady.guard.stop import Stop
 from steady.ranks import hangs, ranks, watchdog
 from steady.ranks.ranks import rank_list
 from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
@@ -367,7 +367,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
     """Rank 0 would wait for ever."""
     def hook(rank):
         watchdog.LAST_WORDS = 1.0
-        plain = faults.Stop.requested
+        plain = Stop.requested
 
         def requested(self):
             if self.steps == 50:
@@ -378,7 +378,7 @@ def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
             self.steps += 1
             return plain(self)
 
-        faults.Stop.requested, faults.Stop.steps = requested, 0
+        Stop.requested, Stop.steps = requested, 0
 
     flags = [*TINY, "--data", corpus, *FLAGS, "--monitoring", "off", "--hang_seconds", "3"]
     group = processes(tmp_path, 2, flags, hook)

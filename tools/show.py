@@ -56,7 +56,7 @@ def samples_of_step(run_dir: str, step: int):
             if "order" in row and row["step"] < step:
                 order, before = row["order"], row["step"]
     data.order.seed, n = order["seed"], order["batch_size"]
-    data.group_by_length(cfg.group_window, n)
+    data.group_by_length(data.GROUP_STEPS, n)
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)
     batch = data.batch(first, first + n)

@@ -71,8 +71,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
                               "new run")
     k = cfg.verify_resume
     flags = [*argv, "--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
-             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", "--keep_checkpoints=1",
-             f"--keep_every={k}", "--deterministic", "--no_tensorboard", "--no_wandb",
+             f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_checkpoints={2 * k}",
+             "--deterministic", "--no_tensorboard", "--no_wandb",
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
     rank, _, world_size, _ = rank_and_world()

@@ -276,20 +276,19 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     return None
 
 
-def rotate(folder: Path, keep: int, keep_every: int, step: int) -> list[Checkpoint]:
-    """Delete all but the newest `keep` checkpoints and those at multiples of `keep_every`.
+def rotate(folder: Path, keep: int, step: int) -> list[Checkpoint]:
+    """Delete all but the newest `keep` checkpoints.
 
     Also parts of failed saves before this step. Returns the deleted ones.
     """
-    old = [each for each in list_checkpoints(folder)[:-keep]
-           if not keep_every or each.step % keep_every]
+    old = list_checkpoints(folder)[:-keep]
     old += [each for each in named_checkpoints(folder) if each.step < step and not each.exists()]
     for each in old:
         each.delete()
     return old
 
 
-def make_room(folder: Path, keep: int, keep_every: int, step: int, error: BaseException) -> bool:
+def make_room(folder: Path, keep: int, step: int, error: BaseException) -> bool:
     """After the error of a full disk: make the rotation of the next save now, if one is valid.
 
     Returns whether anything was deleted.
@@ -299,7 +298,7 @@ def make_room(folder: Path, keep: int, keep_every: int, step: int, error: BaseEx
         return False
     if all(each.find_damage() for each in list_checkpoints(folder)[: -keep - 1 : -1]):
         return False
-    gone = rotate(folder, keep, keep_every, step)
+    gone = rotate(folder, keep, step)
     if gone:
         print(f"warning: {folder}: no space left; deleted {', '.join(c.name for c in gone)}",
               flush=True)

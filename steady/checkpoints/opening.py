@@ -6,9 +6,8 @@ import signal
 
 import torch
 
-from steady.guard import process
-from steady.guard.deadline import UNKNOWN
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
+from steady.options import UNKNOWN
 from steady.watch import proc
 from steady.watch.findings import si
 
@@ -94,12 +93,9 @@ def untested() -> str:
 
 
 def crowded(device: torch.device) -> str:
-    """A line for the start of a CPU run if others use the cores; or ""."""
-    at_start, cores = process.competitors[0], os.cpu_count()
-    others = at_start or proc.competing_threads()
-    if device.type != "cpu" or not at_start and others < cores:
+    """A line for the start of a CPU run if others use a quarter of the cores; or ""."""
+    others, cores = proc.competing_threads(), os.cpu_count() or 1
+    if device.type != "cpu" or others * 4 < cores:
         return ""
-    return (f"load    {others} other thread{'s' * (others > 1)} "
-            f"compete{'d' * (at_start > 0)} for {cores} cores: steps will be slow and uneven; "
-            "OMP_NUM_THREADS=1 suffers least"
-            + "; OMP_WAIT_POLICY=PASSIVE, slower once the cores are free" * (at_start > 0))
+    return (f"load    {others} other thread{'s' * (others > 1)} compete for {cores} cores: steps "
+            "will be slow and uneven; OMP_NUM_THREADS=1 suffers least")

@@ -36,8 +36,7 @@ from steady.checkpoints.checkpoint import (
 from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import reconcile_best
 from steady.checkpoints.writer import Writer
-from steady.guard.faults import reading_paths
-from steady.options import ConfigError, expect_file, write_yaml
+from steady.options import ConfigError, expect_file, reading_paths, write_yaml
 from steady.ranks.ranks import restart_count, shared_notes
 from steady.tokens.files import split_weight
 from steady.tokens.tokenizers import copy_tokenizer
@@ -257,7 +256,7 @@ def open_run_dir(run):
             if new:
                 discard(run.dir.path)
             if new or not make_room(run.dir.path / "checkpoints", cfg.keep_checkpoints,
-                                    cfg.keep_every, progress.step, e):
+                                    progress.step, e):
                 raise
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
         best, attempt = reconcile_best(progress, run.dir), os.urandom(4).hex()
@@ -266,7 +265,7 @@ def open_run_dir(run):
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
     if ranks.rank < size:
-        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, cfg.keep_every,
+        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints,
                                 run.dir.backup, best, ranks.rank, size,
                                 shared_notes("checkpoints") if size > 1 else None, attempt)
 

@@ -15,9 +15,8 @@ from steady.checkpoints.checkpoint import (
     join,
     require_shared,
 )
-from steady.guard.deadline import UNKNOWN
 from steady.models import lora
-from steady.options import ConfigError, fixed_options
+from steady.options import UNKNOWN, ConfigError, fixed_options
 from steady.ranks.parallel import release
 from steady.tokens.files import split_weight
 
@@ -39,7 +38,7 @@ class Progress:
     evaluated_step: int = 0  # step of the newest evaluation
     waited: int = 0  # evaluations since the best one
     evaluated: dict = field(default_factory=dict)  # the validation data and options of best_loss
-    max_steps: int = UNKNOWN  # if set by --max_minutes or the schedule `plateau`
+    max_steps: int = UNKNOWN  # if set by --max_minutes
     rollbacks: list[int] = field(default_factory=list)  # steps gone back to
 
     def state(self) -> tuple:
@@ -152,8 +151,7 @@ def restore_progress(run, state: dict):
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
     progress.max_steps = min(before.max_steps, progress.max_steps)
-    set_on_the_way = cfg.max_minutes or cfg.lr_schedule == "plateau"
-    if not set_on_the_way or cfg.max_minutes != state["config"].get("max_minutes"):
+    if not cfg.max_minutes or cfg.max_minutes != state["config"].get("max_minutes"):
         progress.max_steps = UNKNOWN
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
 

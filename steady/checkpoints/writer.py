@@ -37,9 +37,9 @@ class Writer:
     text that no earlier process of this run has used.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0, backup=None,
+    def __init__(self, folder: Path, keep: int, backup=None,
                  best=(math.inf, 0), rank: int = 0, size: int = 1, notes=None, attempt: str = ""):
-        self.folder, self.keep, self.keep_every, self.backup = folder, keep, keep_every, backup
+        self.folder, self.keep, self.backup = folder, keep, backup
         self.in_best = best  # (loss, step) of best.pt
         self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
         self.hurry = False  # a rank may be gone, or be stuck until this one is
@@ -115,14 +115,14 @@ class Writer:
                 if is_best:
                     checkpoint.link_as_best()
                     self.in_best = state["best_loss"], step
-                rotate(self.folder, self.keep, self.keep_every, step)
+                rotate(self.folder, self.keep, step)
                 if self.backup:
                     self.backup.offer(checkpoint)
             self.failures = 0
         except WeightsNotFinite as e:
             print(f"warning: step {step}: {e}; not saved", flush=True)
         except Exception as e:
-            if self.rank == 0 and make_room(self.folder, self.keep, self.keep_every, step, e):
+            if self.rank == 0 and make_room(self.folder, self.keep, step, e):
                 if self.size == 1 and not again:  # else it is for the next save
                     return self.write(step, state, None, is_best, again=True)
             self.failures += 1

@@ -1,19 +1,22 @@
-"""What keeps wrong weights out of a run: skipped steps are counted, and all ranks compared.
+"""Non-finite steps and spikes are skipped on the device, and counted; all ranks are compared.
 
 It needs no monitor: it reads the device itself, at the steps of a log.
 """
 
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
 
-from steady.guard.deadline import Deadline
-from steady.guard.spikes import Spikes
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
 PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
+WINDOW = 128  # steps that a new one is compared with, at most
+NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
+SHOWN = 5  # spikes in one warning
+MOST_SEEN = 1000  # steps between two logs, at most, with their spikes counted
 
 
 class NotFinite(Failed):
@@ -23,9 +26,8 @@ class NotFinite(Failed):
 class Guard:
     """Asked in every step whether to make its update, and after it whether to go on.
 
-    nonfinite: skipped updates in a row, on the device. clean: the weights are those
-    of the newest step, not half updated; on CUDA once the device has come to the event `updated`.
-    spikes: with --skip_spikes. deadline: of --max_minutes.
+    nonfinite: skipped updates in a row, on the device. clean: the weights are those of the newest
+    step, not half updated; on CUDA once the device has come to the event `updated`.
     """
 
     def __init__(self, cfg, ranks):
@@ -33,7 +35,6 @@ class Guard:
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
-        self.deadline = Deadline(cfg.max_minutes)
         self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
                                  cfg.check_replicas_interval)
 
@@ -60,16 +61,15 @@ class Guard:
     def check(self, step: int, ended: bool = False):
         """Raise NotFinite after too many non-finite steps in a row, or ReplicasDiffer.
 
-        Looks only at multiples of log_interval, and not at the log of a process's first step, so
-        that a resumed run acts at the same step as an uninterrupted one. With --on_nonfinite skip
-        it raises only if the weights are not finite either: then no later step can be. ended:
-        whether the run has made all steps.
+        Reads the device only at multiples of log_interval, so that a resumed run acts at the same
+        step as an uninterrupted one. With --on_nonfinite skip it raises only if the weights are not
+        finite either: then no later step can be. ended: whether the run has made all steps.
         """
         cfg = self.cfg
         self.replicas.check(step, cfg.max_steps)
-        looks = due(step, cfg.log_interval, cfg.max_steps)
-        count = int(self.nonfinite) if looks or ended else 0
-        many = looks and count >= cfg.max_nonfinite
+        at_log = due(step, cfg.log_interval, cfg.max_steps)
+        count = int(self.nonfinite) if at_log or ended else 0
+        many = at_log and count >= cfg.max_nonfinite
         if (many or ended) and not self.weights_are_finite():
             raise NotFinite(f"the weights are not finite at step {step}, and skipping steps cannot "
                             "help; try a lower --learning_rate, or --grad_clip 1")
@@ -81,7 +81,60 @@ class Guard:
                             "that was not finite")
 
     def weights_are_finite(self) -> bool:
-        """Of all ranks; as a checkpoint's writer looks at them. Waits for the device."""
+        """Of all ranks. Waits for the device."""
         tensors = self.ranks.shards.tensors.values()
         norms = torch._foreach_norm([t for t in tensors if t.is_floating_point()])
         return self.ranks.minimum(int(torch.stack(norms).sum().isfinite())) == 1
+
+
+class Spikes:
+    """--skip_spikes: the losses and gradient norms of the newest finite steps, alike on all ranks.
+
+    A spike is more than `sigmas` standard deviations above their mean. It joins them as the limit
+    that it exceeded: its own value would hide the next spike. After a lasting rise each skipped
+    step raises the limit, until at most one step in 1 + sigmas² is beyond it (Cantelli's
+    inequality); were spikes left out, all steps might be skipped for ever.
+    """
+
+    def __init__(self, sigmas: float, device: torch.device):
+        self.sigmas = sigmas
+        self.window = torch.full((WINDOW, 2), torch.inf, device=device)  # inf: no step yet
+        # of each step since `take`: standard deviations above the mean (0: no spike), loss, norm
+        self.seen = deque(maxlen=MOST_SEEN)
+
+    def restore(self, window: Tensor | None):
+        """Go on with the window of a checkpoint, or an empty one."""
+        if window is None or window.shape != self.window.shape:
+            window = torch.full_like(self.window, torch.inf)
+        self.window = window.to(self.window, copy=True)
+
+    def find(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1.0 if the step is a spike, else 0.0, without syncing with the device.
+
+        Both of all ranks, and the same on each, or rounding could make them decide differently.
+        """
+        latest = torch.stack((loss, grad_norm)).float()
+        seen = self.window.masked_fill(self.window.isinf(), torch.nan)
+        mean = seen.nanmean(0)
+        deviation = (seen - mean).square().nanmean(0).sqrt()
+        unknown = seen[-NEEDED].isnan() | (deviation == 0)  # then no step would raise the limit
+        limit = torch.where(unknown, torch.inf, mean + self.sigmas * deviation)
+        finite = latest.isfinite().all()
+        spike = finite & (latest > limit).any()
+        longer = torch.cat((self.window[1:], latest.minimum(limit)[None]))
+        self.window = torch.where(finite, longer, self.window)
+        sigmas = torch.where(latest > limit, (latest - mean) / deviation, 0.0)
+        self.seen.append(torch.cat((torch.where(spike, sigmas.max(), 0.0)[None], latest)))
+        return spike.float()
+
+    def take(self, step: int) -> dict[str, int]:
+        """A column: spikes in the steps since the last call, up to `step`; warns of them."""
+        table = torch.stack([*self.seen]).tolist() if self.seen else []
+        self.seen.clear()
+        found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
+                 for i, (sigmas, loss, norm) in enumerate(table, step - len(table) + 1) if sigmas]
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            print(f"warning: step {step}: spikes, the updates were skipped: "
+                  f"{', '.join(found[:SHOWN])}{more}", flush=True)
+        return {"health/skipped_spikes": len(found)}

@@ -1,12 +1,11 @@
-"""Memory: the size of a micro-batch, tidying up, advice when it runs out."""
+"""Memory: the size of a micro-batch, garbage collection, advice when memory runs out."""
 
 import gc
 import os
 
 import torch
-from torch.utils.data import get_worker_info
 
-from steady.options import ConfigError, Failed, due
+from steady.options import ConfigError, due
 from steady.ranks.ranks import rank_and_world
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import si
@@ -62,11 +61,6 @@ def parameter_count(cfg) -> int:
     return cfg.d_model * (embeddings + cfg.n_layer * (attention + 3 * cfg.d_ff))
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def memory_bytes(device: torch.device) -> int:
     """Of a GPU, or of this machine; free or not."""
     if device.type == "cuda":
@@ -87,58 +81,47 @@ def refuse_too_large(cfg, device: torch.device, shards: int = 1):
                           f"{memory / 1e9:,.0f} GB of memory; choose smaller sizes")
 
 
-def refuse_large_mask(cfg, device: torch.device):
-    """Raise ConfigError if the mask of one packed row, made of two others, exceeds the memory."""
-    needed, memory = 3 * cfg.seq_len**2, memory_bytes(device)
-    if cfg.data_mode == "packed" and needed > memory:
-        raise ConfigError(f"--seq_len {cfg.seq_len}: the attention mask of a packed row takes "
-                          f"{needed / 1e9:,.0f} GB; expected less than the {memory / 1e9:,.0f} GB "
-                          "of memory; choose a shorter --seq_len, or --data_mode documents")
-
-
 def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
     """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
-    if not varlen:
-        refuse_large_mask(cfg, ranks.device)
-    # of all of a GPU's memory, free or not, so that a resume finds the same
-    most = usual_micro_batch(
-        cfg, memory_bytes(ranks.device) if ranks.device.type == "cuda" else 0)
-    if cfg.micro_batch_size == "auto" and ranks.device.type == "cuda":
-        most = largest_micro_batch(new_model, cfg, ranks.world_size, ranks.autocast, ranks.device,
-                                   varlen)
+    most = usual_micro_batch(cfg, 0)
+    if ranks.device.type == "cuda":
+        # of all of a GPU's memory, free or not, so that a resume finds the same
+        most = usual_micro_batch(cfg, memory_bytes(ranks.device))
+        if cfg.micro_batch_size == "auto":
+            most = largest_micro_batch(new_model(), cfg, ranks, varlen)
+            gc.collect()
+            torch.cuda.empty_cache()
     return micro_batch_size(cfg, ranks.world_size, ranks.minimum(most), uneven)
 
 
-def largest_micro_batch(new_model, cfg, world_size: int, autocast, device, varlen: bool) -> int:
-    """The largest power of two of sequences to fit into memory, forward and backward.
-
-    On CUDA. new_model: () → a model to try, gone afterwards.
-    """
-    model, most = new_model(), -(-cfg.batch_size // world_size)
+def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
+    """The largest power of two of sequences to fit into memory, forward and backward."""
     # for the optimizer, and the buckets of ddp
-    copies = 3 if world_size > 1 else 2
+    copies = 3 if ranks.world_size > 1 else 2
     kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
             for _ in range(copies)]
     size = 1
     try:
         while True:
-            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=device)
+            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=ranks.device)
             documents = trial_documents(tokens, varlen) if cfg.data_mode == "packed" else None
-            with autocast:
+            with ranks.autocast:
                 losses = model(tokens, tokens, documents)
             losses.sum().backward()
-            if 2 * size > most:
-                break
+            if 2 * size * ranks.world_size > cfg.batch_size + ranks.world_size - 1:
+                return size
             size *= 2
     except RuntimeError as e:
         if not out_of_memory(e) or size == 1:
             raise
-        size //= 2
-    losses = None  # its graph holds the model's gradients
-    del kept, model
-    gc.collect()
-    torch.cuda.empty_cache()
-    return size
+        return size // 2
+    finally:
+        kept.clear()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
@@ -154,26 +137,12 @@ def collect_garbage(step: int, first_step: int):
     """At fixed steps, the same on all ranks, and in the first of a process, as part of start-up."""
     if step == first_step or due(step, GC_INTERVAL):
         gc.collect()
-
-
-def tidy_memory(device: torch.device, step: int, first_step: int, every: int):
-    """Return cached device memory at fixed steps, after the log that reports how much it was."""
-    if device.type == "cuda" and due(step, every):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     if step == first_step:
         gc.freeze()  # what is alive now stays: later collections skip it
 
 
-def share(batch: tuple) -> tuple:
-    """In a loader process, copy a batch to shared memory, as the queue to the trainer would: its
-    thread drops a batch that finds no room there, and the trainer waits for ever. Raises Failed.
-    """
-    try:
-        for tensor in filter(torch.is_tensor, batch if get_worker_info() else ()):
-            tensor.share_memory_()
-    except RuntimeError as e:
-        reason = str(e).splitlines()[0]
-        raise Failed(f"a loader process cannot hand over a batch in /dev/shm: {reason}; make it "
-                     "larger (docker run --shm-size 1g), or take --num_workers 0") from None
-    return batch
+def clear_cache(device: torch.device, step: int, every: int):
+    """Return cached device memory, after the log that reports how much it was."""
+    if device.type == "cuda" and due(step, every):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

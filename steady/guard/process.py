@@ -18,18 +18,14 @@ import traceback
 from steady.watch import proc
 from steady.watch.screen import Printable, Screen
 
-# Workers are forks, as before Python 3.14: those of its server import all anew and outlive a parent
-# that is killed.
+# Loader processes are forks, as before Python 3.14: those of a fork server import all anew and
+# outlive a parent that is killed.
 FORK = "fork" if sys.platform == "linux" else None
 
 # How often an OpenMP thread looks for another before it sleeps. torch's default, 300,000, takes the
 # cores from busy processes that it waits for; 20,000 costs nothing on quiet cores, 5,000 18 %.
+# Beside one busy process on two cores a step takes six times as long with it, 1.1 with PASSIVE.
 SPINS = "20000"
-
-# Others' threads at the start, if they want a quarter of the cores: then ours do not spin at all.
-# On two cores one of them makes a step six times as long with 20,000, and 1.1 times with PASSIVE.
-competitors = [0]
-early_save_requests = [0]  # SIGUSR1 during start-up; by default it ends a process
 
 # --- the beginning ---------------------------------------------------------------------------
 
@@ -38,11 +34,8 @@ def begin():
     """Call before the slow imports. They run without garbage collection: that saves a tenth."""
     gc.disable()
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():  # read as torch is imported
-        if os.environ.get("OMP_NUM_THREADS") != "1":  # one waits for none
-            others = proc.competing_threads()
-            competitors[0] = others * (others * 4 >= (os.cpu_count() or 1))
-        os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} if competitors[0] else
-                          {"GOMP_SPINCOUNT": SPINS})
+        busy = proc.competing_threads() * 4 >= (os.cpu_count() or 1)
+        os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": SPINS})
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         # torch's search for a rank 0 that is gone never comes back to Python
         signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)
@@ -51,9 +44,10 @@ def begin():
             setattr(sys, stream, open(os.devnull, mode))
     if os.getpid() == 1:  # of a container: signals without a handler do nothing
         signal.signal(signal.SIGTERM, end_at_once)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there is a monitor to trace for it
-    signal.signal(signal.SIGUSR1, lambda *_: early_save_requests.__setitem__(0, 1))
-    stop_with_torchrun()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # they would end a process that starts
+        signal.signal(number, signal.SIG_IGN)
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        threading.Thread(target=stop_with_torchrun, args=(os.getppid(),), daemon=True).start()
 
 
 def start(main: str):
@@ -71,27 +65,12 @@ def end_at_once(number: int, frame):
     os._exit(128 + number)
 
 
-def stop_with_torchrun():
-    """From here on, SIGTERM to this process when its parent has changed: torchrun was killed.
-
-    Its ranks would stay, and even join the next launch on the same port. Not without torchrun: a
-    process that outlives its shell, as with nohup, is meant to.
-    """
-    def watch(launcher: int):
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone, so it stops\n".encode())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
-        threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
-
-
-def leave_to_parent(worker: int):
-    """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
+def stop_with_torchrun(launcher: int):
+    """SIGTERM to this process once torchrun was killed: ranks would even join the next launch."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone, so it stops\n".encode())
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- the end ---------------------------------------------------------------------------------
@@ -125,7 +104,7 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
 def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
               "interrupted; --auto_resume continues from the newest checkpoint") -> int:
-    """The exit code of `main(argv)`; errors are printed, those that are foreseen as one line."""
+    """The exit code of `main(argv)`; expected errors are printed as one line."""
     from steady.options import ConfigError, Failed
 
     if several_ranks():

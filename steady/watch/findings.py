@@ -81,7 +81,7 @@ CAUSES = {
     "rare": ("", "a few heavy steps: the mean is {factor:.2f} times the median",
              "look for work done only at some steps, such as a profiler or a flush"),
     "padding": ("", "{share:.0%} of the tokens computed are padding",
-                "--data_mode packed, or a larger --group_window"),
+                "--data_mode packed"),
     "logging": ("perf/logging_ms", "logging, or a sink that blocks",
                 "ten times the --log_interval, or another --tensorboard_dir"),
     "evaluation": ("perf/evaluation_ms", "evaluation",
@@ -190,8 +190,6 @@ def describe_anomaly(row: dict) -> str:
     if row.keys() >= {"positions", "rank"}:
         first, end = row["positions"]
         text += f"; rank {row['rank']}, samples {first} to {end - 1}"
-    if row.get("first_bad_layer"):
-        text += f"; first layer with an output that is not finite: {row['first_bad_layer']}"
     return text + (f"; see {row['see']}" if "see" in row else "")
 
 

@@ -183,8 +183,10 @@ def make_run(flags: list[str]) -> train.Run:
         random_tokens(Path(folder) / "train.bin", 10**6, config.parse(flags).vocab_size)
         if "packed" in flags:  # documents of 125 tokens
             np.arange(0, 10**6 + 1, 125, dtype=np.uint64).tofile(f"{folder}/train.bin.docs")
-        run = train.set_up([*flags, "--data", folder, "--max_steps", str(10**9), "--warmup_steps",
-                            "0", "--eval_interval", "0", "--save_interval", "0"])
+        cfg, _ = train.choose_run([*flags, "--data", folder, "--max_steps", str(10**9),
+                                   "--warmup_steps", "0", "--eval_interval", "0",
+                                   "--save_interval", "0"])
+        run = train.set_up(cfg)
     ranks = run.ranks
     run.batches = loader(run.train_data, run.cfg, 0, 10**9, ranks.micro_batch, 0, 1, ranks.device,
                          ranks.workers)

@@ -27,11 +27,11 @@ from tests.bench.common import Figure, compare, in_turns, seconds, train_log
 from tools.prepare import Options, prepare
 
 SEQ_LEN, BATCH = 512, 64
-KINDS = {  # name: (flags, sequences a step and a micro-batch, multiple that rows are padded to)
-    "fixed": (["--group_window", "0"], BATCH, 16, SEQ_LEN),
-    "dynamic": (["--group_window", "0"], BATCH, 16, 8),
-    "grouped": ([], BATCH, 16, 8),
-    "packed": (["--data_mode", "packed"], 20, 10, 8),
+KINDS = {  # flags, sequences a step and a micro-batch, padded to multiples of, grouped steps
+    "fixed": ([], BATCH, 16, SEQ_LEN, 0),
+    "dynamic": ([], BATCH, 16, 8, 0),
+    "grouped": ([], BATCH, 16, 8, 32),
+    "packed": (["--data_mode", "packed"], 20, 10, 8, 32),
 }
 
 
@@ -75,7 +75,7 @@ def write_corpus(folder: Path, n: int):
 
 def real_tokens_per_second(folder: Path, kind: str, quick: bool) -> float:
     """Of a run of the program itself, without its first steps."""
-    flags, batch, micro, data.Mixture.ROUND = KINDS[kind]
+    flags, batch, micro, data.Mixture.ROUND, data.Mixture.GROUP_STEPS = KINDS[kind]
     steps = 4 if quick else 10 if kind in ("fixed", "dynamic") else 34
     small = ["--n_layer", 1, "--d_model", 16, "--d_ff", 16] if quick else []
     rows = train_log(["--data", folder, "--data_mode", "documents", "--seq_len", SEQ_LEN,
@@ -88,7 +88,7 @@ def real_tokens_per_second(folder: Path, kind: str, quick: bool) -> float:
 
 def padding(folder: Path, kind: str) -> float:
     """Share of all tokens in 192 steps."""
-    _, batch, micro, data.Mixture.ROUND = KINDS[kind]
+    _, batch, micro, data.Mixture.ROUND, _ = KINDS[kind]
     mixture = data.load_mixture([str(folder)], "train", SEQ_LEN, 0,
                                 mode="packed" if kind == "packed" else "documents")
     if kind == "grouped":

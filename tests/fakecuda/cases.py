@@ -28,8 +28,8 @@ GUARD = {  # skipped steps in a row, at each log but that of a first step
 }
 READ = LOG | GUARD
 SPIKES = {  # with --skip_spikes, at each log
-    "to pageable host steady/guard/spikes.py take": 1,
-    "synchronize steady/guard/spikes.py take": 1,
+    "to pageable host steady/guard/guard.py take": 1,
+    "synchronize steady/guard/guard.py take": 1,
 }
 REPLICAS = {"to pageable host steady/ranks/replicas.py check": 1,
             "synchronize steady/ranks/replicas.py check": 1}
@@ -315,7 +315,7 @@ def test_the_clock_ends_a_run(go, corpus):
     def hook():
         from steady.guard import deadline
 
-        deadline.SETTING_STEP, deadline.LEAST_STEPS = 8, 4
+        deadline.SETTING_STEP = 8
 
     flags = [*SMALL, "--data", corpus, "--max_minutes", "0.1", "--cache_clear_interval", "0"]
     at = flags.index("--max_steps")

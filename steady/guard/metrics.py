@@ -1,15 +1,15 @@
-"""The monitor's arguments and extra columns in a run of train.py."""
+"""The monitor of a run of train.py: its arguments, and more columns of its rows."""
 
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
 import torch
 
 from steady.checkpoints.disk import retry
 from steady.checkpoints.run_dir import tensorboard_folder
-from steady.guard import faults
-from steady.guard.deadline import UNKNOWN
 from steady.models.device import peak_flops
+from steady.options import UNKNOWN
 
 
 def monitor_options(run, flops: int) -> dict:
@@ -18,17 +18,21 @@ def monitor_options(run, flops: int) -> dict:
     about = dict(vocab_size=cfg.vocab_size, micro_batch=ranks.micro_batch, ranks=ranks.world_size,
                  threads=torch.get_num_threads(),
                  settled_step=(cfg.keep_checkpoints + 2) * cfg.save_interval)
-    alone = ranks.shards.size == 1  # then the other ranks have nothing to add to an autopsy
     return dict(
         out_dir=run.dir.path, log_interval=cfg.log_interval, level=cfg.monitor,
         device=ranks.device, first_step=run.progress.step + 1, flops_per_token=flops, about=about,
-        group=ranks.group, columns=partial(columns, run),
+        group=ranks.group, columns=partial(columns, run), autopsy=partial(samples_of, run),
         last_step=lambda: cfg.max_steps if cfg.max_steps != UNKNOWN else None,
         peak_flops=peak_flops(ranks.device, ranks.dtype, cfg.peak_tflops, ranks.world_size),
         tensorboard=tensorboard_folder(cfg, run.dir.path), flush_secs=cfg.tensorboard_flush_secs,
         wandb=asdict(cfg) if cfg.wandb else None, trace=cfg.trace,
-        datasets=[dataset.name for dataset in run.train_data.datasets],
-        autopsy=None if alone and ranks.rank else partial(faults.autopsy, run))
+        datasets=[dataset.name for dataset in run.train_data.datasets])
+
+
+def starting_row(run) -> dict:
+    """A row of each start, for `data.py show` and comparisons of validation losses."""
+    order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.progress.position)
+    return {"order": order, "evaluated": run.progress.evaluated}
 
 
 def columns(run) -> dict:
@@ -43,3 +47,13 @@ def columns(run) -> dict:
         row |= {f"train/epochs/{dataset.name}": epochs
                 for dataset, epochs in zip(data.datasets, done, strict=True)}
     return row
+
+
+def samples_of(run, step: int, rank: int) -> dict:
+    """The samples of `rank` in step `step`, for the row of an anomaly."""
+    data, n, progress = run.train_data, run.cfg.batch_size, run.progress
+    first = progress.position - (progress.step - step + 1) * n
+    first, end = data.share(first, n, rank, run.ranks.world_size)
+    sources = np.unique(data.order(first, end)[0])
+    return dict(positions=[first, end], datasets=[data.datasets[k].name for k in sources],
+                see=f"python data.py show {run.dir.path} {step}")

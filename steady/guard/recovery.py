@@ -1,0 +1,98 @@
+"""After non-finite steps, back to a checkpoint; after an error, save the last completed step."""
+
+from steady.checkpoints.checkpoint import latest_valid, list_checkpoints
+from steady.checkpoints.state import load_checkpoint, save_checkpoint
+from steady.guard.guard import NotFinite
+from steady.guard.memory import memory_advice, out_of_memory
+from steady.options import ConfigError
+from steady.ranks.replicas import ReplicasDiffer
+from steady.watch.sinks import alert
+
+MAX_ROLLBACKS = 3  # to the same checkpoint
+
+
+def roll_back(run, error: NotFinite):
+    """Return to the newest checkpoint, and continue with the samples after the non-finite ones.
+
+    Raises `error` with --on_nonfinite abort, without a checkpoint, or after MAX_ROLLBACKS.
+    """
+    if run.cfg.on_nonfinite == "abort":
+        raise error
+    progress = run.progress
+    position, newest = progress.position, "there is no checkpoint to roll back to"
+    if run.dir.writer:
+        run.dir.writer.wait()
+    if run.ranks.rank == 0:
+        try:
+            newest = latest_valid(run.dir.path / "checkpoints") or newest
+        except (ConfigError, OSError) as e:  # all are damaged, or the disk is gone
+            newest = str(e)
+    newest = run.ranks.broadcast(newest)
+    if isinstance(newest, str):
+        raise NotFinite(f"{error}; {newest}") from None
+    before = progress.rollbacks.count(newest.step)
+    if before == MAX_ROLLBACKS:
+        raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None
+    load_checkpoint(run, newest)
+    progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
+    run.guard.nonfinite.zero_()
+    if run.ranks.rank == 0:
+        print(f"warning: {error}; rolled back to {newest}, continuing at sample {position}",
+              flush=True)
+    save_checkpoint(run)  # a process that is killed now rolls back to the same place
+
+
+def rescue(run, error: BaseException):
+    """Before a run ends with this error: save its last step, unless the error is in the weights.
+
+    Uses no collective: the other ranks may be gone. Raises MemoryError, with advice, if memory ran
+    out.
+    """
+    if isinstance(error, ReplicasDiffer):
+        if run.ranks.rank == 0:
+            quarantine(run.dir.writer, error)
+        return
+    try:
+        said = save_last_step(run)
+    except Exception as e:
+        said = f"warning: step {run.progress.step} could not be saved: {e}"
+    watchdog = run.ranks.watchdog
+    dead = "" if watchdog.verdict else watchdog.last_signs()
+    if dead:
+        said = f"rank {run.ranks.rank}: {dead}\n{said}"
+    if said:
+        alert(said.strip())
+    if out_of_memory(error):
+        raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
+
+
+def save_last_step(run) -> str:
+    """Save the last completed step, unless an update has begun since; returns a line about it.
+
+    On the ranks with a writer: sharded, there is a checkpoint if all of them get here.
+    """
+    writer, step = run.dir.writer, run.progress.step
+    if not writer:
+        return ""
+    writer.hurry = True
+    sound = (run.guard.clean and step and not run.ranks.watchdog.mixed
+             and run.guard.device_is_there())
+    if sound:
+        save_checkpoint(run, alone=True)
+    writer.wait()  # also for an older one on its way to the disk
+    if not sound or writer.written != step:
+        return ""
+    part = ", this rank's part of it" if writer.size > 1 else ""
+    return f"saved the last completed step, {step}{part}"
+
+
+def quarantine(writer, error: ReplicasDiffer):
+    """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
+    if error.agreed is None:
+        return
+    writer.wait()
+    found = list_checkpoints(writer.folder)
+    doubtful = [checkpoint for checkpoint in found if checkpoint.step > error.agreed]
+    for checkpoint in doubtful if len(doubtful) < len(found) else []:
+        checkpoint.set_aside()
+        print(f"warning: {checkpoint}: its weights are in doubt; set aside", flush=True)
