@@ -80,20 +80,6 @@ def compiler():
     import torch._dynamo  # noqa: F401
 
 
-@pytest.fixture
-def bad_layer(monkeypatch):
-    """From step 6 on, a weight of blocks.1.mlp.down is infinite."""
-    def poison(seed, step, rank):
-        if step == 5:
-            with torch.no_grad():
-                running[0].model.blocks[1].mlp.down.weight[0, 0] = math.inf
-        plain(seed, step, rank)
-
-    running, plain, main = [], train.seed_everything, train.train
-    monkeypatch.setattr(train, "seed_everything", poison)
-    monkeypatch.setattr(train, "train", lambda *a: running.append(a[0]) or main(*a))
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with train.bin and val.bin: lines of arithmetic, which a model can learn."""

@@ -1,6 +1,5 @@
 """The real program from end to end: it learns, resumes exactly, trains the same on any ranks."""
 
-import copy
 import gc
 import json
 import math
@@ -61,23 +60,12 @@ def assert_same_run(a, b, step):
 
 def test_a_run_learns_and_writes_what_is_promised(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sample", whole_sample)
-    forward, with_graph = train.Transformer.forward, []
-
-    def record(model, tokens, targets=None, documents=None):
-        if targets is None:
-            with_graph.append(torch.is_grad_enabled())
-        return forward(model, tokens, targets, documents)
-
-    monkeypatch.setattr(train.Transformer, "forward", record)
     output = run("--out_dir", "r", "--max_steps", 60, "--eval_interval", 20, "--save_interval", 20,
                  "--learning_rate", "0.02")
-    assert with_graph == [False]  # that of the sample
     loss, val = column(tmp_path / "r", "train/loss"), column(tmp_path / "r", "val/loss")
     assert loss[1] == pytest.approx(math.log(257), rel=0.05) and loss[60] < 3 < loss[1]
+    assert list(loss) == [1, *range(4, 61, 4)]
     assert list(val) == [20, 40, 60] and val[60] < val[20]
-    assert [row["step"] for row in rows(tmp_path / "r") if "train/loss" in row] == [
-        1, *range(4, 61, 4),
-    ]
     bpb = column(tmp_path / "r", "val/bits_per_byte")[60]
     assert bpb == pytest.approx(val[60] / math.log(2), rel=0.01)
     names = {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()}
@@ -125,18 +113,8 @@ def test_resume_from_a_named_checkpoint(run, tmp_path, flags):
     assert (tmp_path / "again/checkpoints/step_00000010.pt.set-aside").exists()
     run(*flags, "--resume", path, "--out_dir", "fork")  # or starts another one
     assert_same_run(tmp_path / "whole", tmp_path / "fork", step=12)
-
-
-def test_resume_from_the_best_sets_the_rest_aside(run, tmp_path):
-    run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 6)
-    folder = tmp_path / "r" / "checkpoints"
-    best = load(folder / "best.pt")["step"]
-    (folder / "step_00000099.pt").write_bytes((folder / "step_00000012.pt").read_bytes())
-    run("--resume", folder / "best.pt", "--max_steps", 20, "--save_interval", 7, bare=True)
-    assert (folder / "step_00000099.pt.set-aside").exists() and best == 12
-    assert {p.name for p in list_checkpoints(folder)} == {
-        f"step_{step:08d}.pt" for step in (14, 18, 20)
-    }
+    run("--resume", "again/checkpoints/best.pt", "--max_steps", 14, bare=True)
+    assert max(column(tmp_path / "again", "train/loss")) == 14
 
 
 def test_optimizer_flags_and_precision_can_change_on_resume(run, tmp_path):
@@ -150,34 +128,6 @@ def test_optimizer_flags_and_precision_can_change_on_resume(run, tmp_path):
     assert state["state"][0]["step"].item() == 16  # the moments were kept
 
 
-class Growing(torch.optim.Optimizer):
-    """As Prodigy, it keeps what it has learnt of its step size in the options of a group."""
-
-    def __init__(self, params):
-        super().__init__(params, dict(lr=0.0, growth=1.0))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["growth"] *= 1.1
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=0.1 * group["lr"] * group["growth"])
-
-
-def test_what_an_optimizer_keeps_in_its_groups_survives(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "make_optimizers",
-                        lambda model, *_: [Growing([dict(params=list(model.parameters()))])])
-    flags = ["--lr_schedule", "constant"]
-    assert "\ngrowing " in run("--out_dir", "whole", *flags)
-    run("--out_dir", "parts", "--max_steps", 6, *flags)
-    run("--out_dir", "parts", "--auto_resume", "--max_steps", 12, bare=True)
-    whole, parts = (load(tmp_path / out / "checkpoints/step_00000012.pt")
-                    for out in ("whole", "parts"))
-    assert whole["optimizers"][0]["param_groups"][0]["growth"] == pytest.approx(1.1**12)
-    for part in ("model", "optimizers"):
-        assert compare(whole[part], parts[part])[1] == []
-
-
 @pytest.mark.parametrize("how, found", [
     (lambda muon, adamw: [muon], "0 optimizers have embedding.weight"),
     (lambda muon, adamw: [muon, adamw, muon], "2 optimizers have blocks.0.attention.qkv.weight"),
@@ -189,18 +139,18 @@ def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch
     assert f"error: make_optimizers: {found}" in run(expect=2)
 
 
-def test_losses_of_another_shape_are_refused_at_once(run, monkeypatch):
-    """A mean would be divided once more by the number of targets."""
-    plain = train.Transformer.forward
-    monkeypatch.setattr(train.Transformer, "forward", lambda *args: plain(*args).mean())
-    assert "losses []: not [B, T]" in run("--eval_interval", 0, expect=1)
-
-
-def test_a_metric_of_an_evaluation_is_of_each_token(run, monkeypatch):
-    plain = train.Means.add
-    monkeypatch.setattr(train.Means, "add", lambda self, name, losses, batch: plain(
-        self, "val/mine", losses.mean(), batch))
-    assert "val/mine []: not [B, T]" in run(expect=1)
+@pytest.mark.parametrize("name", ["train/loss", "val/mine"])
+def test_means_instead_of_values_of_each_token_are_refused(run, monkeypatch, name):
+    """They would be divided once more by the number of targets."""
+    if name == "train/loss":
+        plain = train.Transformer.forward
+        monkeypatch.setattr(train.Transformer, "forward", lambda *args: plain(*args).mean())
+        assert "losses []: not [B, T]" in run("--eval_interval", 0, expect=1)
+    else:
+        add = train.Means.add
+        monkeypatch.setattr(train.Means, "add", lambda self, _, losses, batch: add(
+            self, name, losses.mean(), batch))
+        assert "val/mine []: not [B, T]" in run(expect=1)
 
 
 def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
@@ -242,19 +192,19 @@ def test_two_ranks_train_the_same_as_one(run, tmp_path, monkeypatch):
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_happens_once_a_step_on_each_of_two_ranks(corpus, tmp_path):
-    """Gradients are reduced once, and generators seeded by seed, step and rank.
+def test_random_numbers_are_a_function_of_seed_step_and_rank(corpus, tmp_path):
+    """So ranks drop different units, and a step that is made again drops the same ones.
 
-    So ranks drop different units, and a step that is made again drops the same ones.
+    And gradients are reduced once a step, whatever the number of micro-batches.
     """
     def drawn():
         return [torch.rand(1).item(), np.random.rand(), random.random()]
 
     def hook(rank):
-        distribute, rate, running = parallel.distribute, train.learning_rate, []
+        distribute, rate = parallel.distribute, train.learning_rate
 
         def reduce(state, bucket):
-            print("reduced at", running[0])
+            print("reduced", flush=True)
             return allreduce_hook(state, bucket)
 
         def distribute_and_count(*args):
@@ -263,7 +213,6 @@ def test_what_happens_once_a_step_on_each_of_two_ranks(corpus, tmp_path):
             return ddp
 
         def learning_rate(step, *how):
-            running[:] = [step]
             print("drawn", json.dumps(drawn()), flush=True)
             return rate(step, *how)
 
@@ -274,12 +223,11 @@ def test_what_happens_once_a_step_on_each_of_two_ranks(corpus, tmp_path):
     found = []
     for rank, process in enumerate(processes(tmp_path, 2, flags, hook)):
         assert process.code() == 0, process.text()
-        assert re.findall("reduced at (.)", process.text()) == ["0", "1", "2"]
-        lines = [line for line in process.text().splitlines() if line.startswith("drawn ")]
-        for step, line in enumerate(lines):
+        assert process.text().count("reduced\n") == 3
+        for step, line in enumerate(re.findall("drawn (.*)", process.text())):
             train.seed_everything(1337, step, rank)
             found.append(drawn())
-            assert json.loads(line.removeprefix("drawn ")) == found[-1]
+            assert json.loads(line) == found[-1]
     train.seed_everything(1338, 0, 0)
     found.append(drawn())
     for numbers in zip(*found, strict=True):
@@ -304,14 +252,8 @@ def test_memory_is_tidied_at_its_intervals(monkeypatch, kind, interval, cleared)
         (5, "collect"), (5, "freeze"), (1000, "collect"), (2000, "collect")]
 
 
-def test_an_evaluation_takes_further_metrics_and_may_have_no_target(run, tmp_path, monkeypatch,
-                                                                  corpus):
-    """Without a target, as the data of a fork may be, there is no loss, and no best one."""
-    class More(train.Means):
-        def add(self, name, values, batch):
-            super().add(name, values, batch)
-            super().add("val/half", values / 2, batch)
-
+def test_an_evaluation_without_a_target_has_no_loss_and_is_never_the_best(run, tmp_path,
+                                                                          monkeypatch, corpus):
     def batches(data, *how):
         evaluations.append(data)
         for batch in plain(data, *how):
@@ -320,15 +262,9 @@ def test_an_evaluation_takes_further_metrics_and_may_have_no_target(run, tmp_pat
 
     evaluations, plain = [], train.eval_batches
     monkeypatch.setattr(train, "eval_batches", batches)
-    monkeypatch.setattr(train, "Means", More)
-    other = tmp_path / "other"
-    other.symlink_to(corpus)
-    told = run("--eval_interval", 4, "--out_dir", "r", "--data", f"{corpus}:3", f"{other}:1",
-               ranks=2)
-    assert told.count("validation without a target") == 1 and "| half " in told
-    for name in ("", "/other"):
-        loss, half = (column(tmp_path / "r", f"val/{each}{name}") for each in ("loss", "half"))
-        assert list(loss) == [8, 12] and half == {step: x / 2 for step, x in loss.items()}
+    told = run("--eval_interval", 4, "--out_dir", "r", ranks=2)
+    assert told.count("validation without a target") == 1
+    assert list(column(tmp_path / "r", "val/loss")) == [8, 12]
     best = load(tmp_path / "r/checkpoints/best.pt")
     assert best["best_step"] in (8, 12) and best["best_loss"] > 1
 
@@ -357,8 +293,8 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
         (tmp_path / name).mkdir()
         for split in ("train", "val"):
             np.arange(32 * n + 1, dtype=np.uint16).tofile(tmp_path / name / f"{split}.bin")
-    common = ["--vocab_size", 1000, *TINY[: TINY.index("--max_steps")], "--precision", "fp32"]
-    flags = ["--data", *"ab", *common, "--epochs", 2, "--out_dir", "r"]
+    flags = ["--data", *"ab", "--vocab_size", 1000, *TINY[: TINY.index("--max_steps")],
+             "--precision", "fp32", "--epochs", 2, "--out_dir", "r"]
     run(*flags, bare=True)
     saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
     assert (saved.max_steps, saved.epochs) == (7, None)  # of 8 samples each
@@ -372,19 +308,10 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     assert "--epochs: not with --verify_resume" in told
     assert ": 7 steps at " in run(*flags, "--estimate", 1, bare=True)
 
-    # with another batch size, of 20 samples, 8 and 8 with the old one, then 2 and 2
-    run("--data", "a", *common, "--max_steps", 2, "--save_interval", 1, "--out_dir", "s", bare=True)
-    flags = ["--out_dir", "s", "--auto_resume", "--allow_change", "batch_size", "--batch_size", 2,
-             "--epochs", 1]
-    told = run(*flags, bare=True)
-    assert "(1.00 epochs)" in told and "tokens in 4 steps" in told
-    assert list_checkpoints(tmp_path / "s/checkpoints")[-1].name == "step_00000004.pt"
-    assert "already finished (4 steps)" in run(*flags, bare=True)
-
 
 @pytest.fixture
-def given_losses(monkeypatch) -> dict:
-    """What evaluations find, by step."""
+def given_losses(monkeypatch):
+    """The losses that evaluations find, by step."""
     losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 2.5, 12: math.nan, 14: 2.2, 16: 1, 18: 1, 20: 1}
 
     def evaluate(run):
@@ -392,10 +319,9 @@ def given_losses(monkeypatch) -> dict:
         return losses[run.progress.step]
 
     monkeypatch.setattr(train, "evaluate", evaluate)
-    return losses
 
 
-def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, corpus, given_losses):
+def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, given_losses):
     flags = ["--max_steps", 20, "--eval_interval", 2, "--save_interval", 5, "--out_dir", "r"]
     told = run(*flags, "--patience", 3, ranks=2)
     assert told.count("stopped at step 14: ") == 1 and "--patience 3" in told
@@ -407,44 +333,6 @@ def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, corpus, given_
     told = run("--out_dir", "r", "--auto_resume", "--patience", 4, bare=True, ranks=2)
     assert "stopped at" not in told and (folder / "step_00000020.pt").exists()
     assert load(folder / "best.pt")["step"] == 16
-    shutil.copy(corpus / "train.bin", tmp_path)
-    told = run("--data", "train.bin", "--vocab_size", 257, "--patience", 2, expect=2)
-    assert "--patience: no validation data" in told
-
-
-def test_patience_counts_evaluations_whatever_lies_between_them(run, tmp_path, given_losses):
-    """Not steps: the losses of steps 8, 10 and 12 are 2.0, 2.5 and NaN, that of 16 is 1.0."""
-    flags = ["--patience", 3, "--save_interval", 1, "--out_dir", "r", "--auto_resume"]
-    run(*flags, "--max_steps", 10, "--eval_interval", 2)
-    given_losses |= {11: 3.0, 13: 3.0, 15: 3.0}
-    told = run(*flags, "--max_steps", 16, "--eval_interval", 1)
-    assert "stopped at step 12: " in told
-    run(*flags[2:], "--patience", 4, "--max_steps", 16, "--eval_interval", 8)
-    assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000016.pt"
-
-
-def test_a_restart_before_the_first_checkpoint_is_a_start(run, monkeypatch):
-    """What only a run that goes on may do is refused, although torchrun has restarted it."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    told = run("--batch_size", 10, "--micro_batch_size", 4, "--out_dir", "r", expect=2)
-    assert "--batch_size 10: expected a multiple of 4" in told
-
-
-def test_an_upload_at_the_end_is_not_watched(run, monkeypatch):
-    runs, watched, plain_set_up, plain_close = [], [], train.set_up, writer.Writer.close
-
-    def set_up(*args):
-        runs.append(plain_set_up(*args))
-        return runs[-1]
-
-    def close(self, copy):
-        watched.append(not runs[-1].ranks.watchdog.ended.is_set())
-        plain_close(self, copy)
-
-    monkeypatch.setattr(train, "set_up", set_up)
-    monkeypatch.setattr(writer.Writer, "close", close)
-    run("--max_steps", 4, "--save_interval", 2)
-    assert watched == [False]
 
 
 def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatch):
@@ -468,13 +356,6 @@ def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatc
     monkeypatch.setattr(writer.Writer, "save", save)
     run("--save_interval", 4, "--skip_spikes", 6, "--ema", 0.9)
     assert saved == [set()] * 4
-
-
-def test_garbage_of_start_up_is_no_part_of_later_steps(run, tmp_path):
-    """Or the first interval of a small model would look several times as slow as the others."""
-    run("--max_steps", 4, "--log_interval", 1, "--out_dir", "r")
-    collected = column(tmp_path / "r", "perf/gc_ms")
-    assert collected[1] > 0 and not any(collected[step] for step in (2, 3, 4))
 
 
 class Syncs(TorchDispatchMode):
@@ -561,43 +442,34 @@ def update(optimizers, parameters, scaler, clip):
 def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: False)  # else Muon does, too
     cfg = tiny_config(optimizer=optimizer, weight_decay=0.1)
-    device, scaler = torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
 
-    def step(gradient_scale, clip, times=1):
-        norm = None
+    def step(gradient_scale, clip):
+        """Weights before and after, the optimizers' state, the norm."""
         torch.manual_seed(0)
         model = train.Transformer(cfg)
         parameters = list(model.parameters())
-        optimizers = train.make_optimizers(model, cfg, device)
-        for _ in range(times):
-            for i, p in enumerate(parameters):
-                generator = torch.Generator().manual_seed(i)
-                p.grad = torch.randn(p.shape, generator=generator) * gradient_scale
-            norm = update(optimizers, parameters, scaler, clip)
-        state = [o.state_dict()["state"] for o in optimizers]
-        return [p.detach() for p in parameters], state, norm
+        before = [p.detach().clone() for p in parameters]
+        optimizers = train.make_optimizers(model, cfg, torch.device("cpu"))
+        for i, p in enumerate(parameters):
+            generator = torch.Generator().manual_seed(i)
+            p.grad = torch.randn(p.shape, generator=generator) * gradient_scale
+        norm = update(optimizers, parameters, scaler, clip)
+        state = [each for o in optimizers for each in o.state_dict()["state"].values()]
+        return before, [p.detach() for p in parameters], state, norm
 
-    start, _, _ = step(1.0, clip=1.0, times=0)
-    clipped, clipped_state, norm = step(1.0, clip=0.5)
-    assert norm > 0.5
-    small, small_state, small_norm = step(0.5 / norm.item(), clip=0.0)
+    before, clipped, clipped_state, norm = step(1.0, clip=0.5)
+    assert norm > 0.5 and any(not torch.equal(a, b) for a, b in zip(before, clipped, strict=True))
+    _, small, small_state, small_norm = step(0.5 / norm.item(), clip=0.0)
     assert small_norm == pytest.approx(0.5)
-    for a, b in zip(clipped, small, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for a, b in zip(tensors(clipped_state), tensors(small_state), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-9)  # the first step has no scale
-    assert any(not torch.equal(a, b) for a, b in zip(clipped, start, strict=True))
+    torch.testing.assert_close(clipped, small, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(clipped_state, small_state, rtol=1e-4, atol=1e-9)
     for bad in (math.nan, math.inf):
-        weights, state, norm = step(bad, clip=1.0)
+        _, weights, state, norm = step(bad, clip=1.0)
         assert not norm.isfinite()
-        for a, b in zip(weights, start, strict=True):
-            assert torch.equal(a, b)
-        for name, value in (pair for of in state for each in of.values() for pair in each.items()):
+        assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+        for name, value in (pair for each in state for pair in each.items()):
             assert len(value.unique()) == 1 and bool(value.any()) == (name == "row_squares")
-
-
-def tensors(states):
-    return [t for state in states for per in state.values() for t in per.values()]
 
 
 def test_an_optimizer_without_found_inf_is_safe_too():
@@ -606,17 +478,14 @@ def test_an_optimizer_without_found_inf_is_safe_too():
     frozen = parameters[2].requires_grad_(False)
     optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    before = [p.detach().clone() for p in parameters]
-    for value, moves in ((1.0, 1.0), (math.nan, 0.0), (math.inf, 0.0)):
+    for value, moves in ((1.0, True), (math.nan, False), (math.inf, False)):
+        before = [p.detach().clone() for p in parameters[:2]]
         for p in parameters[:2]:
             p.grad = torch.full_like(p, value)
-        now = [p.detach().clone() for p in parameters]
         update([optimizer], parameters, scaler, 1.0)
-        moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, now, strict=True)])
-        assert (moved.norm().item() > 0) == bool(moves)
-    step = (parameters[0] - before[0] + 0.1).norm()  # due to the gradient, without the decay
-    assert step.item() == pytest.approx(1 / math.sqrt(2), rel=1e-4)
-    assert torch.equal(frozen, before[2])
+        for p, old in zip(parameters, before, strict=False):
+            assert torch.equal(p, old) != moves
+    assert torch.equal(frozen, torch.ones(5, 5))
 
 
 def test_muon_is_its_formula():
@@ -682,69 +551,21 @@ def test_muon_compiled_is_the_same_and_compiles_once(monkeypatch, backend):
         torch.testing.assert_close(fused, eager, rtol=1e-5, atol=1e-5)
 
 
-def test_every_parameter_has_one_optimizer_and_norms_do_not_decay():
-    for optimizer in ("adamw", "muon"):
-        cfg = tiny_config(optimizer=optimizer, qkv_bias=True, qk_norm=True)
-        model = train.Transformer(cfg)
-        groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
-                  for g in o.param_groups]
-        held = [id(p) for g in groups for p in g["params"]]
-        assert sorted(held) == sorted(id(p) for p in model.parameters())
-        decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
-        assert decayed == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
-        assert all(g["fused"] for g in groups if "fused" in g)
-
-
-def test_beside_muon_the_embedding_has_a_higher_rate():
-    for flags, scale in ((dict(optimizer="muon"), 3.0), (dict(optimizer="adamw"), 1.0),
-                         (dict(optimizer="muon", tie_embeddings=True), 1.0)):
-        cfg = tiny_config(**flags)
-        model = train.Transformer(cfg)
-        groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
-                  for g in o.param_groups]
-        scales = {id(p): g.get("lr_scale", 1.0) for g in groups for p in g["params"]}
-        assert scales.pop(id(model.embedding.weight)) == scale
-        assert set(scales.values()) == {1.0}
-
-
-def test_muons_groups_keep_their_options():
-    """Matrices of one shape, but of two groups, are not stacked."""
-    def weights():
-        generator = torch.Generator().manual_seed(0)
-        made = [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(3)]
-        for w in made:
-            w.grad = torch.randn(6, 4, generator=generator)
-        return made
-
-    together, apart = weights(), weights()
-    groups = [dict(params=together[:2], lr_scale=0.1, weight_decay=0.5), dict(params=together[2:])]
-    one = Muon(groups, lr=1.0)
-    others = [Muon(apart[:2], lr=0.1, weight_decay=0.5), Muon(apart[2:], lr=1.0)]
-    train.set_learning_rate([one], 1.0)
-    for muon in (one, *others):
-        muon.step()
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    assert [len(group["params"]) for group in one.param_groups] == [2, 1]
-
-
-def test_muon_has_a_bounded_number_of_numbers_in_hand(monkeypatch):
-    """Also where a fork has made a group of each layer."""
-    def weights_after(most):
-        monkeypatch.setattr("steady.ranks.muon.MOST", most)
-        generator, done = torch.Generator().manual_seed(0), []
-        weights = [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(9)]
-        muon = Muon([dict(params=[w]) for w in weights], lr=0.1)
-        plain = muon.orthogonalize
-        muon.orthogonalize = lambda stacks: done.append(len(stacks)) or plain(stacks)
-        for w in weights:
-            w.grad = torch.randn(6, 4, generator=generator)
-        muon.step()
-        return weights, done
-
-    (together, counts), (apart, few) = weights_after(2**24), weights_after(100)
-    assert counts == [9] and sum(few) == 9 and max(few) * 24 <= 100 + 24
-    for a, b in zip(together, apart, strict=True):
-        torch.testing.assert_close(a, b)
+@pytest.mark.parametrize("optimizer, tied, scale", [
+    ("adamw", False, 1.0), ("muon", False, 3.0), ("muon", True, 1.0)])
+def test_every_parameter_has_one_optimizer_and_norms_do_not_decay(optimizer, tied, scale):
+    """Beside Muon, an embedding of its own has a higher rate."""
+    cfg = tiny_config(optimizer=optimizer, tie_embeddings=tied, qkv_bias=True, qk_norm=True)
+    model = train.Transformer(cfg)
+    groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
+              for g in o.param_groups]
+    held = [id(p) for g in groups for p in g["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
+    assert decayed == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    assert all(g["fused"] for g in groups if "fused" in g)
+    scales = {id(p): g.get("lr_scale", 1.0) for g in groups for p in g["params"]}
+    assert scales.pop(id(model.embedding.weight)) == scale and set(scales.values()) == {1.0}
 
 
 @pytest.mark.parametrize("most", [2**24, 50])
@@ -775,9 +596,9 @@ def test_muon_refuses_what_is_no_matrix():
 
 
 def test_learning_rate_schedules():
-    def rates(schedule, **changes):
+    def rates(schedule):
         cfg = tiny_config(lr_schedule=schedule, max_steps=100, warmup_steps=10, learning_rate=1.0,
-                          min_learning_rate=0.1, decay_fraction=0.3, **changes)
+                          min_learning_rate=0.1, decay_fraction=0.3)
         return [train.learning_rate(step, cfg) for step in range(100)]
 
     for schedule in ("cosine", "wsd", "constant"):
@@ -835,7 +656,7 @@ def test_run_directories(run, tmp_path):
     assert column(tmp_path / "copy", "train/loss") == column(tmp_path / "runs/001", "train/loss")
 
 
-def test_a_failure_says_why_in_one_line_first(run, tmp_path, monkeypatch):
+def test_a_failure_says_why_in_one_line_first(run, monkeypatch):
     def fail(*args):
         raise OSError("the disk is gone")
 
@@ -905,32 +726,26 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, caps
     monkeypatch.setattr(data.Mixture, "batch", batch)
     monkeypatch.setattr(trends, "WINDOW", 30)
     output = run("--max_steps", 80, "--log_interval", 20, "--out_dir", "r", "--optimizer", "adamw",
-               "--learning_rate", 3e-3)
+                 "--learning_rate", 3e-3)
     spikes = [row for row in rows(tmp_path / "r") if "anomaly" in row]
     assert {row["anomaly"] for row in spikes} >= {"loss spike"}
     assert all(row["step"] == 61 and row["positions"] == [480, 488] for row in spikes)
     assert "warning: step 61: loss spike" in output and "data.py show r 61" in output
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
     assert prepare.main(["show", "r", "61"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("--- sample") == 8 and "--- sample 480: corpus0" in shown and "+" in shown
-    assert prepare.main(["show", "nowhere", "61"]) == 2
     assert prepare.main(["show", "r", "0"]) == 2 and "expected 1 or more" in capsys.readouterr().err
 
 
 def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path,
                                                                       monkeypatch):
     monkeypatch.setattr(train, "sample", lambda run: f"written at {run.progress.step}")
-    printed = run("--sample_interval", 4, "--out_dir", "r")
-    assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "12"]
-    assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 12)}
-    run("--max_steps", 2, "--out_dir", "s")
-    assert column(tmp_path / "s", "sample") == {2: "written at 2"}
+    printed = run("--sample_interval", 4, "--max_steps", 10, "--out_dir", "r")
+    assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "10"]
+    assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 10)}
     assert "written" not in run("--max_steps", 2, "--sample_interval", 0, "--out_dir", "t")
-    run("--max_steps", 4, "--auto_resume", "--out_dir", "t", bare=True)  # as config.yaml has it
-    assert not column(tmp_path / "t", "sample")
 
     def fails(run):
         raise RuntimeError("of a fork")
@@ -939,21 +754,3 @@ def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_
     output = run("--max_steps", 2, "--out_dir", "u")  # a warning, and the run has ended well
     assert "RuntimeError: of a fork" in output and "in fails" in output
     assert list_checkpoints(tmp_path / "u/checkpoints")[-1].name == "step_00000002.pt"
-
-
-def test_muon_steps_from_the_momenta_it_has_loaded():
-    """As after a rollback: not from those of the steps since."""
-    def after(steps, state=None):
-        torch.manual_seed(0)
-        w = torch.nn.Parameter(torch.randn(4, 6))
-        optimizer = Muon([w], lr=0.1, weight_decay=0.0)
-        for i in range(steps):
-            if state and i == steps - 1:
-                optimizer.load_state_dict(state)
-            w.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
-            before = w.detach().clone()
-            optimizer.step()
-        return w.detach() - before, copy.deepcopy(optimizer.state_dict())
-
-    _, one_step = after(1)
-    assert not torch.equal(after(3)[0], after(3, one_step)[0])
