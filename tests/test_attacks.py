@@ -1,12 +1,9 @@
 """Promises that hostile or unlucky use once broke: each test was seen to fail before."""
 
 import contextlib
-import json
 import math
 import os
-import random
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -80,34 +77,9 @@ def test_overwrite_moves_the_old_run_and_deletes_nothing(run, corpus, tmp_path):
     assert "holds the data" in run(*flags, expect=2)
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_run_directory_may_be_a_link_that_leads_nowhere_yet(run, tmp_path, moved):
-    """As --overwrite leaves one where it is killed."""
-    (tmp_path / "r").symlink_to("disk/r")
-    flags = ["--out_dir", "r", "--max_steps", 2, "--eval_interval", 0]
-    run(*flags)
-    if moved:
-        (tmp_path / "disk/r").rename(tmp_path / "disk/r.old")
-    run(*flags, "--overwrite")
-    for name in ("r", "r.old"):
-        assert len(list_checkpoints(tmp_path / "disk" / name / "checkpoints")) == 1
-    (tmp_path / "runs").symlink_to("disk/runs")
-    run(*flags[2:])
-    assert len(list_checkpoints(tmp_path / "disk/runs/001/checkpoints")) == 1
-
-
 def test_a_name_that_torch_cannot_read_from_is_refused(run, tmp_path):
     assert "UTF-8" in run("--out_dir", os.fsdecode(b"r\xff"), expect=2)
     assert not any(tmp_path.iterdir())
-
-
-def test_runs_are_numbered_without_an_end(run, tmp_path):
-    (tmp_path / "runs/999999999").mkdir(parents=True)
-    for number in (10**9, 10**9 + 1):
-        run("--max_steps", 2, "--eval_interval", 0)
-        assert len(list_checkpoints(tmp_path / f"runs/{number}/checkpoints")) == 1
-    run("--auto_resume", "--max_steps", 4, "--eval_interval", 0)
-    assert [c.step for c in list_checkpoints(tmp_path / f"runs/{number}/checkpoints")] == [2, 4]
 
 
 def test_links_are_refused_before_anything_changes(run, tmp_path):
@@ -353,47 +325,6 @@ def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what
     assert lost.startswith("[lost: ") and "[lost: " not in "".join(lines)
     steps = [line.split("/")[0] for line in lines if " lr " in line]
     assert steps == [f"step {step}" for step in range(10, 21)]
-
-
-def test_odd_rows_of_metrics_jsonl_never_block_a_resume(run, tmp_path):
-    run("--out_dir", "r", "--max_steps", 8, "--log_interval", 1)
-    file, draw = tmp_path / "r/metrics.jsonl", random.Random(0)
-    odd = 0, 0.0, -1, 1e99, 1 << 52, None, True, "x", [], {}, [1, "x"], {"x": None}
-    lines = file.read_text().splitlines()
-    for steps in range(9, 15):
-        for _ in range(40):
-            row = json.loads(draw.choice(lines))
-            for name in draw.sample(list(row), min(len(row), 3)):
-                row[name] = draw.choice(odd)
-            lines.append(json.dumps(row | {"step": draw.choice((row["step"], 4))}))
-        file.write_text("\n".join(lines) + "\n")
-        run("--out_dir", "r", "--auto_resume", "--max_steps", steps)
-
-
-def test_sigusr1_during_start_up_is_remembered_and_sigusr2_ignored(tmp_path, corpus):
-    def hook():
-        process.begin()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--save_interval", 0, "--eval_interval", 0]
-    assert Process(tmp_path, flags, hook).code() == 0
-    assert [p.step for p in list_checkpoints(tmp_path / "r/checkpoints")] == [1]
-
-
-def test_a_run_directory_that_goes_away_is_said_to_be_gone(run, tmp_path, monkeypatch):
-    def take_away(run):
-        if run.progress.step == 4:
-            run.dir.writer.wait()
-            Path("r").rename("elsewhere")
-
-    flags = ["--out_dir", "r", "--save_interval", 2, "--eval_interval", 0]
-    with monkeypatch.context() as patch:
-        after_updates(take_away, patch.setattr)
-        printed = run(*flags, expect=1)
-    assert "r/checkpoints is gone: was it moved or deleted" in printed
-    run("--auto_resume", "--out_dir", "elsewhere", bare=True)
-    assert list_checkpoints(tmp_path / "elsewhere/checkpoints")[-1].name == "step_00000012.pt"
 
 
 @pytest.mark.parametrize("place", ["options.yaml", "tokens/train.bin", "tokens/train.bin.json",

@@ -19,7 +19,6 @@ from torch.distributed.run import config_from_args, parse_args
 
 import config
 from steady.watch.findings import finding
-from tests.bench.__main__ import layout
 from tests.bench.common import Figure
 from tools import generate, prepare
 
@@ -340,10 +339,3 @@ def test_figures_are_those_on_record():
             name = re.search(r"tests\.bench (\w+)", command)[1]
             on_record = [row[2:4] for row in measured(records()[name])]
             assert [ratio, spread.replace("～", " to ")] in on_record
-
-
-def test_readme_says_whether_its_figures_are_of_these_modules():
-    named = re.findall(r"`python -m tests\.bench (\w+)", README)
-    old = [name for name in named if records()[name].get("layout") != layout()]
-    assert bool(old) == ("before the current file layout" in README) == (
-        "现在的文件布局之前" in CHINESE), old

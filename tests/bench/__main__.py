@@ -12,7 +12,6 @@ Each is a module of this folder with `main(options) -> [Figure]`, and runs in a 
 """
 
 import argparse
-import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -38,19 +37,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "tests/bench/results/cpu.json", ROOT / "docs/benchmarks.md"
 
 
-def layout() -> str:
-    """A digest of the names of the modules and of the folders of steady/."""
-    found = [*ROOT.glob("*.py"), *(ROOT / "steady").glob("*/__init__.py")]
-    names = sorted(path.relative_to(ROOT).as_posix() for path in found)
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-
-
 def machine() -> dict:
     device, notes = pick_device("auto", 0), provenance()
     return {
         "date": notes["started"],
         "commit": notes["commit"],
-        "layout": layout(),
         "device": device_name(device),
         "precision": str(pick_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
