@@ -24,27 +24,14 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
 
     keys: one of read.RECORDS. The template may mark replies as generated. Otherwise a reply begins
     at the end of the template's generation prompt. If the template rewrites earlier turns as the
-    chat goes on (Qwen3's drops their thoughts), each reply ends a document of its own. Raises
-    ValueError if none of this works.
+    chat goes on (Qwen3's drops their thoughts), each reply ends a document of its own. Empty
+    replies and replies of weight 0 count as prompt. Raises ValueError if none of this works.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
                           + ", or --text_field text" * ("text" in record))
     messages = read_messages(record, keys)
     tools = without_none(expect(list, record.get("tools") or [], "tools")) or None
-    try:
-        documents, counts = write_documents(tokenizer, messages, tools)
-    except TypeError:  # DeepSeek's template takes the arguments of a call as JSON
-        for message in messages:
-            for call in message.get("tool_calls", ()):
-                arguments = call["function"]["arguments"]
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        documents, counts = write_documents(tokenizer, messages, tools)
-    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], counts
-
-
-def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Counter]:
-    """As chat_documents; empty replies and replies of weight 0 count as prompt."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
     counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
@@ -60,7 +47,7 @@ def write_documents(tokenizer, messages, tools) -> tuple[list[list[Part]], Count
     text = whole + "".join(text for parts in documents for text, _ in parts)
     counts.update(("not in the text", name)
                   for name in left_out([*messages, dict(tools=tools)], text))
-    return documents, counts
+    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], counts
 
 
 def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
@@ -69,8 +56,8 @@ def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
     if reply["content"].strip() or reply.get("tool_calls"):
         return False
     bare = dict(role="assistant", content=reply["content"])
-    return bare == reply or (apply(tokenizer, [*messages[:-1], bare], tools)
-                             == apply(tokenizer, messages, tools))
+    return (apply(tokenizer, [*messages[:-1], bare], tools)
+            == apply(tokenizer, messages, tools))
 
 
 def left_out(messages: list[dict], text: str) -> Iterator[str]:
@@ -109,32 +96,6 @@ def leaves(x, name: str = "") -> Iterator[tuple[str, object]]:
 
 def squeeze(text: str) -> str:
     return "".join(text.split())
-
-
-def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
-    """(the prompt of reply i, prompt and reply). Raises ValueError."""
-    before = apply(tokenizer, messages[:i], tools, add_generation_prompt=True)
-    after = apply(tokenizer, messages[: i + 1], tools)
-    if after.startswith(before):
-        return before, after
-    # The template writes the prompt differently once a reply follows. So append the reply to the
-    # prompt, after the last words common to both.
-    content = messages[i]["content"]
-    placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
-    head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
-    reply = after.removeprefix(head)
-    if content.strip() not in reply and "tool_calls" not in messages[i]:
-        reply = content + tail  # DeepSeek's drops the thought
-    asked = messages[i - 1]["content"].strip() or "\n"
-    begun, written = (text.rpartition(asked)[2] for text in (before, head))
-    if begun.startswith(written) and not (written + reply).startswith(begun):
-        # DeepSeek's begins a thought that this reply lacks
-        before = before.removesuffix(begun) + written
-        begun = written
-    if not after.startswith(head) or not (written + reply).startswith(begun):
-        raise ValueError("the chat template writes earlier turns differently when a reply "
-                         "follows, so that replies cannot be told from prompts")
-    return before, before + (written + reply)[len(begun) :]
 
 
 # --- records ---------------------------------------------------------------------------------
@@ -185,32 +146,27 @@ def read_message(message: dict) -> dict:
             raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
         message |= dict(role=ROLES[role], content=message.pop("value"))
     role = expect(str, message["role"], "role")
-    for name, other in dict(function_call="tool_calls", mask="weight, 0 or 1,").items():
-        if name in message:  # outdated; ambiguous
-            raise ValueError(f"{role}.{name}: expected {other} in its place")
-    flags = {name: message.pop(name) for name in FLAGS if name in message}
-    for name, value in flags.items():
-        if value not in (0, 1):
-            raise ValueError(f"{role}.{name}: expected 0 or 1, false or true")
-    if role != "assistant":  # flags of 1 have no effect, and are counted as left out
-        message |= {name: True for name, value in flags.items() if value}
-    elif not all(flags.values()):
-        message["weight"] = 0
+    if role == "assistant":
+        flags = {name: message.pop(name) for name in FLAGS if name in message}
+        if odd := [name for name, value in flags.items() if value not in (0, 1)]:
+            raise ValueError(f"{role}.{odd[0]}: expected 0 or 1, false or true")
+        if not all(flags.values()):
+            message["weight"] = 0
     name = f"{role}.tool_calls"
     calls = [expect(dict, call, name) for call in expect(list, message.get("tool_calls", []), name)]
     for call in calls:
         function = call["function"] = expect(dict, call["function"], f"{name}.function")
-        expect(str, function["name"], f"{name}.function.name")
         arguments = function.get("arguments") or {}
         function["arguments"] = expect(dict, arguments, f"{name}.function.arguments")
     if calls:
         message = dict(content="") | message | dict(tool_calls=calls)
     name = f"{role}.content"
     if isinstance(message["content"], list):  # of parts; many templates would drop them
-        for part in message["content"]:
-            if {"type": "text"} | expect(dict, part, name) != dict(type="text", text=part["text"]):
-                raise ValueError(f"{name}: expected parts of type text, found {', '.join(part)}")
-        message["content"] = "".join(expect(str, part["text"], name) for part in message["content"])
+        parts = [expect(dict, part, name) for part in message["content"]]
+        if odd := [part for part in parts if {"type": "text"} | part != dict(
+                type="text", text=part["text"])]:
+            raise ValueError(f"{name}: expected parts of type text, found {', '.join(odd[0])}")
+        message["content"] = "".join(expect(str, part["text"], name) for part in parts)
     expect(str, message["content"], name)
     return message
 
@@ -230,7 +186,9 @@ def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, *
 
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
-    except (TemplateError, ArithmeticError) as e:
+    except (TemplateError, ArithmeticError, TypeError) as e:
+        if tokenize and isinstance(e, TypeError):
+            raise  # of the tokenizer
         raise ValueError(f"the chat template refuses it: {e}") from None
 
 
@@ -239,7 +197,7 @@ def end_of_turn(tokenizer) -> int | None:
     try:
         text = apply(tokenizer, [dict(role="user", content="a"),
                                  dict(role="assistant", content=PLACE)], None)
-    except (ValueError, TypeError, LookupError):  # no template, or one of its own kind
+    except (ValueError, LookupError):  # no template, or one of its own kind
         return None
     ids = tokenizer(text.partition(PLACE)[2].strip(), add_special_tokens=False)["input_ids"]
     token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
@@ -260,6 +218,32 @@ def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
         parts.append((whole[done:end], bool(counted)))
         done = end
     return [*parts, (whole[done:], False)] if any(mask) else None
+
+
+def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
+    """(the prompt of reply i, prompt and reply). Raises ValueError."""
+    before = apply(tokenizer, messages[:i], tools, add_generation_prompt=True)
+    after = apply(tokenizer, messages[: i + 1], tools)
+    if after.startswith(before):
+        return before, after
+    # The template writes the prompt differently once a reply follows. So append the reply to the
+    # prompt, after the last words common to both.
+    content = messages[i]["content"]
+    placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
+    head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
+    reply = after.removeprefix(head)
+    if content.strip() not in reply and "tool_calls" not in messages[i]:
+        reply = content + tail  # DeepSeek's drops the thought
+    asked = messages[i - 1]["content"].strip() or "\n"
+    begun, written = (text.rpartition(asked)[2] for text in (before, head))
+    if begun.startswith(written) and not (written + reply).startswith(begun):
+        # DeepSeek's begins a thought that this reply lacks
+        before = before.removesuffix(begun) + written
+        begun = written
+    if not after.startswith(head) or not (written + reply).startswith(begun):
+        raise ValueError("the chat template writes earlier turns differently when a reply "
+                         "follows, so that replies cannot be told from prompts")
+    return before, before + (written + reply)[len(begun) :]
 
 
 def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Part] | None:
