@@ -1,8 +1,7 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
-`model(tokens, targets, documents)` returns losses, without targets logits. train.py also reads
-`blocks` and `head`, and calls `generate` for samples. The model knows nothing of ranks, devices or
-precision: train.py applies those from outside.
+`model(tokens, targets, documents)` returns losses, without targets logits. The model knows nothing
+of ranks, devices or precision: train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
@@ -29,9 +28,8 @@ from steady.tokens import packing
 def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of the rotary embedding, each [seq_len, 1, D]: see `layers.rotate`.
 
-    rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] only those
-    with wavelengths above original / low, tapering off to none at original / high (Llama 3.1,
-    arXiv:2407.21783).
+    rope_scaling: [factor] divides all frequencies; [factor, low, high, original context] those with
+    wavelengths above original / low, fading out until original / high (arXiv:2407.21783).
     """
     pairs = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32)
     frequency = 1.0 / cfg.rope_theta ** (pairs / cfg.head_dim)
@@ -50,7 +48,7 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
 class Where(NamedTuple):
     """Each token's position in its document, and the tokens it may attend to."""
 
-    cos: Tensor  # rotary embedding of its position, [B or 1, T, 1, D]
+    cos: Tensor  # of its position, [B or 1, T, 1, D]
     sin: Tensor
     mask: Tensor | None = None  # bool [B, 1, T, S], causal too; None: all before in the row
     boundaries: Tensor | None = None  # instead of a mask: steady.tokens.packing.boundaries
@@ -63,8 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.dropout = cfg.dropout
-        # One matrix for queries, keys and values: one large product is faster than three.
-        heads = cfg.n_head + 2 * cfg.n_kv_head
+        heads = cfg.n_head + 2 * cfg.n_kv_head  # one large product is faster than three
         self.qkv = nn.Linear(cfg.d_model, heads * cfg.head_dim, bias=bool(cfg.qkv_bias))
         self.out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.d_model, bias=False)
         norm = layers.RMSNorm if cfg.qk_norm else nn.Identity
@@ -142,10 +139,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal with GPT-2's 0.02; zero for the matrices that write to the residual stream.
-
-        With zeros every block starts as the identity, as in modded-nanogpt. Sets every parameter
-        and buffer, so a model made on the meta device can be allocated first.
+        """Normal with GPT-2's 0.02, and zero, as in modded-nanogpt, for matrices that write to the
+        residual stream: every block starts as the identity. Sets every parameter and buffer.
         """
         for buffer, values in zip((self.cos, self.sin), rope_table(self.cfg), strict=True):
             buffer.copy_(values)
@@ -166,8 +161,8 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, caches=None, documents: Tensor | None = None) -> Tensor:
         """tokens [B, T] → the last layer's normalized output [B, T, C].
 
-        documents, for packed rows: each token's document number [B, T], or `packing.boundaries`.
-        Each document is computed as if it stood alone. Not with caches. TypeError for a mask.
+        documents, for packed rows: each token's document number [B, T], or `packing.boundaries`;
+        each document is computed as if it stood alone. Not with caches.
         """
         start = caches[0].length if caches else 0
         x = self.dropout(self.embedding(tokens))
@@ -191,27 +186,21 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None,
                 documents: Tensor | None = None) -> Tensor:
-        """tokens [B, T] → fp32 logits [B, T, V]; with targets [B, T], cross-entropies in nats.
-
-        These are [B, T], unreduced, for the mean over a step's targets; 0 where one is IGNORE.
-        documents: as in `hidden`.
-        """
+        """Logits [B, T, V]; with targets, losses [B, T] in nats, 0 where a target is IGNORE."""
         return self.head(self.hidden(tokens, documents=documents), targets)
 
 
 def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) -> int:
     """FLOPs of forward and backward for one token of a sequence of `length` (default: seq_len).
 
-    6 N for N weights in matrix products, so without the embedding; 4 N if frozen. Plus 12 H D T per
-    layer for attention, not halved for causality (PaLM, arXiv:2204.02311, appendix B).
+    6 N for N weights in matrix products, 4 N if frozen, and 12 H D T per layer for attention, not
+    halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
     weights = [p for p in model.blocks.parameters() if p.ndim == 2] + [model.head.weight]
     products = sum((6 if p.requires_grad else 4) * p.numel() for p in weights)
-    length = length or cfg.seq_len
-    return products + round(12 * cfg.n_layer * cfg.n_head * cfg.head_dim * length)
+    width = cfg.n_head * cfg.head_dim
+    return products + round(12 * cfg.n_layer * width * (length or cfg.seq_len))
 
-
-# --- generation ------------------------------------------------------------------------------
 
 # For keys that grow by one, cuDNN would make a plan for each length.
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -224,18 +213,18 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
              on_token=None) -> Tensor:
     """Continue tokens [B, T], T ≥ 1, by at most max_new_tokens; returns [B, T + new].
 
-    temperature 0 takes the likeliest token; top_k 0 samples from the whole vocabulary; top_p keeps
-    the fewest tokens that reach this probability together. A row ends with any id of `stop`, and
-    is padded with the first. on_token is called with each new column [B]; returning true ends it
-    all. A full context (cfg.seq_len) drops its older half.
+    temperature 0 takes the likeliest token; top_k 0 samples from all; top_p keeps the fewest tokens
+    that reach this probability together. A row ends with any id of `stop`, and is padded with the
+    first. on_token gets each new column [B]; returning true ends generation. A full context
+    (cfg.seq_len) drops its older half.
     """
-    if not isinstance(model, Transformer):  # an HFModel, which has its own
+    if not isinstance(model, Transformer):  # an HFModel
         return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len
-    stops = torch.tensor(stop, device=tokens.device) if stop else None
     model.eval()
     start, caches = 0, None  # the model sees tokens[:, start:]
-    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+    stops = tokens.new_tensor(stop)
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
@@ -250,8 +239,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
             new = new.masked_fill(ended[:, None], stop[0])
             ended |= torch.isin(new[:, 0], stops)
         tokens = torch.cat((tokens, new), dim=1)
-        cut = on_token and on_token(new[:, 0])
-        if cut or stop and ended.all():
+        if on_token and on_token(new[:, 0]) or stop and ended.all():
             break
     model.train(was_training)
     return tokens

@@ -100,7 +100,7 @@ def test_imports_have_no_circles():
 
 LINES = {  # of code, at most: only ever lowered
     "train.py": 548,
-    "model.py": 273,
+    "model.py": 261,
     "data.py": 350,
     "monitor.py": 314,
     "config.py": 298,
@@ -111,7 +111,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/tokens": 947,
     "steady/models": 1325,
     "steady": 435,
-    "tools": 2506,
+    "tools": 2463,
 }
 
 
