@@ -271,9 +271,6 @@ def keep_best(run: "Run", val_loss: float | None):
     if val_loss is None:
         return
     progress = run.progress
-    # of the file: a save of a better one may have failed
-    best = run.dir.writer.best() if run.ranks.rank == 0 else None
-    progress.best_loss, progress.best_step = run.ranks.broadcast(best)
     progress.evaluated_step, progress.waited = progress.step, progress.waited + 1
     if val_loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0

@@ -44,7 +44,7 @@ def dies_in(name: str, rank: int):
 
 @pytest.mark.parametrize("moment", [
     "claim", "write_yaml", "describe",
-    *(pytest.param(name, marks=slow) for name in ("pick_checkpoint", "remove_drafts"))])
+    *(pytest.param(name, marks=slow) for name in ("pick_checkpoint", "adopt_drafts"))])
 @pytest.mark.parametrize("flags", [
     [],
     ["--out_dir", "old", "--overwrite"],

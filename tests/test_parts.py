@@ -1,10 +1,8 @@
 """Checkpoints in parts: whole or absent, whatever happens to their files."""
 
-import errno
 import math
 import os
 import random
-import re
 import shutil
 import time
 from pathlib import Path
@@ -14,10 +12,14 @@ import torch
 from conftest import TINY, column, processes
 
 from steady.checkpoints import checkpoint, writer
-from steady.checkpoints.backup import Backup
-from steady.checkpoints.checkpoint import Checkpoint, compare, latest_valid, list_checkpoints
-from steady.checkpoints.run_dir import run_id
-from steady.checkpoints.writer import WeightsNotFinite, Writer
+from steady.checkpoints.checkpoint import (
+    Checkpoint,
+    adopt_drafts,
+    compare,
+    latest_valid,
+    list_checkpoints,
+)
+from steady.checkpoints.writer import Writer
 from tools import verify
 
 FLAGS = [*TINY, "--max_steps", 6, "--save_interval", 2, "--eval_interval", 3, "--grad_clip", 0,
@@ -69,8 +71,10 @@ def test_the_next_older_one_is_taken(run, copy):
     part = files_of(folder / "step_00000006")[1]
     part.write_bytes(part.read_bytes()[:-1])
     files_of(folder / "step_00000004")[1].unlink()
+    told = run("--check_checkpoints", "r", bare=True, expect=1)
+    assert told.count(" valid") == 2 and told.count("INVALID") == 2
     assert latest_valid(folder).name == "step_00000003"
-    assert (folder / "step_00000006.corrupt").is_dir()
+    assert all((folder / f"step_0000000{n}.set-aside").is_dir() for n in (4, 6))
     told = run(*FLAGS, "--out_dir", "r", "--auto_resume", ranks=2)
     assert "step_00000003 at step 3" in told
     assert Checkpoint(folder / "step_00000006").find_damage() is None
@@ -88,111 +92,96 @@ def test_a_part_holds_only_the_rows_of_its_rank(finished):
     assert max(sizes) < 1.1 * min(sizes)
 
 
+def write_parts(folder: Path, ranks, size: int = 2, number: int = 7):
+    """Write the parts of these ranks of a checkpoint of step 1, with one weight."""
+    for rank in ranks:
+        saver = Writer(folder, 3, rank=rank, size=size, number=number)
+        saver.write_files(folder / "step_00000001", 1,
+                          {"model": {"w": torch.full((2,), number)}})
+
+
 def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
-    calls, plain, folder = [], os.fsync, tmp_path / "step_00000001"
+    calls, plain = [], os.fsync
 
     def fsync(descriptor):
-        calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         plain(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    part_of(1, 2, FakeNotes(), folder)
-    assert ".tmp-" in calls[0] and calls[1:] == [str(folder), str(tmp_path)]
+    write_parts(tmp_path, (1, 0))
+    draft = "step_00000001.tmp-7-0"
+    parts = [name for rank in (1, 0) for name in (f"rank_{rank}_of_2.pt.tmp-{os.getpid()}", draft)]
+    assert calls == [*parts, tmp_path.name]
 
 
-class FakeNotes(dict):
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-
-def part_of(rank: int, size: int, notes, folder: Path, attempt="a", weight=1.0):
-    """Write the part of this rank of a checkpoint, with one weight."""
-    saver = Writer(folder.parent, 3, rank=rank, size=size, notes=notes, attempt=attempt)
-    saver.write_files(folder, 1, dict(model={}, optimizers=[], weights_norm=torch.tensor(weight)))
-
-
-def test_a_rank_that_cannot_write_leaves_the_old_checkpoint(monkeypatch, tmp_path):
-    """Its reason is reported; without one, it is named. The other parts are cleared away."""
+def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_path):
     monkeypatch.setattr(writer, "PATIENCE", 0.1)
-    folder, notes = tmp_path / "step_00000001", FakeNotes()
-    for rank in (1, 0):
-        part_of(rank, 2, notes, folder)
-    before = files_of(folder)
-    with pytest.raises(OSError, match="rank 1 has not written its part"):
-        part_of(0, 2, notes, folder, "b")
-    with pytest.raises(WeightsNotFinite):
-        part_of(1, 2, notes, folder, "c", weight=math.nan)
-    with pytest.raises(WeightsNotFinite):
-        part_of(0, 2, notes, folder, "c")
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_checkpoint", fails)
-        with pytest.raises(OSError, match="no luck"):
-            part_of(1, 2, notes, folder, "d")
-    with pytest.raises(OSError, match="rank 1: no luck"):
-        part_of(0, 2, notes, folder, "d")
-    notes["e5-0 1"] = b"28: No space left on device"
-    with pytest.raises(OSError, match="rank 1: No space") as error:
-        part_of(0, 2, notes, folder, "e5")
-    assert error.value.errno == errno.ENOSPC
-    assert Checkpoint(folder).files() == before and not Checkpoint(folder).find_damage()
-    for rank in (1, 0):  # the same step once more, as after an evaluation
-        part_of(rank, 2, notes, folder, "e")
-    assert len(files_of(folder)) == 2 and not set(before) & set(files_of(folder))
-    notes["f-0 1"] = b""
-    with pytest.raises(OSError, match="file system that all hosts share"):
-        part_of(0, 2, notes, folder, "f")
+    write_parts(tmp_path, (1, 0))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
+    with pytest.raises(OSError, match="not written, or not to a file system .* rank_1_of_2.pt"):
+        write_parts(tmp_path, (0,), number=8)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write_parts(tmp_path, (1, 0), number=9)  # the same step once more, as after an evaluation
+    (path,) = tmp_path.iterdir()
+    for part in Checkpoint(path).files():
+        assert torch.load(part)["model"]["w"][0] == 9
 
 
-def fails(path, state):
-    raise OSError("no luck")
+def test_what_a_killed_process_left_is_named_if_whole_and_else_deleted(tmp_path, copy):
+    """Also between the two renames that replace a folder."""
+    folder = copy / "checkpoints"
+    whole = folder / "step_00000006"
+    shutil.copytree(whole, folder / "step_00000005.tmp-0")
+    shutil.copytree(whole, folder / "step_00000005.tmp-123-4")
+    (folder / "step_00000005.tmp-123-4" / "note").touch()
+    shutil.copytree(whole, folder / "step_00000006.tmp-5-5")
+    shutil.copytree(whole, folder / "step_00000008.tmp-5-5")
+    (folder / "step_00000008.tmp-5-5/rank_0_of_2.pt").unlink()
+    adopt_drafts(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["best", *(f"step_0000000{n}" for n in (3, 4, 5, 6))]
+    assert (folder / "step_00000005/note").exists()
 
 
-def test_the_newest_whole_save_of_a_folder_counts(copy):
-    """A part of rank 0 alone is none; of two whole saves, one was killed before it was deleted."""
-    checkpoint = Checkpoint(copy / "checkpoints" / "step_00000006")
-    first = checkpoint.files()
-    new = [checkpoint.path / f"rank_{rank}_of_2.f-9.pt" for rank in range(2)]
-    for old, path in zip(first, new, strict=True):
-        assert checkpoint.files() == first
-        shutil.copy(old, path)
-    assert checkpoint.files() == new
-    checkpoint.clean(checkpoint.files())
-    assert files_of(checkpoint.path) == new and checkpoint.find_damage() is None
-    new[1].unlink()
-    assert not checkpoint.exists()
-    older, best = (checkpoint.path.with_name(name) for name in ("step_00000004", "best"))
-    Checkpoint(older).link_as_best()
-    assert [path.name for path in files_of(best)] == [path.name for path in files_of(older)]
+def test_weights_of_one_rank_that_are_not_finite_are_saved_by_none(run, tmp_path):
+    def hook(rank):
+        plain = Writer.save
+
+        def save(self, step, state, *args):
+            if step == 2 and rank == 1:
+                state["model"] = dict(state["model"], odd=torch.tensor([math.nan]))
+            plain(self, step, state, *args)
+
+        Writer.save = save
+
+    told = run(*FLAGS, "--out_dir", "r", "--eval_interval", 0, ranks=2, hook=hook)
+    assert told.count("step 2: the weights are not finite; not saved") == 2
+    assert [each.step for each in list_checkpoints(tmp_path / "r/checkpoints")] == [4, 6]
 
 
 def test_a_disk_error_of_one_rank_passes(run, tmp_path):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
+    def fails(path, state):
+        raise OSError("no luck")
+
     def hook(rank):
-        plain = writer.write_checkpoint
+        plain, writer.PATIENCE = writer.write_checkpoint, 0.5
         bad = ("step_00000001", "step_00000004") if rank == 1 else ()
         writer.write_checkpoint = lambda path, state: (
-            fails if path.parent.name in bad else plain)(path, state)
+            fails if path.parent.name.startswith(bad or "-") else plain)(path, state)
 
     told = run(*FLAGS, "--save_interval", 1, "--keep_checkpoints", 9, "--eval_interval", 0,
                "--out_dir", "r", ranks=2, hook=hook)
     names = sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir())
     assert names == [f"step_0000000{n}" for n in (2, 3, 5, 6)]
-    assert "rank 1: no luck" in told
+    assert "the part of rank 1 could not be written (1 of 3): no luck" in told
+    assert "rank_1_of_2.pt" in told
 
 
 def test_a_backup_in_parts_can_be_resumed(run, tmp_path):
     url = f"file://{tmp_path}/disk2"
     run(*FLAGS, "--backup_to", url, "--out_dir", "r", "--keep_checkpoints", 1, ranks=2)
-    mine = Checkpoint(tmp_path / "r/checkpoints/step_00000006")
-    whole = mine.state()
-    for part in mine.files():  # as where this step is saved again
-        part.rename(part.with_name(re.sub(r"\.[0-9a-f-]+\.", ".0123-9.", part.name)))
-    Backup(url, 1, tmp_path / "r", run_id(tmp_path / "r")).upload(mine)
-    there = {path.name for path in (tmp_path / "disk2/checkpoints/step_00000006").iterdir()}
-    assert there == {f"rank_{rank}_of_2.0123-9.pt" for rank in range(2)}
+    whole = Checkpoint(tmp_path / "r/checkpoints/step_00000006").state()
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     assert [path.name for path in (tmp_path / "disk2/checkpoints").iterdir()] == ["step_00000006"]
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 8, "--keep_checkpoints", 3,
@@ -205,9 +194,7 @@ def test_a_backup_in_parts_can_be_resumed(run, tmp_path):
 
 def test_commands_read_parts(run, copy):
     assert run("--check_checkpoints", "r", bare=True).count(" valid") == 4
-    files_of(copy / "checkpoints" / "step_00000004")[1].unlink()
-    assert run("--check_checkpoints", "r", bare=True).count(" valid") == 3
-    for path in ("r/checkpoints/step_00000004", "r/checkpoints"):
+    for path in ("r/checkpoints/none", "r/checkpoints"):
         assert "nor a finished checkpoint" in run("--resume", path, bare=True, expect=2)
     part = files_of(copy / "checkpoints" / "step_00000006")[1]
     assert "not a checkpoint of this model" in run("--resume", part, "--out_dir", "r2", expect=2)
@@ -219,14 +206,15 @@ def test_commands_read_parts(run, copy):
     assert left == ["best.pt", "step_00000003.pt"]
 
 
-def test_a_file_takes_the_place_of_the_best_parts(copy):
+def test_a_file_takes_the_place_of_parts_and_the_best_parts(copy):
     folder = copy / "checkpoints"
     assert (folder / "best").is_dir()
     saver = Writer(folder, 3)
     saver.save(6, dict(format=checkpoint.FORMAT, model={"w": torch.ones(2)}, best_loss=1.0), True)
     saver.wait()
     assert not (folder / "best").exists() and (folder / "best.pt").is_file()
-    assert checkpoint.checkpoint_at(folder, 6).name == "step_00000006.pt"  # the newer one
+    assert [each.name for each in list_checkpoints(folder)][-1] == "step_00000006.pt"
+    assert not (folder / "step_00000006").exists()
 
 
 def test_resume_is_verified_in_parts(run):
@@ -236,5 +224,3 @@ def test_resume_is_verified_in_parts(run):
 
     flags = ["--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
     assert " values same" in run(*flags, ranks=2, hook=hook)
-
-

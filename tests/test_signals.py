@@ -180,15 +180,15 @@ def stuck(kind: str):
 
 def test_a_save_is_waited_for(corpus, tmp_path):
     def hook():
-        plain = Writer.write_file
+        plain = Writer.write_files
 
-        def write_file(self, path, step, state):
+        def write_files(self, path, step, state):
             if step == 4:
                 Path("stuck").touch()
                 time.sleep(2)
             plain(self, path, step, state)
 
-        Writer.write_file = write_file
+        Writer.write_files = write_files
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
     wait_for(tmp_path / "stuck")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from config import Config
 from steady.checkpoints.checkpoint import (
+    SET_ASIDE,
     Checkpoint,
     best_checkpoint,
     checkpoint_at,
@@ -42,14 +43,14 @@ def check_checkpoints(run_dir: Path) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     folder, damaged = run_dir / "checkpoints", False
-    corrupt = map(Checkpoint, sorted(folder.glob("*.corrupt*")))
-    found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *corrupt]
+    aside = map(Checkpoint, sorted(folder.glob(f"*{SET_ASIDE}*")))
+    found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *aside]
     if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
                           "directory such as runs/001")
     for checkpoint in found:
         damage = checkpoint.find_damage()
-        if not checkpoint.exists() and ".corrupt" not in checkpoint.name:
+        if not checkpoint.path.exists():
             continue  # just deleted by the run
         if damage:
             damaged, text = True, f"INVALID: {damage}"

@@ -1,7 +1,6 @@
 """Copies of a run at a URL that fsspec knows: uploaded beside training, downloaded to resume."""
 
 import contextlib
-import os
 import re
 import threading
 from pathlib import Path
@@ -25,7 +24,6 @@ class Backup:
     def __init__(self, url: str, keep: int, run_dir: Path | None, run: str | None):
         self.url, self.keep, self.fs = url, keep, open_url(url, "--backup_to")
         self.newest = None  # checkpoint
-        self.uploaded = None  # the newest checkpoint there, and when it was written
         self.thread = threading.Thread()  # of the newest upload
         own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
         within = own.is_relative_to(place) or place.is_relative_to(own)
@@ -34,19 +32,13 @@ class Backup:
                               "another disk or machine")
         try:
             self.fs.makedirs("checkpoints", exist_ok=True)
-            theirs = self.run_there()
+            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         except Exception as e:  # each file system raises its own
             raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
-        if theirs not in (None, run):
+        if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than "
                               f"{run_dir or 'this new one'}. Continue that one with --resume "
                               f"{url}, or choose another URL")
-
-    def run_there(self) -> str | None:
-        """The id of the run backed up there; None if there is none."""
-        if self.fs.exists("config.yaml"):
-            return id_in(self.fs.cat_file("config.yaml"))
-        return "" if remote_checkpoints(self.fs) else None
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -57,11 +49,10 @@ class Backup:
 
     def close(self, asked=lambda: False):
         """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
-        if not self.newest:
-            return
         while self.thread.is_alive() and not asked():  # of an older one, perhaps
             self.thread.join(0.1)
-        self.offer(self.newest)
+        if self.newest and not self.thread.is_alive():
+            self.offer(self.newest)
         while self.thread.is_alive() and not asked():
             self.thread.join(0.1)
         if self.thread.is_alive():
@@ -69,52 +60,34 @@ class Backup:
                   flush=True)
 
     def upload(self, checkpoint: Checkpoint):
-        held = Checkpoint(checkpoint.path.with_name(f"{checkpoint.name}.backup-{os.getpid()}"))
+        held = Checkpoint(checkpoint.path.with_name("backup.tmp-0"))
         try:
-            changed = checkpoint.changed_at()
+            held.delete()
             checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
-            self.upload_run(checkpoint, changed, held)
+            self.upload_run(checkpoint, held)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
         with contextlib.suppress(OSError):
             held.delete()
 
-    def upload_run(self, checkpoint: Checkpoint, changed: tuple, held: Checkpoint):
-        """held: a link to the checkpoint, last changed at `changed`."""
-        run_dir = checkpoint.run_dir
-        mine = id_in((run_dir / "config.yaml").read_bytes())
-        if self.run_there() not in (None, mine):
-            raise ValueError("it holds another run, which began at the same time")
-        self.draft = f"{mine}.draft"
+    def upload_run(self, checkpoint: Checkpoint, held: Checkpoint):
+        """held: a link to the checkpoint."""
+        run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
         self.put(run_dir / "config.yaml", "config.yaml")  # first: it names the run
-        for name in remote_checkpoints(self.fs):
-            if Checkpoint(Path(name)).step > checkpoint.step:  # this run has gone back since
-                self.fs.mv(name, f"{name}.set-aside", recursive=True)
-        if (checkpoint, changed) != self.uploaded:  # a step may be written again
-            self.upload_checkpoint(held, f"checkpoints/{checkpoint.name}")
-            self.uploaded = checkpoint, changed
+        for file in held.files():
+            self.put(file, name if file == held.path else f"{name}/{file.name}")
         for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
-            name = path.relative_to(run_dir).as_posix()
-            if LOGS.fullmatch(name):
-                self.put(path, name)
-        for old in list(remote_checkpoints(self.fs))[: -self.keep]:
+            if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
+                self.put(path, log)
+        there = remote_checkpoints(self.fs)
+        # newer ones: this run has gone back since
+        older = [each for each in there if step_of(each) <= checkpoint.step]
+        for old in there.keys() - set(older[-self.keep:]):
             self.fs.rm(old, recursive=True)
 
-    def upload_checkpoint(self, held: Checkpoint, name: str):
-        names = {file: name if file == held.path else f"{name}/{file.name}"
-                 for file in held.files()}
-        for file, its_name in names.items():
-            self.put(file, its_name)
-        for old in set(remote_checkpoints(self.fs).get(name, ())) - set(names.values()):
-            self.fs.rm(old)  # parts of an earlier save of this step
-
     def put(self, file: Path, name: str):
-        """Upload a file; an old one of this name stays until the new one is complete."""
-        self.fs.makedirs(os.path.dirname(name), exist_ok=True)
-        new = self.draft if self.fs.exists(name) else name
-        self.fs.put_file(str(file), new)
-        if new != name:
-            self.fs.mv(new, name)
+        self.fs.makedirs(str(Path(name).parent), exist_ok=True)
+        self.fs.put_file(str(file), name)
 
 
 def open_url(url: str, option: str):
@@ -134,11 +107,15 @@ def remote_checkpoints(fs) -> dict[str, list[str]]:
     found = {}
     for match in filter(None, map(SAVED.fullmatch, fs.find("checkpoints"))):
         found.setdefault(match[1], []).append(match[0])
-    return dict(sorted(found.items(), key=lambda item: Checkpoint(Path(item[0])).step))
+    return dict(sorted(found.items(), key=lambda item: step_of(item[0])))
+
+
+def step_of(name: str) -> int:
+    return Checkpoint(Path(name)).step
 
 
 def id_in(config: bytes) -> str:
-    """The id of a run, from its config.yaml; "" if an older version wrote that."""
+    """The id of a run, from its config.yaml; "" if it has none."""
     found = re.search(rb"^# run: (\w+)$", config, re.MULTILINE)
     return found[1].decode() if found else ""
 
@@ -156,7 +133,7 @@ def download(url: str, to: Path) -> Checkpoint:
 
     try:
         for name, files in reversed(remote_checkpoints(fs).items()):
-            draft = Checkpoint(to / f"{name}.tmp-{os.getpid()}")
+            draft = Checkpoint(to / f"{name}.tmp-0")
             for file in files:
                 get(file, Path(f"{draft}{file.removeprefix(name)}"))
             wrong = draft.find_damage()

@@ -1,23 +1,23 @@
 """Checkpoints: one type for a file and for a folder of parts; how a run finds and rotates them.
 
     checkpoints/step_00000100.pt    the state of a run in one file, as torch.save writes it
-    checkpoints/step_00000100/      sharded: rank_0_of_2.ID.pt, rank_1_of_2.ID.pt
+    checkpoints/step_00000100/      sharded: rank_0_of_2.pt, rank_1_of_2.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
-A part holds that rank's rows of each sharded tensor, and is written as a whole or not at all. ID
-names the save: a folder is a checkpoint once the parts of all ranks have the same ID, so no rank
-has to announce it. Why not torch.distributed.checkpoint: planning needs all ranks, but a rescue
-may lack one; it misses flipped bits; and its `.metadata` is a pickle.
+A part holds that rank's rows of each sharded tensor. The parts are written into a draft of the
+folder, NAME.tmp-NUMBER, which gets its name once all of them are there. Why not
+torch.distributed.checkpoint: planning needs all ranks, but a rescue may lack one; it misses flipped
+bits; and its `.metadata` is a pickle.
 """
 
 import contextlib
 import errno
 import os
 import re
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +26,14 @@ from steady.checkpoints.disk import find_corruption, lack_of_space, link, retry,
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
-PART = re.compile(r"rank_(\d+)_of_(\d+)\.([0-9a-f-]+)\.pt")
+PART = re.compile(r"rank_(\d+)_of_(\d+)\.pt")
 BEST = ("best.pt", "best")
-DRAFT = re.compile(rf"((step_\d{{8,}}|best)(\.pt)?|{PART.pattern})\.(tmp|backup)-\d+")
-LEFTOVER = re.compile(r"best(\.pt)?|(step_\d{8,}|best)(\.pt)?\.(corrupt|set-aside)(-\d+)?")
-FORMAT = 4  # of the dict in a file
+DRAFT = re.compile(r"((step_\d{8,}|best|backup)(\.pt)?)(\.tmp-[\d-]+)+")
+SET_ASIDE = ".set-aside"
+FORMAT = 5  # of the dict in a file
+FIELDS = dict(format=int, step=int, position=int, tokens=int, best_loss=float, best_step=int,
+              model=dict, optimizers=list, optimizer_names=list, config=dict)
 SHARED = "a file system that all hosts share"
-GONE = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -65,37 +66,34 @@ class Checkpoint:
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def files(self) -> list[Path]:
-        """The file itself, or the parts of the newest save with one for each rank, by rank."""
+        """The file itself, or the parts in the folder by rank; none if one is missing."""
         if self.path.is_file():
             return [self.path]
-        saves = {}  # (number of ranks, ID) → rank → part
+        parts = {}  # (rank, number of ranks) → file
         for path in self.path.glob("rank_*"):
             if match := PART.fullmatch(path.name):
-                rank, ranks, save = match.groups()
-                saves.setdefault((int(ranks), save), {})[int(rank)] = path
-        complete = [[parts[rank] for rank in range(ranks)] for (ranks, _), parts in saves.items()
-                    if parts.keys() == set(range(ranks))]
-        return max(complete, key=lambda parts: changed_at(parts[0]), default=[])
+                parts[int(match[1]), int(match[2])] = path
+        complete = sorted(parts) == [(rank, len(parts)) for rank in range(len(parts))]
+        return [parts[key] for key in sorted(parts)] if complete else []
 
     def exists(self) -> bool:
         return bool(self.files())
 
-    def changed_at(self) -> tuple[int, int]:
-        return max(map(changed_at, self.files()), default=GONE)
-
     def find_damage(self) -> str | None:
-        """Read every byte; returns the damage found, or None."""
-        found = self.read(find_corruption)
-        if not found:
+        """Read every byte; returns the damage found, or None. Raises OSError."""
+        files = self.files()
+        if not files:
             return "it has no files, or not the parts of all ranks"
-        damage = (f"{file.name}: {wrong}" for file, wrong in found.items() if wrong)
-        return found.get(self.path) or next(damage, None)
+        with ThreadPoolExecutor(8) as pool:
+            for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
+                if wrong:
+                    return wrong if file == self.path else f"{file.name}: {wrong}"
+        return find_odd_fields(load_file(files[0]))
 
     def states(self) -> list[dict]:
         """The state in its file, or one for each rank; tensors are mapped. Raises ConfigError."""
-        load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
         try:
-            found = list(self.read(load).values())
+            found = [load_file(file) for file in self.files()]
             version = found[0]["format"]
         except Exception as e:  # zipfile, pickle and torch each have errors of their own
             raise ConfigError(f"{self}: gone, or not a checkpoint that can be read "
@@ -103,20 +101,6 @@ class Checkpoint:
         if version != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
         return found
-
-    def read(self, how) -> dict:
-        """file → `how(file)`, all of one save: again if the run has replaced some meanwhile."""
-        while True:
-            files = self.files()
-            before = max(map(changed_at, files), default=GONE)
-            try:
-                with ThreadPoolExecutor(8) as pool:  # reads one file while it checks another
-                    found = dict(zip(files, pool.map(how, files), strict=True))
-                if self.changed_at() in (before, GONE):  # or deleted once read
-                    return found
-            except Exception:
-                if self.changed_at() == before != GONE:
-                    raise
 
     def state(self) -> dict:
         """The whole state, joined from all its files; verify it first."""
@@ -126,12 +110,11 @@ class Checkpoint:
         """Make `new` the same checkpoint, in place of any other there."""
         if not self.path.is_dir():
             return link(self.path, new)
-        new.mkdir(exist_ok=True)
-        files = self.files()  # once: the run may replace them meanwhile
-        for file in files:
-            link(file, new / file.name)
-        sync_directory(new.parent)
-        Checkpoint(new).clean([new / file.name for file in files])
+        draft = new.with_name(f"{new.name}.tmp-1")
+        draft.mkdir(exist_ok=True)
+        for file in self.files():
+            link(file, draft / file.name)
+        put_in_place(draft, new)
 
     def link_as_best(self):
         """Make it best.pt, or the folder best, and delete the other of the two."""
@@ -139,32 +122,41 @@ class Checkpoint:
         self.link_to(self.path.with_name(name))
         Checkpoint(self.path.with_name(other)).delete()
 
-    def clean(self, kept: list[Path]):
-        """Delete our files in its folder except `kept`, and the folder if it is empty then."""
-        for path in self.path.iterdir():
-            if (PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)) and path not in kept:
-                path.unlink()
-        if not kept:
-            with contextlib.suppress(OSError):  # not empty
-                self.path.rmdir()
-
     def delete(self):
         if self.path.is_dir():
-            self.clean([])
+            shutil.rmtree(self.path)
         else:
             self.path.unlink(missing_ok=True)
 
-    def set_aside(self, why: str = "set-aside"):
+    def set_aside(self):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
-        self.path.rename(unused_name(self.path.with_name(f"{self.name}.{why}")))
+        self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
 
 
-def changed_at(path: Path) -> tuple[int, int]:
-    """(time of the last change in ns, to some 4 ms; inode) of a file, or GONE."""
-    try:
-        return (stat := path.stat()).st_mtime_ns, stat.st_ino
-    except FileNotFoundError:  # another process has just deleted it
-        return GONE
+def put_in_place(draft: Path, final: Path):
+    """Give a complete folder its name. If killed in between, `adopt_drafts` does it."""
+    old = Checkpoint(final.with_name(f"{final.name}.tmp-0"))
+    if final.is_dir():
+        final.rename(old)
+    draft.rename(final)
+    sync_directory(final.parent)
+    old.delete()
+
+
+def load_file(path: Path) -> dict:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def find_odd_fields(state) -> str | None:
+    """Names of fields that are missing, or not as `save_checkpoint` writes them."""
+    if not isinstance(state, dict):
+        return "not a checkpoint"
+    if state.get("format") not in (FORMAT, None):
+        return None  # `states` refuses it by its version
+    odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
+    if not odd and min(state["step"], state["position"]) < 0:
+        odd = ["step"]
+    return f"missing or wrong: {', '.join(odd)}" if odd else None
 
 
 def unused_name(path: Path) -> Path:
@@ -213,26 +205,21 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
 # --- the checkpoints of a run ----------------------------------------------------------------
 
 
-def named_checkpoints(folder: Path) -> list[Checkpoint]:
-    """All with the name of one, complete or not, oldest first."""
-    found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda c: (c.step, c.changed_at()))
-
-
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first, without folders that lack a part."""
-    return list(filter(Checkpoint.exists, named_checkpoints(folder)))
+    """The checkpoints of a run, oldest first."""
+    found = [Checkpoint(path) for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
     """The checkpoint of this step, if there is one."""
-    return next((found for found in list_checkpoints(folder)[::-1] if found.step == step), None)
+    return next((found for found in list_checkpoints(folder) if found.step == step), None)
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
-    """best.pt or the folder best, the newer of the two, if there is one."""
-    found = filter(Checkpoint.exists, (Checkpoint(folder / name) for name in BEST))
-    return max(found, key=Checkpoint.changed_at, default=None)
+    """best.pt or the folder best, if there is one."""
+    found = (Checkpoint(folder / name) for name in BEST)
+    return next(filter(Checkpoint.exists, found), None)
 
 
 def find_checkpoint(source: Path) -> Checkpoint | None:
@@ -243,8 +230,7 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
     checkpoint = Checkpoint(source)
     if not checkpoint.exists():
         return latest_valid(source / "checkpoints", ours=False)
-    wrong = retry(checkpoint.find_damage)
-    if wrong:
+    if wrong := retry(checkpoint.find_damage):
         raise ConfigError(f"{source}: not a checkpoint that can be read: {wrong}")
     return checkpoint
 
@@ -255,20 +241,20 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     None if there never were any. Raises ConfigError, and changes nothing, if all are damaged, or
     if only best.pt or files set aside are left.
     """
-    bad, done = [], "set aside as .corrupt" if ours else "passed over"
+    bad = []
     for checkpoint in reversed(list_checkpoints(folder)):
         wrong = retry(checkpoint.find_damage)
-        if not checkpoint.exists():  # the run goes on: it has deleted this, and has a newer one
-            return latest_valid(folder, ours)
         if not wrong:
             for damaged, why in bad:
                 if ours:
-                    damaged.set_aside("corrupt")
-                print(f"warning: {damaged}: {why}; {done}", flush=True)
+                    damaged.set_aside()
+                print(f"warning: {damaged}: {why}; {'set aside' if ours else 'passed over'}",
+                      flush=True)
             return checkpoint
         bad.append((checkpoint, wrong))
     left = [f"{damaged.name}: {why}" for damaged, why in bad]
-    left += sorted(path.name for path in folder.glob("*") if LEFTOVER.fullmatch(path.name))
+    left += [name for name in BEST if (folder / name).exists()]
+    left += sorted(path.name for path in folder.glob(f"*{SET_ASIDE}*"))
     if left:
         raise ConfigError(f"{folder}: no checkpoint is valid ({'; '.join(left)}). Continue from "
                           "the best with --resume, bring one back from a backup, or start afresh "
@@ -276,19 +262,15 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     return None
 
 
-def rotate(folder: Path, keep: int, step: int) -> list[Checkpoint]:
-    """Delete all but the newest `keep` checkpoints.
-
-    Also parts of failed saves before this step. Returns the deleted ones.
-    """
+def rotate(folder: Path, keep: int) -> list[Checkpoint]:
+    """Delete all but the newest `keep` checkpoints; returns the deleted ones."""
     old = list_checkpoints(folder)[:-keep]
-    old += [each for each in named_checkpoints(folder) if each.step < step and not each.exists()]
     for each in old:
         each.delete()
     return old
 
 
-def make_room(folder: Path, keep: int, step: int, error: BaseException) -> bool:
+def make_room(folder: Path, keep: int, error: BaseException) -> bool:
     """After the error of a full disk: make the rotation of the next save now, if one is valid.
 
     Returns whether anything was deleted.
@@ -296,23 +278,28 @@ def make_room(folder: Path, keep: int, step: int, error: BaseException) -> bool:
     full, keep = lack_of_space(error), max(1, keep - 1)
     if not full or full.errno == errno.EFBIG:
         return False
-    if all(each.find_damage() for each in list_checkpoints(folder)[: -keep - 1 : -1]):
+    if all(each.find_damage() for each in list_checkpoints(folder)[-keep:]):
         return False
-    gone = rotate(folder, keep, step)
+    gone = rotate(folder, keep)
     if gone:
         print(f"warning: {folder}: no space left; deleted {', '.join(c.name for c in gone)}",
               flush=True)
     return bool(gone)
 
 
-def remove_drafts(folder: Path):
-    """Delete the unfinished files of a killed process; only for the holder of the lock."""
-    for path in folder.iterdir():
-        if DRAFT.fullmatch(path.name):
+def adopt_drafts(folder: Path):
+    """Name the complete folders that a killed process left, and delete its other drafts.
+
+    Only for the holder of the lock.
+    """
+    for path in sorted(folder.iterdir(), reverse=True):
+        if match := DRAFT.fullmatch(path.name):
+            final = folder / match[1]
+            if path.is_dir() and NAME.fullmatch(final.name) and not final.exists():
+                if Checkpoint(path).exists():
+                    path.rename(final)
+                    continue
             Checkpoint(path).delete()
-    for each in (*named_checkpoints(folder), Checkpoint(folder / "best")):
-        if each.path.is_dir():
-            each.clean(each.files())
 
 
 def require_shared(path: Path):

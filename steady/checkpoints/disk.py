@@ -41,9 +41,9 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns its damage, or None.
+    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError.
 
-    The zip file has a checksum of each tensor; loading it checks the rest. Raises OSError.
+    The zip file has a checksum of each tensor; loading it checks the rest.
     """
     import torch
 
@@ -53,7 +53,8 @@ def find_corruption(path: Path) -> str | None:
                 return "its checksum is wrong"
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
-        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # not a place outside the file
+        # a place outside the file, or it has just been deleted
+        if isinstance(e, OSError) and e.errno not in (errno.EINVAL, errno.ENOENT):
             raise
         return f"cut short, or not a checkpoint ({type(e).__name__})"
     return None
@@ -117,23 +118,22 @@ def retry(call):
 retry.count = 0  # of this process
 
 
-def disk_error(error: BaseException, folder: Path) -> str:
-    """Describe an error in writing to `folder`."""
-    if not folder.is_dir():
-        return f"{folder} is gone: was it moved or deleted while this run writes there?"
-    cause = lack_of_space(error)
-    if not cause:
-        return str(error)
-    usage = shutil.disk_usage(folder)
-    return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
-            f"({cause.strerror})")
-
-
 def lack_of_space(error: BaseException | None) -> BaseException | None:
     """The error of a full disk behind this one: torch hides it behind its own."""
     while error and getattr(error, "errno", None) not in FULL:
         error = error.__cause__ or error.__context__
     return error
+
+
+def disk_error(error: BaseException, folder: Path) -> str:
+    """Describe an error in writing to `folder`."""
+    if not folder.is_dir():
+        return f"{folder} is gone: was it moved or deleted while this run writes there?"
+    if not (cause := lack_of_space(error)):
+        return str(error)
+    usage = shutil.disk_usage(folder)
+    return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
+            f"({cause.strerror})")
 
 
 # --- one writer ------------------------------------------------------------------------------

@@ -22,14 +22,13 @@ from steady.checkpoints.checkpoint import (
     BEST,
     NAME,
     Checkpoint,
+    adopt_drafts,
     best_checkpoint,
     checkpoint_at,
     find_checkpoint,
     latest_valid,
     list_checkpoints,
     make_room,
-    named_checkpoints,
-    remove_drafts,
     require_shared,
     unused_name,
 )
@@ -37,8 +36,7 @@ from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import reconcile_best
 from steady.checkpoints.writer import Writer
 from steady.options import ConfigError, expect_file, reading_paths, write_yaml
-from steady.ranks.ranks import restart_count, shared_notes
-from steady.tokens.files import split_weight
+from steady.ranks.ranks import restart_count
 from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
@@ -84,10 +82,6 @@ def find_run(cfg) -> Path | None:
         same_run = source.run_dir and out_dir.resolve() == source.run_dir.resolve()
     elif cfg.auto_resume and not out_dir:
         out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
-    try:
-        str(out_dir).encode()
-    except UnicodeEncodeError:  # torch.load takes no such path
-        raise ConfigError(f"--out_dir {out_dir}: expected a name in UTF-8") from None
     if cfg.eval_only:
         return out_dir  # only reads
     place = Path(os.path.realpath(out_dir or "runs"))
@@ -96,14 +90,10 @@ def find_run(cfg) -> Path | None:
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not a directory "
                           "that is writable")
-    if out_dir and holds_a_run(out_dir) and not same_run:
-        if not cfg.overwrite:
-            raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
-                              "--auto_resume, start from one of its checkpoints with --resume, or "
-                              "move it to OUT_DIR.old with --overwrite")
-        data = [Path(split_weight(spec)[0]).resolve() for spec in (*cfg.data, *cfg.val_data)]
-        if any(path.is_relative_to(out_dir.resolve()) for path in data):
-            raise ConfigError(f"--overwrite: {out_dir} holds the data, too, which would be moved")
+    if out_dir and holds_a_run(out_dir) and not (same_run or cfg.overwrite):
+        raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
+                          "--auto_resume, start from one of its checkpoints with --resume, or "
+                          "move it to OUT_DIR.old with --overwrite")
     if out_dir:
         refuse_links(out_dir)
     return out_dir
@@ -209,6 +199,7 @@ def claim(out_dir: Path | None):
         os.makedirs(os.path.realpath(out_dir), exist_ok=True)
         lock = acquire_lock(out_dir)
         (out_dir / "checkpoints").mkdir(exist_ok=True)
+        adopt_drafts(out_dir / "checkpoints")
         return out_dir, lock
     except OSError as e:  # a full disk, among others
         raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
@@ -244,39 +235,36 @@ def open_run_dir(run):
 
     Each rank whose state no rank before it has gets a writer.
     """
-    cfg, progress, ranks, size = run.cfg, run.progress, run.ranks, run.ranks.shards.size
-    best = attempt = None
+    cfg, progress, ranks, shards = run.cfg, run.progress, run.ranks, run.ranks.shards
+    number = best = None
     if ranks.rank == 0:
         if not run.dir.lock:
             run.dir.path, run.dir.lock = create_run_dir(cfg, run.dir.path)
-        new = not holds_a_run(run.dir.path)
+        new, folder = not holds_a_run(run.dir.path), run.dir.path / "checkpoints"
         try:
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
         except Exception as e:
             if new:
                 discard(run.dir.path)
-            if new or not make_room(run.dir.path / "checkpoints", cfg.keep_checkpoints,
-                                    progress.step, e):
+            if new or not make_room(folder, cfg.keep_checkpoints, e):
                 raise
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        best, attempt = reconcile_best(progress, run.dir), os.urandom(4).hex()
+        best, number = reconcile_best(progress, run.dir), secrets.randbelow(10**9) + 2
         print(opening.describe(run), flush=True)
-    run.dir.path, best, attempt = ranks.broadcast((run.dir.path, best, attempt))
+    run.dir.path, best, number = ranks.broadcast((run.dir.path, best, number))
     progress.best_loss, progress.best_step = best
     require_shared(run.dir.path)
-    if ranks.rank < size:
-        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints,
-                                run.dir.backup, best, ranks.rank, size,
-                                shared_notes("checkpoints") if size > 1 else None, attempt)
+    if ranks.rank < shards.size:
+        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, run.dir.backup,
+                                ranks.rank, shards.size, shards.group, number)
 
 
 def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
-    """Clear the directory of anything newer than `step`; write config.yaml.
+    """Set checkpoints newer than `step` aside; write config.yaml.
 
     tokenizer: the data's folder of it, to be copied.
     """
     out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
-    remove_drafts(folder)
     for newer in list_checkpoints(folder):
         if newer.step > step:
             newer.set_aside()
@@ -297,7 +285,7 @@ def discard(out_dir: Path):
     """Delete all that would make a directory without a run look like one."""
     with contextlib.suppress(OSError):
         (out_dir / "config.yaml").unlink(missing_ok=True)
-        for checkpoint in named_checkpoints(out_dir / "checkpoints"):
+        for checkpoint in list_checkpoints(out_dir / "checkpoints"):
             checkpoint.delete()
         (out_dir / "checkpoints").rmdir()
         (out_dir / "lock").unlink()

@@ -75,7 +75,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
     )
-    writer.save(progress.step, state, is_best, run.guard.updated if alone else None)
+    writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
 
 
 def parameter_names(run, optimizer) -> list[str]:
@@ -89,7 +89,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     """Restore `run` from a verified checkpoint; returns once all ranks have read it.
 
     Each rank reads its own rows, from any number of parts. Raises ConfigError if the checkpoint is
-    not of this run, or if another run replaced it before all ranks had read it.
+    not of this run.
     """
     require_shared(checkpoint.path)
     states = checkpoint.states()  # verified just now, so it is in memory
@@ -103,14 +103,12 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     release(run.model)
     restore_optimizers(run, checkpoint, state)
     restore_progress(run, state)
-    mine = run.progress.state()
-    if not run.ranks.minimum(int(run.ranks.broadcast(mine) == mine)):
-        raise ConfigError(f"{checkpoint}: was replaced while the ranks read it; start again")
+    run.ranks.minimum(1)  # a barrier: the next save may replace it
     guard.nonfinite.copy_(state["nonfinite"])
     if guard.spikes:
         guard.spikes.restore(state["spikes"])
     guard.replicas.agreed = run.progress.step
-    run.dir.saved = mine
+    run.dir.saved = run.progress.state()
 
 
 def restore_optimizers(run, checkpoint: Checkpoint, state: dict):

@@ -1,20 +1,16 @@
 """Writing checkpoints beside training, in a thread: one rank all of it, or each rank its shard."""
 
-import math
+import os
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from steady.checkpoints.checkpoint import SHARED, Checkpoint, make_room, rotate
-from steady.checkpoints.disk import (
-    disk_error,
-    lack_of_space,
-    retry,
-    sync_directory,
-    write_checkpoint,
-)
+from steady.checkpoints.checkpoint import SHARED, Checkpoint, make_room, put_in_place, rotate
+from steady.checkpoints.disk import disk_error, lack_of_space, retry, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
@@ -25,37 +21,31 @@ class NotSaved(Failed):
     """Checkpoints could not be written; the message says why."""
 
 
-class WeightsNotFinite(OSError):
-    """The weights of some rank are not finite, and so never saved."""
-
-
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
     At most one write is in flight; the next save waits for it. If the state is sharded over `size`
-    ranks, each has a writer of its part. notes: a store for the result of each part. attempt: a
-    text that no earlier process of this run has used.
+    ranks, the ranks of `group`, each has a writer of its part. number: of this process, for the
+    names of drafts; the same on all ranks.
     """
 
-    def __init__(self, folder: Path, keep: int, backup=None,
-                 best=(math.inf, 0), rank: int = 0, size: int = 1, notes=None, attempt: str = ""):
+    def __init__(self, folder: Path, keep: int, backup=None, rank: int = 0, size: int = 1,
+                 group=None, number: int = 1):
         self.folder, self.keep, self.backup = folder, keep, backup
-        self.in_best = best  # (loss, step) of best.pt
-        self.rank, self.size, self.notes, self.attempt = rank, size, notes, attempt
+        self.rank, self.size, self.group, self.number = rank, size, group, number
         self.hurry = False  # a rank may be gone, or be stuck until this one is
         self.buffers, self.thread, self.step = {}, None, 0
-        self.of_best = False  # whether the write in flight is of better weights
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
         self.count = 0  # saves begun, the same on all ranks
         self.failures, self.reason = 0, ""  # saves in a row that failed; the last error
         self.written = None  # the step of the newest file
 
-    def save(self, step: int, state: dict, is_best: bool = False, updated=None):
+    def save(self, step: int, state: dict, is_best: bool = False, updated=None, alone=False):
         """Copy `state` and write it as step_N.pt and, if it is the best, as best.pt.
 
         A copy from a GPU goes on beside the next forward pass: see `finish_copy`. updated: the
         CUDA event after which `state` is complete, if work given to the device since may never
-        end. Raises NotSaved after MAX_FAILURES in a row.
+        end. alone: other ranks may be gone. Raises NotSaved after MAX_FAILURES in a row.
         """
         self.wait()
         if self.failures >= MAX_FAILURES:
@@ -70,11 +60,13 @@ class Writer:
                 self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # does nothing if it is None
             norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
+            if self.group and not alone:  # also waits until rank 0 has ended the save before
+                dist.all_reduce(norm, group=self.group)
             copied = self.copy_to_host(dict(state, weights_norm=norm), "", {})
         self.copied = self.stream and self.stream.record_event()
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
-        self.step, self.of_best = step, is_best
+        self.step, self.count = step, self.count + 1
         self.thread = threading.Thread(target=self.write,
                                        args=(step, copied, self.copied, is_best))
         self.thread.start()
@@ -110,19 +102,21 @@ class Writer:
         try:
             if event:
                 event.synchronize()
+            state = dict(state)
+            if not state["weights_norm"].isfinite():
+                print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
+                return
             self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
+                Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
                 if is_best:
                     checkpoint.link_as_best()
-                    self.in_best = state["best_loss"], step
-                rotate(self.folder, self.keep, step)
+                rotate(self.folder, self.keep)
                 if self.backup:
                     self.backup.offer(checkpoint)
             self.failures = 0
-        except WeightsNotFinite as e:
-            print(f"warning: step {step}: {e}; not saved", flush=True)
         except Exception as e:
-            if self.rank == 0 and make_room(self.folder, self.keep, step, e):
+            if self.rank == 0 and make_room(self.folder, self.keep, e):
                 if self.size == 1 and not again:  # else it is for the next save
                     return self.write(step, state, None, is_best, again=True)
             self.failures += 1
@@ -134,59 +128,30 @@ class Writer:
                   f"{MAX_FAILURES}): {self.reason}", flush=True)
 
     def write_files(self, path: Path, step: int, state: dict):
-        """Write one checkpoint. Raises the error, on rank 0 also of another rank."""
-        if self.size == 1:
-            return self.write_file(path, step, state)
-        began, save, note = time.monotonic(), f"{self.attempt}-{self.count}", ""
-        self.count += 1
-        parts = [path / f"rank_{rank}_of_{self.size}.{save}.pt" for rank in range(self.size)]
+        """Write the checkpoint, or this rank's part of it; rank 0 waits for the other parts."""
+        parts = [f"rank_{rank}_of_{self.size}.pt" for rank in range(self.size)]
+        draft = path.with_name(f"{path.name}.tmp-{self.number}-{self.count}")
+        file, began = path if self.size == 1 else draft / parts[self.rank], time.monotonic()
         try:
-            path.mkdir(exist_ok=True)
-            self.write_file(parts[self.rank], step, state)
-            sync_directory(self.folder)  # it has the name of the new folder
-        except Exception as e:
-            full = lack_of_space(e)
-            note = f"{full.errno}: {full.strerror}" if full else f"{type(e).__name__}: {e}"
+            if self.size > 1:
+                draft.mkdir(exist_ok=True)
+            retry(lambda: write_checkpoint(file, state))
+            self.written = step
+            if self.size > 1 and self.rank == 0:
+                seconds = max(PATIENCE, 3 * (time.monotonic() - began))
+                self.wait_for_parts(draft, set(parts), seconds)
+                put_in_place(draft, path)
+        except Exception:
+            if self.rank == 0 and not self.hurry:  # else the next start takes it, once complete
+                shutil.rmtree(draft, ignore_errors=True)
             raise
-        finally:
-            self.notes.set(f"{save} {self.rank}", note)
-        if self.rank == 0:
-            until = time.monotonic() + max(PATIENCE, 3 * (time.monotonic() - began))
-            for rank, part in enumerate(parts):
-                self.wait_for_part(part, rank, f"{save} {rank}", until)
-            Checkpoint(path).clean(parts)  # without parts of older saves
 
-    def write_file(self, path: Path, step: int, state: dict):
-        state = dict(state)
-        if not state.pop("weights_norm").isfinite():
-            raise WeightsNotFinite("the weights are not finite")
-        retry(lambda: write_checkpoint(path, state))
-        self.written = step
-
-    def wait_for_part(self, file: Path, rank: int, key: str, until: float):
-        """Wait for the note of this rank. Raises OSError if its part is not there."""
-        while not self.notes.check([key]):
+    def wait_for_parts(self, draft: Path, parts: set[str], seconds: float):
+        until = time.monotonic() + seconds
+        while missing := parts - set(os.listdir(draft)):
             if self.hurry or time.monotonic() > until:
-                raise OSError(f"rank {rank} has not written its part")
+                raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
             time.sleep(0.02)
-        kind, _, reason = self.notes.get(key).decode().partition(": ")
-        if kind == WeightsNotFinite.__name__:
-            raise WeightsNotFinite(reason)
-        if kind:
-            why = f"rank {rank}: {reason}"
-            raise OSError(int(kind), why) if kind.isdecimal() else OSError(why)
-        if not file.is_file():
-            raise OSError(f"{file} is not seen here: written by a rank that was at another step, "
-                          f"or not to {SHARED}")
-
-    def best(self) -> tuple[float, int]:
-        """(validation loss, step) of the weights in best.pt; waits for any on their way there.
-
-        If ranks write parts, also until rank 0 has cleaned the folder that they may write to next.
-        """
-        if self.size > 1 or self.of_best:
-            self.wait()
-        return self.in_best
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
