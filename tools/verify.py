@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from config import Config
 from steady.checkpoints.checkpoint import (
-    SET_ASIDE,
     Checkpoint,
     best_checkpoint,
     checkpoint_at,
@@ -43,7 +42,7 @@ def check_checkpoints(run_dir: Path) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     folder, damaged = run_dir / "checkpoints", False
-    aside = map(Checkpoint, sorted(folder.glob(f"*{SET_ASIDE}*")))
+    aside = map(Checkpoint, sorted(folder.glob("*.set-aside*")))
     found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *aside]
     if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
