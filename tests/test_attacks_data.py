@@ -129,7 +129,7 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     for inside in (".venv/lib", "sub/.cache", "sub/deep"):
         (folder / inside).mkdir(parents=True)
         (folder / inside / "a.txt").write_text(f"in {inside}")
-    for name in ("a.csv", "b.CSV", "c.py", "Makefile", "d.tar.gz"):
+    for name in ("a.xml", "b.XML", "c.py", "Makefile", "d.tar.gz"):
         (folder / name).write_text("no")
     os.mkfifo(folder / "pipe.txt")
     (folder / "elsewhere").symlink_to("sub")
@@ -139,9 +139,7 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     for _ in range(2):  # each file once, and not what was written
         told = made(folder, folder / "A.TXT", "--out", folder / "o")
         assert sorted(strings(folder / "o")) == ["in sub/deep", "lines", "packed", "upper case"]
-        for kind in (".csv (2)", ".py (1)", "without a suffix (1)", ".tar.gz (1)",
-                     "not regular (1)", "hidden folder .venv (1)", "hidden folder .cache (1)",
-                     "link to a folder elsewhere (1)"):
+        for kind in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", ".txt (1)"):
             assert kind in told
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
@@ -162,6 +160,8 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
 
 
 @pytest.mark.parametrize("name, content, words, left", [
+    ("a.csv", b'text,n\na,1\nb,2,3\nc,4\n', "a.csv:2: more fields than the header", ["a", "c"]),
+    ("a.csv", b'text\na\n"b', "a.csv: cannot be read: unexpected end of data", ["a"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read", []),
     ("a.json", b'[{"text": "a"}, 5]', "a.json:2: record: expected an object", ["a"]),
     ("a.json", b'{"data": [{"text": "a"}]}', "a.json:1: has data; expected text", []),
@@ -171,7 +171,7 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON", ["a"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": 3}', "a.jsonl:2: text: expected text, found int", ["a"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": null}', "a.jsonl:2: has text: null", ["a"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: text: expected whole", ["a"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl:2: half of a character", ["a"]),
     ("a.jsonl", b'{"messages": [{"role": "user"}]}', "chats (messages): add --tokenizer", None),
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
@@ -262,10 +262,10 @@ def test_a_foreign_file_among_many_is_found_before_the_work(tmp_path, made, monk
 def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
     foreign_parquet(tmp_path / "a.parquet")
     (tmp_path / "b.txt").write_text("whole")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     for flags in ([], ["--skip_bad"]):
         told = made(tmp_path, *flags, expect=2)
-        assert "needs pyarrow: pip install pyarrow" in told and "Traceback" not in told
+        assert "needs datasets: pip install datasets" in told and "Traceback" not in told
 
 
 # --- long documents ---

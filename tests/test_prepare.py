@@ -1,4 +1,4 @@
-"""`python data.py`: text, JSONL and Parquet become token files, whole or not at all."""
+"""`python data.py`: text and records become token files, whole or not at all."""
 
 import contextlib
 import gzip
@@ -36,7 +36,7 @@ from steady.options import ConfigError
 from steady.tokens.files import TokenWriter, find_files
 from tools import prepare
 from tools import read as read_module
-from tools.encode import Encoder, to_array
+from tools.encode import Encoder
 from tools.read import Chunk
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
@@ -149,8 +149,7 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
 def test_workers_have_what_is_loaded_whatever_is_the_default_of_python(
         tmp_path, made, monkeypatch):
     default = multiprocessing.get_start_method()
-    monkeypatch.setattr(prepare.Encoder, "tokenize", lambda self, texts, *_: [to_array(
-        np.full(3, 7))] * len(texts))
+    monkeypatch.setattr(prepare.Encoder, "tokenize", lambda self, texts, *_: [[7, 7, 7]])
     write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
     multiprocessing.set_start_method("spawn", force=True)
     try:
@@ -210,7 +209,7 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
             encode=bpe.encode, encode_batch_fast=spy))
         for whole in text, text.replace("\n", "") + "x\nx":
             [found] = encoder.tokenize((whole,), False, True)
-            assert found.tolist() == bpe.encode(whole).ids
+            assert found == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
 
 
@@ -277,9 +276,6 @@ def test_of_a_folder_of_the_hub_the_records_for_training_are_taken(tmp_path, mad
     assert found == ["data/train-0.jsonl", "latest.jsonl", '{"text": "train/test.md"}\n']
     made(tmp_path / "hub/val", tmp_path / "hub/README.md")  # where it is named, or nothing else is
     assert len(read(tmp_path / "o")) == 2
-    (tmp_path / "hub/data/data-00000-of-00001.arrow").touch()
-    told = made(tmp_path / "hub", expect=2)
-    assert "00001.arrow: Arrow, as of datasets.save_to_disk; expected Parquet" in told
 
 
 def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
@@ -305,25 +301,104 @@ def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenize
         assert ids[0] == start and start not in ids[1:] and ids[-1] == end and end not in ids[:-1]
 
 
-def test_parquet_and_packed_files(tmp_path, made):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    found = texts(500)
-    pq.write_table(pa.table({"id": range(500), "body": found}), tmp_path / "a.parquet",
-                   row_group_size=120)
-    lines = "".join(json.dumps({"body": text}) + "\n" for text in found)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstd().compress(lines.encode()))
-    for name in ("b.jsonl.gz", "c.jsonl.zst", "a.parquet"):
-        told = made(tmp_path / name, "--out", tmp_path / name[0], "--text_field", "body")
-    a, b, c = (files_of(tmp_path / name) for name in "abc")
-    assert a == b == c and len(read(tmp_path / "a")) > 480
-    assert "ignored keys     id (500)\n" in told
-    pairs = dict(prompt=["a", "b"], completion=["c", "d"])
-    pq.write_table(pa.table(pairs), tmp_path / "pairs.parquet")
-    made(tmp_path / "pairs.parquet")
-    assert read(tmp_path / "o")[1] == ([ord("b"), ord("d"), 256], [0, 1, 1])
-    told = made(tmp_path / "a.parquet", expect=2)
-    assert "has id, body; expected text (see --text_field)" in told
+def save_as(kind, folder, columns):
+    """The same rows as a file or folder of this kind; returns the input to name."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict(columns)
+    path = folder / f"rows[1].{kind}"
+    if kind == "parquet":
+        rows.to_parquet(path, batch_size=120)
+    elif kind == "csv":
+        rows.to_csv(path)
+    elif kind == "json":
+        path.write_text(json.dumps(rows.to_list(), indent=1))
+    elif kind == "objects.json":
+        path.write_text("".join(json.dumps(row, indent=1) + "\n" for row in rows.to_list()))
+    elif kind == "saved":
+        datasets.DatasetDict(train=rows, other=rows.take(1)).save_to_disk(path)
+    elif kind == "arrow":
+        rows.save_to_disk(folder / "arrow")
+        (folder / "arrow/state.json").unlink()
+        return folder / "arrow"
+    elif kind == "hub":
+        (folder / "hub").mkdir()
+        rows.to_parquet(folder / "hub/train.parquet")
+        return f"hf:{folder / 'hub'}"
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows.to_list()).encode()
+        path.write_bytes(gzip.compress(lines) if kind.endswith("gz") else zstd().compress(lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl.zst", "parquet", "csv", "json", "objects.json", "saved",
+                                  "arrow", "hub"])
+def test_all_kinds_of_input_give_the_same_documents(tmp_path, made, kind):
+    columns = dict(id=[*range(500)], body=texts(500), none=[None] * 500)
+    expected = save_as("jsonl.gz", tmp_path, columns)
+    told = made(expected, "--out", tmp_path / "expected", "--text_field", "body")
+    assert "ignored keys     id (500), none (500)\n" in told
+    given = save_as(kind, tmp_path, columns)
+    assert {*told.splitlines()[:-1]} <= {*made(given, "--text_field", "body").splitlines()}
+    assert files_of(tmp_path / "o") == files_of(tmp_path / "expected")
+    assert len(read(tmp_path / "o")) > 480
+    made(given, "--text_field", "body", "--limit", 70, "--workers", 2)
+    documents = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
+    assert documents == columns["body"][:70]
+    told = made(given, expect=2)
+    assert "has id, body" in told and "expected text (see --text_field)" in told
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "saved", "hub"])
+def test_columns_of_other_types_and_chats(tmp_path, made, tokenizer, kind):
+    """Nested lists, JSON as text, columns that no document needs."""
+    chats = AutoTokenizer.from_pretrained(tokenizer)
+    chats.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    chats.save_pretrained(tmp_path / "chats")
+    chat = [dict(role="user", content="sat?"), dict(role="assistant", content="on a mat")]
+    given = save_as(kind, tmp_path, dict(messages=[chat, chat], scores=[[1.5], []], text=["", "x"]))
+    made(given, "--tokenizer", tmp_path / "chats")
+    (ids, mask), other = read(tmp_path / "o")
+    assert (ids, mask) == other and chats.decode(ids).startswith("[user]sat?[assistant]on a mat")
+    assert 0 < sum(mask) < len(mask)
+
+
+def test_which_data_set_of_the_hub_is_asked_for(tmp_path, made, monkeypatch):
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load_dataset(*names, **options):
+        asked.append((*names, options))
+        rows = [dict(text=text, n=[i]) for i, text in enumerate("abc")]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", load_dataset)
+        made("hf:owner/name:10BT", "--limit", 2, "--split", "test")
+        assert [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")] == ["a", "b"]
+        made("hf:owner/name")
+        assert asked[0] == ("owner/name", "10BT", dict(split="test", streaming=True))
+        assert asked[-1] == ("owner/name", None, dict(split="train", streaming=True))
+    saved = save_as("saved", tmp_path, dict(text=["a"]))
+    assert "no split x; expected train or other" in made(saved, "--split", "x", expect=2)
+    for name in ("owner/name", str(tmp_path / "none")):
+        done = subprocess.run(
+            [sys.executable, ROOT / "data.py", f"hf:{name}", "--out", tmp_path / "p"], text=True,
+            env=environment() | dict(HF_HUB_OFFLINE="1"), capture_output=True)
+        assert done.returncode == 2 and not done.stdout
+        assert done.stderr.startswith(f"data.py: error: hf:{name}: cannot be read: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_file_of_the_library_keeps_what_comes_before(tmp_path, made):
+    source = save_as("parquet", tmp_path, dict(text=texts(2000)))
+    content = bytearray(source.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 2000] = bytes(2000)
+    source.write_bytes(content)
+    told = made(source, expect=2)
+    assert f"{source}: cannot be read: " in told and told.count("\n") == 1
+    told = made(source, "--skip_bad")
+    documents = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
+    assert documents == texts(2000)[: len(documents)] and len(documents) > 100
+    assert f"left out         {source}: cannot be read" in told
 
 
 def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):

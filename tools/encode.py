@@ -1,11 +1,10 @@
-"""Turns records and texts into token ids, for `python data.py`."""
+"""Records and texts become token ids, for `python data.py`."""
 
 import io
 import json
 import math
 import os
 import re
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,11 @@ from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT, share_of
 from steady.tokens.tokenizers import load_tokenizer, text_start
 from tools import read
-from tools.chat import Part, chat_documents, expect, leaves
+from tools.chat import Part, chat_documents, expect
 from tools.read import Chunk, find_keys
 
 # The tokenizers library takes 200 times the size of a text, and is slower beyond the cache.
 IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
-LONE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 UNKNOWN = "unknown tokens"
 
 
@@ -33,13 +31,10 @@ class Document(NamedTuple):
 
 
 class Encoder:
-    """Turns chunks into token ids.
-
-    folder: of the tokenizer, None for "bytes"; options: prepare.Options.
-    """
+    """Turns chunks into token ids. folder: of the tokenizer, None for "bytes"."""
 
     def __init__(self, folder: Path | None, options):
-        self.options, self.tokenizer, self.prefix = options, None, array("I")
+        self.options, self.tokenizer, self.prefix = options, None, []
         self.adds_space = False  # before every text, as SentencePiece's do
         self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
@@ -56,7 +51,7 @@ class Encoder:
             self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
             if tokenize("a") == tokenize("\na"):  # T5's turns a line end into that space
                 self.before = ""
-            self.prefix = array("I", text_start(self.tokenizer))
+            self.prefix = text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
             unknown = getattr(model, "unk_token", self.tokenizer.unk_token)  # Unigram's has none
             self.unknown = unknown and model.token_to_id(unknown)
@@ -81,17 +76,13 @@ class Encoder:
         return self.dropped[letter]
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
-        """The documents of a chunk, and counts for the summary.
-
-        Raises ConfigError with the number of an unreadable record, unless --skip_bad.
-        """
+        """The documents of a chunk, and counts for the summary. Raises ConfigError."""
         if isinstance(chunk.data, str):
             return [Document(chunk.split, [(chunk.data, True)], False)], Counter()
         found, counts = [], Counter()
         for number, item in enumerate(chunk.data, chunk.first):
             if isinstance(item, bytes) and not item.strip():
                 continue
-            record = None
             try:
                 record = json.loads(item.decode()) if isinstance(item, bytes) else item
                 documents, used, is_chat, more_counts = self.read(record)
@@ -99,7 +90,7 @@ class Encoder:
             except ConfigError as e:
                 raise ConfigError(f"{chunk.file}: {e}") from None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-                why = reason(e, record)
+                why = reason(e)
                 if not self.options.skip_bad:
                     raise ConfigError(f"{chunk.file}:{number}: {why}; --skip_bad leaves such "
                                       "lines out") from None
@@ -115,12 +106,10 @@ class Encoder:
         return found, counts
 
     def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool, Counter]:
-        """(documents of a record, without empty parts; keys used; whether it is a chat; counts).
-
-        Raises ValueError for a record of an unknown kind.
-        """
-        names = (name if value is not None else f"{name}: null"
-                 for name, value in expect(dict, record, "record").items())
+        """(documents of a record; keys used; whether it is a chat; counts). Raises ValueError."""
+        if None in expect(dict, record, "record"):  # the csv module's key for surplus fields
+            raise ValueError("more fields than the header has")
+        names = (name if record[name] is not None else f"{name}: null" for name in record)
         keys, used = find_keys(tuple(names), self.options.text_field)
         is_chat, counts = False, Counter()
         if keys in [("text",), (self.options.text_field,)]:
@@ -134,17 +123,16 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, sizes, counts, last, n_bytes = array("I"), [], [], [], 0
-        end = array("I", [self.end])
+        ids, sizes, counts, last, n_bytes = [], [], [], [], 0
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
                 found = self.tokenize(texts, document.is_chat, begins)
-                start = array("I") if document.is_chat else self.prefix  # templates write it
+                start = [] if document.is_chat else self.prefix  # templates write it
                 if begins and found[0][: len(start)] != start:
                     found[0] = start + found[0]
-                if ends and found[-1][-1:] != end:
-                    found[-1] += end
+                if ends and found[-1][-1:] != [self.end]:
+                    found[-1].append(self.end)
                 for part in found:
                     ids += part
                 sizes += map(len, found)
@@ -153,17 +141,16 @@ class Encoder:
                 if ends:
                     last.append(len(ids))
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        return np.array(ids), np.array(last, np.int64), mask, n_bytes
+        return np.array(ids, np.uint32), np.array(last, np.int64), mask, n_bytes
 
-    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[array]:
-        """The ids of each text.
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[list]:
+        """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
 
-        A prompt and its response are tokenized apart; a chat in one piece, and so are texts that
-        would each get a space. There a token belongs to the text it begins in. begins: False for a
-        continued document, tokenized after a line end; a token of both belongs to the text.
+        There a token belongs to the text it begins in. begins: False for a continued document,
+        tokenized after a line end; a token of both belongs to the text.
         """
         if self.tokenizer is None:
-            return [to_array(np.frombuffer(text.encode(), np.uint8)) for text in texts]
+            return [list(text.encode()) for text in texts]
         if not (is_chat or self.adds_space):
             return [self.ids(text) for text in texts]
         texts = ["" if begins else self.before, *texts]
@@ -171,17 +158,13 @@ class Encoder:
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
         part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
-        return [to_array(ids[part == k]) for k in range(1, len(texts))]
+        return [ids[part == k].tolist() for k in range(1, len(texts))]
 
-    def ids(self, text: str) -> array:
+    def ids(self, text: str) -> list[int]:
         found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
         for piece in IN_PIECES.findall(text):
             found += encode([piece], add_special_tokens=False)[0].ids
-        return array("I", found)
-
-
-def to_array(ids: np.ndarray) -> array:
-    return array("I", ids.astype(np.uint32).tobytes())
+        return found
 
 
 def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
@@ -195,16 +178,14 @@ def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bo
         yield [(piece.data, counted)], piece.begins, piece.ends
 
 
-def reason(error: Exception, record) -> str:
+def reason(error: Exception) -> str:
     """Why a record is left out, in the same words for all of a kind."""
     if isinstance(error, json.JSONDecodeError):
         return "not JSON; expected an object on each line, or in .json an array of objects"
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8"
-    if isinstance(error, (UnicodeEncodeError, TypeError)):
-        for name, value in leaves(record):
-            if isinstance(value, str) and LONE.search(value):
-                return f"{name}: expected whole characters, found half of one (a lone surrogate)"
+    if isinstance(error, UnicodeEncodeError) or "TextEncodeInput" in str(error):
+        return "half of a character (a lone surrogate)"
     if isinstance(error, KeyError):
         return f"no {error}"
     return " ".join(str(error).split())[:300]

@@ -1,11 +1,9 @@
-"""python data.py INPUT… --out DIR: text, JSON and Parquet to token files; see docs/data.md.
+"""python data.py INPUT… --out DIR: text, records and data sets to token files; see docs/data.md.
 
 One process reads chunks of the input, others tokenize them, and the first writes the results in the
 order of the input, whatever the number of processes. Memory holds only the chunks in flight.
 """
 
-import contextlib
-import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -18,9 +16,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -44,13 +41,12 @@ from tools.read import Chunk, find_inputs, read_chunks, read_file
 
 TRAINING_BYTES = 1 << 30  # of input, to train a tokenizer on
 LISTED = 8  # names of a kind, in the summary
-progress = partial(tqdm, unit="B", unit_scale=True, delay=2, mininterval=5)
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
        data.py show DIR N           print the first N samples, marking the tokens in the loss
        data.py show RUN_DIR STEP    print the samples of one step of a run"""
-ABOUT = ("Turn text, JSON (.gz, .zst too) and Parquet files, folders or patterns into token "
-         "files.")
+ABOUT = ("Turn text, JSON, CSV (.gz, .zst too), Parquet and Arrow into token files: files, "
+         "folders, patterns, or hf:OWNER/NAME[:CONFIG].")
 
 
 @dataclass
@@ -68,6 +64,8 @@ class Options:
         None, "key or column of a document's text (default: text, unless there is a chat)")
     workers: int | None = option(
         None, "processes that tokenize (default: one per core)", at_least=1, at_most=1000)
+    split: str = option("train", "split of a hf: data set, or of a folder of several splits")
+    limit: int | None = option(None, "records of each file or data set, at most", at_least=1)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
 
 
@@ -86,13 +84,12 @@ def prepare_or_show(argv: list[str]):
         show(argv[1], int(argv[2]))
         return
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder or pattern")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, pattern, hf:NAME")
     given = vars(read_flags(parser, argv))
     # without torch, unused by tokenizers, transformers starts 1.2 s sooner and takes 190 MB less
     sys.modules.setdefault("torch", None)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     print(prepare(given.pop("inputs"), Options(**given)))
-    gc.freeze()  # no collection at exit: 0.08 s
 
 
 # --- the dataset -----------------------------------------------------------------------------
@@ -100,9 +97,9 @@ def prepare_or_show(argv: list[str]):
 
 def prepare(inputs: list[str], options: Options) -> str:
     """Write the dataset; returns a summary. Raises ConfigError."""
+    check_bounds(options)
     if not options.out:
         raise ConfigError("--out DIR: expected a folder to write to")
-    check_bounds(options)
     if options.train_tokenizer and options.tokenizer != "bytes":
         raise ConfigError("--tokenizer and --train_tokenizer exclude each other")
     out, counts = Path(options.out).expanduser(), Counter()
@@ -126,10 +123,7 @@ def prepare(inputs: list[str], options: Options) -> str:
 
 
 def check(files: list[Path], encoder: Encoder):
-    """Raise ConfigError now for a file that would stop the work later.
-
-    Reads the first record, or piece of text, of each; not with --skip_bad.
-    """
+    """Read the beginning of each file, unless --skip_bad. Raises ConfigError."""
     options = replace(encoder.options, val_fraction=0.0)  # no search for a place to cut
     for path in [] if options.skip_bad else files:
         for chunk in itertools.islice(read_file(path, options), 1):
@@ -144,40 +138,36 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
     writers = {split: TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                                   end_of_text=encoder.end) for split in ("train", "val")}
     chunks = read_chunks(files, options, counts)
-    with progress(desc="tokenized") as bar, closing(encode_all(chunks, encoder)) as results:
+    bar = tqdm(desc="tokenized", unit="B", unit_scale=True, delay=2, mininterval=5)
+    with bar, closing(encode_all(chunks, encoder)) as results:
         for encoded, counted in results:
             for split, arrays in encoded.items():
                 writers[split].add(*arrays)
             counts.update(counted)
             bar.update(sum(writer.bytes for writer in writers.values()) - bar.n)
     train, val = writers.values()
-    inputs = f"{files[0]}{' …' * (len(files) > 1)}"
     if not train.tokens:
         drawn = f": the {val.documents:,} are drawn for validation; try another --val_fraction"
-        raise ConfigError(f"{inputs}: no document to train on{drawn if val.tokens else ''}")
+        raise ConfigError(f"{files[0]}: no document to train on{drawn if val.tokens else ''}")
     if counts["without a reply", "train"] == train.documents:
-        raise ConfigError(f"{inputs}: no document to train on has a reply, so the loss would count "
-                          "nothing; expected replies of an assistant")
+        raise ConfigError(f"{files[0]}: no document to train on has a reply, so the loss would "
+                          "count nothing; expected replies of an assistant")
     for writer in writers.values():
         writer.close()
-    tokens = train.tokens + val.tokens
     lines = {
         "documents": f"{train.documents:,} + {val.documents:,} (training + validation)",
         "tokens": f"{train.tokens:,} + {val.tokens:,} as {train.dtype}, vocabulary "
         f"{encoder.vocab_size:,} ({name})",
-        "bytes per token": f"{(train.bytes + val.bytes) / tokens:.3f}",
+        "bytes per token": f"{(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
     }
     if unknown := counts.pop(UNKNOWN, 0):
-        lines[UNKNOWN] = f"{unknown:,} ({unknown / tokens:.1%})"
-    names = {}  # by kind
-    for (kind, name), n in (+counts).most_common():
-        names.setdefault(kind, []).append(f"{name} ({n:,})")
-    for kind, found in names.items():
-        lines[kind] = f"{', '.join(found[:LISTED])}{' …' * (len(found) > LISTED)}"
-    summary = "\n".join(f"{kind:16} {text}" for kind, text in lines.items())
+        lines[UNKNOWN] = f"{unknown:,} ({unknown / (train.tokens + val.tokens):.1%})"
+    for kind in dict.fromkeys(kind for kind, _ in +counts):
+        found = [f"{name} ({n:,})" for (k, name), n in (+counts).most_common() if k == kind]
+        lines[kind] = ", ".join(found[:LISTED]) + " …" * (len(found) > LISTED)
     if options.val_fraction and not val.tokens:
-        summary += "\nno document was drawn for validation: try a larger --val_fraction"
-    return summary
+        lines["validation"] = "no document was drawn for validation: try a larger --val_fraction"
+    return "\n".join(f"{kind:16} {text}" for kind, text in lines.items())
 
 
 def publish(draft: Path, out: Path):
@@ -185,7 +175,7 @@ def publish(draft: Path, out: Path):
     for split in ("train", "val"):
         for suffix in ("", ".json", ".docs", ".mask"):
             (out / f"{split}.bin{suffix}").unlink(missing_ok=True)
-    with contextlib.suppress(ConfigError):  # somebody else's, unused with --tokenizer bytes
+    with suppress(ConfigError):  # somebody else's, unused with --tokenizer bytes
         delete_tokenizer(out / "tokenizer")
     for new in sorted(draft.iterdir(), key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
         new.rename(out / new.name)
@@ -212,9 +202,8 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
         except BrokenProcessPool:
             raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
                               "--workers need less") from None
-        except BaseException:
+        finally:
             pool.shutdown(cancel_futures=True)  # wait=False would race with the exit
-            raise
 
 
 def start_worker(encoder: Encoder):
@@ -238,10 +227,7 @@ def encode_in_worker(chunk: Chunk) -> tuple:
 
 
 def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[Path | None, str]:
-    """Train or copy the tokenizer into `folder`: (folder, or None for "bytes"; its name).
-
-    The name ends in a hash, so that two datasets can be checked for the same tokenizer.
-    """
+    """Train or copy the tokenizer into `folder`: (folder, or None for "bytes"; name@hash)."""
     if options.train_tokenizer:
         train_tokenizer(files, options, folder)
         name = f"bpe-{options.train_tokenizer}"
@@ -267,15 +253,14 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
-    every = max(1, -(-sum(file.stat().st_size for file in files) // TRAINING_BYTES))
+    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    every = max(1, -(-n_bytes // TRAINING_BYTES))
 
     def texts():
-        with progress(desc="read to train the tokenizer") as bar:
-            for chunk in itertools.islice(read_chunks(files, options, Counter()), 0, None, every):
-                for document in reader.documents(chunk)[0]:
-                    for text, _ in document.parts:
-                        bar.update(len(text))
-                        yield IN_PIECES.findall(text)
+        for chunk in itertools.islice(read_chunks(files, options, Counter()), 0, None, every):
+            for document in reader.documents(chunk)[0]:
+                for text, _ in document.parts:
+                    yield IN_PIECES.findall(text)
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)

@@ -1,16 +1,21 @@
-"""The input files of `python data.py`, found and read in pieces."""
+"""The inputs of `python data.py`, found and read in pieces; some by the library `datasets`."""
 
 import codecs
+import contextlib
+import csv
 import glob
 import gzip
+import importlib
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +23,11 @@ from typing import NamedTuple
 from steady.options import ConfigError
 from steady.tokens.files import share_of
 
-KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".parquet": "parquet"}
-COMPRESSED = (".gz", ".zst")  # a second suffix, except of Parquet
+KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".csv": "csv",
+         ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+BY_LIBRARY = ("parquet", "arrow", "saved", "hub")  # kinds that `datasets` reads
+COMPRESSED = (".gz", ".zst")  # a second suffix
+HUB = "hf:"  # begins the name of a data set on the hub
 RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): ("tools", "system"),
     ("messages",): ("tools", "system"),
@@ -48,10 +56,8 @@ class Chunk(NamedTuple):
 
 @lru_cache  # most records have the same keys
 def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
-    """(keys that hold the document, all keys used) among these names. Raises ValueError.
-
-    A chat takes precedence over a text beside it, unless --text_field asks for the text.
-    """
+    """(keys that hold the document, all keys used) among these names. Raises ValueError."""
+    # a chat comes before a text beside it, unless --text_field asks for the text
     kinds = {(text_field,): ()} | RECORDS if text_field else RECORDS | {("text",): ()}
     for keys, more in kinds.items():
         if set(keys) <= set(names):
@@ -62,7 +68,7 @@ def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
                      f"{known}")
 
 
-# --- finding files ---------------------------------------------------------------------------
+# --- finding them ----------------------------------------------------------------------------
 
 
 def suffixes(path: Path) -> list[str]:
@@ -72,21 +78,27 @@ def suffixes(path: Path) -> list[str]:
 
 
 def kind_of(path: Path) -> str | None:
-    """One of KINDS; None for a file that cannot be read."""
-    return KINDS.get(suffixes(path)[0])
+    """A value of KINDS, "saved", "hub", or None for a file that cannot be read."""
+    if str(path).startswith(HUB):
+        return "hub"
+    return "saved" if is_saved(path) else KINDS.get(suffixes(path)[0])
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether datasets.save_to_disk made this folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
-    """The files of all inputs (files, folders or patterns), each once.
-
-    Counts the files skipped in folders. Raises ConfigError.
-    """
+    """The sources of all inputs, each once. counts: of files skipped. Raises ConfigError."""
     found = {}
     for name in inputs:
         path = Path(name).expanduser()
         if path.resolve() == out.resolve():
             raise ConfigError(f"{name}: is what --out names; expected another folder there")
-        if path.is_dir():
+        if name.startswith(HUB):
+            files = [Path(name)]
+        elif path.is_dir():
             files = files_in(path, out.resolve(), counts)
         else:
             files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
@@ -95,46 +107,40 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
             raise ConfigError(f"{name}: no such file, or no file in it that ends in "
                               f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
         for file in files:
-            if not kind_of(file) or not file.is_file():  # a pipe cannot be read twice
+            kind = kind_of(file)
+            if not kind or kind not in ("saved", "hub") and not file.is_file():  # as a pipe
                 raise ConfigError(f"{file}: expected a regular file that ends in {' '.join(KINDS)}")
         found |= dict.fromkeys(files)
     return list(found)
 
 
 def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
-    """The files to read in a folder, except in hidden folders and in `out`.
+    """The sources in a folder, except in hidden folders, links to folders and `out`.
 
-    As `datasets` reads a folder of the hub: without its README, and only the training split if
-    names tell the splits apart.
+    Beside records no README, and beside files for training none for tests.
     """
-    files, skipped = [], []
+    files, found, skipped = [], [], []
     for directory, folders, names in os.walk(folder):
-        if Path(directory).resolve() == out:
+        here = Path(directory)
+        if is_saved(here):
+            found.append(here)
+        if is_saved(here) or here.resolve() == out:
             folders.clear()
             continue
-        skipped += [f"link to a folder {name}" for name in folders
-                    if Path(directory, name).is_symlink() and not name.startswith(".")]
-        skipped += [f"hidden folder {name}" for name in folders if name.startswith(".")]
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(directory, name) for name in names]
+        for path in map(here.joinpath, names):
+            if kind_of(path) and path.is_file():
+                files.append(path)
+            else:
+                skipped.append("".join(suffixes(path)) or path.name)
     words = {path: {*re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())} for path in files}
-    known = [path for path in files if kind_of(path)]
-    has_records = any(kind_of(path) != "text" for path in known)
-    has_training = any(TRAINING & words[path] for path in known)
-    found = []
+    has_records = any(kind_of(path) != "text" for path in files)
+    has_training = any(TRAINING & words[path] for path in files)
     for path in files:
-        other = OTHERS & words[path] if has_training and not TRAINING & words[path] else ()
-        if not path.is_file():
-            skipped.append("not regular")
-        elif path.suffix.lower() == ".arrow":
-            raise ConfigError(f"{path}: Arrow, as of datasets.save_to_disk; expected Parquet, "
-                              "as of load_from_disk(FOLDER).to_parquet(FILE)")
-        elif not kind_of(path):
-            skipped.append("".join(suffixes(path)) or "without a suffix")
-        elif has_records and path.name.lower() in CARDS:
+        if has_records and path.name.lower() in CARDS:
             skipped.append(path.name)
-        elif other:
-            skipped.append(f"{min(other)} split")
+        elif has_training and OTHERS & words[path] and not TRAINING & words[path]:
+            skipped.append(f"{min(OTHERS & words[path])} split")
         else:
             found.append(path)
     counts.update(("skipped", reason) for reason in skipped)
@@ -145,10 +151,7 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
 
 
 def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
-    """All files in pieces of about CHUNK_BYTES. Raises ConfigError.
-
-    options: prepare.Options. With skip_bad the unreadable rest of a file is left out and counted.
-    """
+    """All sources in pieces of about CHUNK_BYTES; options: prepare.Options. Raises ConfigError."""
     for path in files:
         chunk = None
         try:
@@ -165,125 +168,163 @@ def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
 
 
 def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
-    """The pieces of one file. large: cut a text in two, whatever its size. Raises ConfigError."""
+    """The pieces of one source. large: cut a text in two, whatever its size. Raises ConfigError."""
+    first = 1
     try:
-        with open(path, "rb") as raw, decompressed(path, raw) as file:
-            if kind_of(path) == "text":
-                skip_mark(path, file)
-                yield from read_text(path, file, options.val_fraction, large)
-                return
-            first = 1
-            for records in read_records(path, file, options.text_field):
-                yield Chunk(str(path), records, first)
-                first += len(records)
+        if kind_of(path) == "text":
+            yield from read_text(path, options.val_fraction, large)
+            return
+        for records in grouped(itertools.islice(read_records(path, options), options.limit)):
+            yield Chunk(str(path), records, first)
+            first += len(records)
     except ConfigError:
         raise
     except ImportError as e:
-        package = "pyarrow" if kind_of(path) == "parquet" else "backports.zstd"
+        package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
         raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
-    except Exception as e:  # each codec, and pyarrow, has errors of its own
+    except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        place = f" (after record {first - 1:,})" if first > 1 else ""
+        raise ConfigError(f"{path}: cannot be read: {reason:.300}{place}") from None
 
 
-def decompressed(path: Path, raw):
-    """The content of an open file, decompressed according to its name."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(raw)
-    if path.suffix.lower() == ".zst":
-        try:
-            from compression import zstd  # Python 3.14
-        except ImportError:
-            from backports import zstd
-        return zstd.open(raw)
-    return raw
-
-
-def skip_mark(path: Path, file) -> bytes:
-    """Go to the beginning of the text, after its byte order mark; returns the next 1 kB."""
-    start = file.read(1024)
-    utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    if utf16 or 8 * start.count(0) > len(start):
-        raise ConfigError(f"{path}: UTF-16, or no text; expected UTF-8")
-    text = start.removeprefix(codecs.BOM_UTF8)
-    file.seek(len(start) - len(text))
-    return text
-
-
-def read_records(path: Path, file, text_field: str | None) -> Iterator[list]:
-    """The records of a file, about CHUNK_BYTES at a time."""
-    if kind_of(path) == "parquet":
-        yield from read_parquet(path, text_field)
-    elif skip_mark(path, file).lstrip()[:1] == b"[" and kind_of(path) == "json":
-        items = json.load(file)
-        yield from (items[i : i + 100] for i in range(0, len(items), 100))
-    else:
-        yield from read_lines(path, file)
-
-
-def read_lines(path: Path, file) -> Iterator[list]:
-    """Lines, about CHUNK_BYTES at a time. Raises ConfigError for one that is too long."""
-    lines, size = [], 0
+def grouped(records: Iterable) -> Iterator[list]:
+    """Records, about CHUNK_BYTES at a time; those before an error are not lost."""
+    found, size = [], 0
     try:
-        for number in itertools.count(1):
-            line = file.readline(LINE_BYTES)
-            if len(line) == LINE_BYTES:
-                raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; "
-                                  "expected shorter documents")
-            if not line:
-                break
-            lines.append(line)
-            size += len(line)
+        for record in records:
+            found.append(record)
+            size += len(record if isinstance(record, bytes) else repr(record))
             if size >= CHUNK_BYTES:
-                yield lines
-                lines, size = [], 0
+                yield found
+                found, size = [], 0
     except Exception:
-        yield lines
+        if found:
+            yield found
         raise
-    if lines:
-        yield lines
+    if found:
+        yield found
 
 
-def read_parquet(path: Path, text_field: str) -> Iterator[list]:
-    """Rows; columns that hold no document are None."""
-    import pyarrow.parquet as parquet
+@contextlib.contextmanager
+def opened(path: Path):
+    """The content of a file, decompressed according to its name, after its byte order mark."""
+    with open(path, "rb") as raw:
+        file = raw
+        if path.suffix.lower() == ".gz":
+            file = gzip.open(raw)
+        elif path.suffix.lower() == ".zst":
+            new = sys.version_info >= (3, 14)
+            zstd = importlib.import_module("compression.zstd" if new else "backports.zstd")
+            file = zstd.open(raw)
+        start = file.read(1024)
+        utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        if utf16 or 8 * start.count(0) > len(start):
+            raise ConfigError(f"{path}: UTF-16, or no text; expected UTF-8")
+        file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+        yield file
 
-    file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)  # not whole row groups
-    names = file.schema_arrow.names
-    find_keys(tuple(names), text_field)
-    known = {text_field or "text"}.union(*(keys + more for keys, more in RECORDS.items()))
-    others = {name: None for name in names if name not in known}
-    about = file.metadata
-    n_bytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-    batch_size = min(10_000, max(1, CHUNK_BYTES * about.num_rows // max(1, n_bytes)))
-    columns = [name for name in names if name in known]
-    for batch in file.iter_batches(batch_size, columns=columns, use_threads=False):
-        yield [others | row for row in batch.to_pylist()]
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def read_records(path: Path, options) -> Iterator:
+    """Records as objects, or as undecoded lines of JSON."""
+    kind = kind_of(path)
+    if kind in BY_LIBRARY:
+        yield from read_rows(path, kind, options)
+        return
+    with opened(path) as file:
+        if kind == "csv":
+            csv.field_size_limit(LINE_BYTES)
+            text = io.TextIOWrapper(file, "utf-8", newline="")
+            delimiter = "\t" if ".tsv" in suffixes(path) else ","
+            yield from csv.DictReader(text, delimiter=delimiter, strict=True)
+        elif kind == "json" and spans_lines(file):
+            yield from read_values(file.read().decode().lstrip())
+        else:
+            yield from read_lines(path, file)
+
+
+def spans_lines(file) -> bool:
+    """Whether JSON begins with an array, or with an object over several lines."""
+    at = file.tell()
+    line, end, _ = file.read(1024).lstrip().partition(b"\n")
+    file.seek(at)
+    return line.startswith(b"[") or bool(end) and not line.rstrip().endswith(b"}")
+
+
+def read_values(text: str) -> Iterator:
+    """The objects of arrays, or objects one after another."""
+    at, decoder = 0, json.JSONDecoder()
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]
+        at = json.decoder.WHITESPACE.match(text, at).end()
+
+
+def read_lines(path: Path, file) -> Iterator[bytes]:
+    """Raises ConfigError for a line that is too long."""
+    for number in itertools.count(1):
+        line = file.readline(LINE_BYTES)
+        if len(line) == LINE_BYTES:
+            raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; expected "
+                              "shorter documents")
+        if not line:
+            return
+        yield line
+
+
+def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
+    """Rows by the library `datasets`, streamed or mapped; columns without a document are None."""
+    if "torch" in sys.modules and sys.modules["torch"] is None:
+        del sys.modules["torch"]  # `datasets` imports it where it is listed
+    import datasets
+
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are exceptions, too
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    if kind == "hub":
+        name, _, config = str(path).removeprefix(HUB).partition(":")
+        found = datasets.load_dataset(name, config or None, split=options.split, streaming=True)
+    elif kind == "saved":
+        found = datasets.load_from_disk(str(path))
+        if isinstance(found, dict) and options.split not in found:
+            raise ConfigError(f"{path}: no split {options.split}; expected {' or '.join(found)}")
+        found = found[options.split] if isinstance(found, dict) else found
+    else:
+        found = datasets.load_dataset(kind, data_files=[glob.escape(str(path))], split="train",
+                                      streaming=True)
+    others = {}
+    if names := found.column_names:
+        find_keys(tuple(names), options.text_field)
+        known = {options.text_field or "text"}.union(*(k + more for k, more in RECORDS.items()))
+        others = dict.fromkeys(name for name in names if name not in known)
+        found = found.select_columns([name for name in names if name in known])
+    for batch in found.iter(16):
+        for values in zip(*batch.values(), strict=True):
+            yield others | dict(zip(batch, values, strict=True))
 
 
 # --- texts -----------------------------------------------------------------------------------
 
 
-def read_text(path: Path, file, share: float, large: bool) -> Iterator[Chunk]:
+def read_text(path: Path, share: float, large: bool) -> Iterator[Chunk]:
     """Pieces of one document, or of two if the end of the file is for validation."""
-    start = file.tell()
-    if not large and path.stat().st_size < CUT_BYTES:
-        split = "val" if share_of(os.fsencode(path.name)) < share else "train"
-        yield from pieces(path, file, start, math.inf, split)
-    elif not share:
-        yield from pieces(path, file, start, math.inf, "train")
-    else:
-        cut = find_cut(file, start, share)
-        file.seek(start)
-        yield from pieces(path, file, start, cut, "train")
-        yield from pieces(path, file, cut, math.inf, "val")
+    with opened(path) as file:
+        start = file.tell()
+        if share and (large or path.stat().st_size >= CUT_BYTES):
+            cut = find_cut(file, start, share)
+            file.seek(start)
+            yield from pieces(path, file, start, cut, "train")
+            yield from pieces(path, file, cut, math.inf, "val")
+        else:
+            split = "val" if share_of(os.fsencode(path.name)) < share else "train"
+            yield from pieces(path, file, start, math.inf, split)
 
 
 def find_cut(file, start: int, share: float) -> int:
-    """The byte to cut at before the last `share` of a text.
-
-    Within the first half of that share: after a line, or else before a space or a character.
-    """
+    """A byte in the first half of the last `share`, after a line or before a space if possible."""
     size = file.seek(0, io.SEEK_END)
     at = file.seek(max(start, int(size * (1 - share))))
     text = file.read(min(CHUNK_BYTES, max(4, (size - at) // 2)))
@@ -303,11 +344,8 @@ def last_cut(text: str) -> int:
 
 
 def pieces(path: Path, file, start: int, stop: float, split: str) -> Iterator[Chunk]:
-    """The document in bytes `start` to `stop`, with `file` at its start.
-
-    Cut at `last_cut`, so the pieces have the same tokens as the whole document. PIECE_BYTES without
-    such a place are cut between two characters.
-    """
+    """The document in bytes `start` to `stop`, with `file` at its start, cut at `last_cut`, or
+    after PIECE_BYTES without such a place."""
     at, block, more = start, b"", True
     while more:
         more = file.read(min(CHUNK_BYTES, stop - at - len(block)))

@@ -3,7 +3,7 @@
 Of a folder of token files, the first documents; of a run, the samples it trained on in a step.
 """
 
-import contextlib
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -20,28 +20,24 @@ def show(path: str, n: int):
     if not 1 <= n <= 10**12:
         raise ConfigError(f"{n}: expected 1 or more, a number of samples or of a step")
     samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
-    for title, ids, counted, tokenizer in samples(path, n):
+    for title, ids, counted, to_text in samples(path, n):
         print(f"--- {title}")
-        print(marked(ids, counted, tokenizer))
+        print(marked(ids, counted, to_text))
 
 
 def first_documents(path: str, n: int):
-    """Yields (title, ids, whether the loss counts each, tokenizer) of up to n documents."""
+    """Yields (title, ids, whether the loss counts each, ids → text) of up to n documents."""
     files = find_files(path, "train", "show")
     if not files:
         raise ConfigError(f"show {path}: not a run, and no train.bin or *_train*.bin in there")
-    for name in files:
-        file = TokenFile(name, seq_len=1)
-        _, tokenizer, folder, _ = read_sidecars([file], None)
-        at = file.documents()
-        for i, (begin, end) in enumerate(zip(at[:n], at[1:], strict=False)):
-            counted = [True] * (end - begin) if file.mask is None else file.mask[begin:end] > 0
-            title = f"document {i} of {len(at) - 1:,} in {name}: {end - begin:,} tokens, "
-            yield (f"{title}{sum(counted):,} counted", file.tokens[begin:end].tolist(), counted,
-                   "bytes" if tokenizer == "bytes" else folder)
-        n -= len(at) - 1
-        if n <= 0:
-            return
+    file = TokenFile(files[0], seq_len=1)
+    _, tokenizer, folder, _ = read_sidecars([file], None)
+    to_text = partial(decode, "bytes" if tokenizer == "bytes" else folder)
+    at = file.documents()
+    for i, (begin, end) in enumerate(zip(at[:n], at[1:], strict=False)):
+        counted = [True] * (end - begin) if file.mask is None else file.mask[begin:end] > 0
+        yield (f"document {i} of {len(at) - 1:,} in {file.path}: {end - begin:,} tokens, "
+               f"{sum(counted):,} counted", file.tokens[begin:end].tolist(), counted, to_text)
 
 
 def samples_of_step(run_dir: str, step: int):
@@ -51,10 +47,10 @@ def samples_of_step(run_dir: str, step: int):
                         mode=cfg.data_mode)
     # each start of the run logs the order of its samples; the last one before the step applies
     order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
-    with contextlib.suppress(OSError):
-        for _, row in read_rows(Path(run_dir, "metrics.jsonl")):
-            if "order" in row and row["step"] < step:
-                order, before = row["order"], row["step"]
+    log = Path(run_dir, "metrics.jsonl")
+    for _, row in read_rows(log) if log.exists() else ():
+        if "order" in row and row["step"] < step:
+            order, before = row["order"], row["step"]
     data.order.seed, n = order["seed"], order["batch_size"]
     data.group_by_length(data.GROUP_STEPS, n)
     first = order["position"] + (step - 1 - before) * n
@@ -70,18 +66,18 @@ def samples_of_step(run_dir: str, step: int):
             counted = [False, *((batch.targets[i][:-1] != IGNORE) & same)][: len(ids)]
         file, token = dataset.find(sample[i])
         yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
-               "bytes" if data.tokenizer == "bytes" else data.tokenizer_folder)
+               data.decode)
 
 
-def marked(ids: list[int], counted: list[bool], tokenizer: str | None) -> str:
+def marked(ids: list[int], counted: list[bool], to_text) -> str:
     """The text, with counted stretches in brackets unless all of it counts."""
     if all(counted):
-        return decode(tokenizer, ids)
+        return to_text(ids)
     text = done = ""
     at = 0
     for counts, stretch in groupby(map(bool, counted)):
         at += len(list(stretch))
-        so_far = decode(tokenizer, ids[:at])  # some tokenizers drop a space at the beginning
+        so_far = to_text(ids[:at])  # some tokenizers drop a space at the beginning
         new, done = so_far[len(done) :], so_far
         text += f"⟦{new}⟧" if counts else new
     return text
