@@ -289,10 +289,9 @@ class Process:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def torchrun_sets(attempt: int, launch="launch"):
-    """What torchrun sets in its processes, of those that tell launches and restarts apart."""
-    os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt),
-                       TORCHELASTIC_ERROR_FILE=f"/tmp/{launch}/attempt_{attempt}/0/error.json")
+def torchrun_sets(attempt: int):
+    """What torchrun sets in its processes."""
+    os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt))
 
 
 def processes(folder: Path, ranks: int, flags, hook=None) -> list[Process]:

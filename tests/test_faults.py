@@ -289,16 +289,10 @@ def test_optimizer_state_follows_the_names_of_its_parameters(run, copy):
     assert "other parameters" in run(*flags, bare=True, expect=2)
 
 
-def test_an_option_that_is_newer_than_the_checkpoint_was_off(run, copy):
-    path = copy / "checkpoints/step_00000012.pt"
-    state = torch.load(path, weights_only=True)
-    del state["config"]["norm_eps"]
-    writer.write_checkpoint(path, state)
-    flags = ["--auto-resume", "--out_dir", "r", "--max_steps", 14]
-    assert "norm_eps 1e-06 -> 0.1" in run(*flags, "--norm_eps", 0.1, bare=True, expect=2)
-    run(*flags, bare=True)
+def test_another_format_is_refused_and_not_set_aside(run, copy):
     writer.write_checkpoint(copy / "checkpoints/step_00000014.pt", {"format": 0})
-    assert "format 0; this version reads" in run(*flags, bare=True, expect=2)  # not set aside
+    told = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
+    assert "format 0; this version reads" in told and steps(copy)[-1] == 14
 
 
 class Evil:
@@ -397,17 +391,17 @@ def test_what_is_kept_no_longer_makes_room_on_a_full_disk(run, tmp_path, monkeyp
     assert "--keep_checkpoints" in told.splitlines()[-1] and steps(tmp_path / "r") == [1, 2]
     monkeypatch.setattr(run_dir, "write_yaml", write_yaml)
     told = run("--auto_resume", "--out_dir", "r", "--keep_checkpoints", 1, bare=True)
-    assert steps(tmp_path / "r") == [12] and told.count("deleted step_00000001.pt") == 1
-    assert "--keep_checkpoints 2" not in told and "Traceback" not in told
+    assert steps(tmp_path / "r") == [12] and "Traceback" not in told
 
 
 def test_room_never_costs_the_last_valid_checkpoint(copy):
     full = OSError(errno.ENOSPC, "No space left on device")
-    folder, newest = copy / "checkpoints", copy / "checkpoints/step_00000012.pt"
-    os.truncate(newest, 999)
-    assert not checkpoint.make_room(folder, 1, full) and steps(copy) == [4, 8, 12]
-    assert not checkpoint.make_room(folder, 3, OSError(errno.EACCES, "Permission denied"))
-    assert checkpoint.make_room(folder, 3, full) and steps(copy) == [8, 12]
+    saver = writer.Writer(copy / "checkpoints", 3)
+    assert not saver.make_room(OSError(errno.EACCES, "Permission denied"))
+    assert saver.make_room(full) and steps(copy) == [8, 12]
+    os.truncate(copy / "checkpoints/step_00000012.pt", 999)
+    saver.keep = 1
+    assert not saver.make_room(full) and steps(copy) == [8, 12]
 
 
 def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):

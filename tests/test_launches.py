@@ -1,6 +1,5 @@
 """Launches, their restarts and their orphans: as torchrun makes them, on one host."""
 
-import functools
 import os
 import shutil
 import signal
@@ -22,9 +21,7 @@ from conftest import (
 )
 
 import train
-from steady.checkpoints import disk, opening
-from steady.checkpoints import run_dir as rundir
-from steady.checkpoints.checkpoint import list_checkpoints
+from steady.checkpoints import disk
 from steady.options import ConfigError
 from steady.ranks import hangs
 from steady.ranks.ranks import LAUNCHERS
@@ -35,70 +32,33 @@ slow = pytest.mark.slow
 # --- restarts --------------------------------------------------------------------------------
 
 
-def dies_in(name: str, rank: int):
-    """A hook: the first attempt is killed as it calls this function."""
-    torchrun_sets(0)
-    module = opening if name == "describe" else rundir
-    setattr(module, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-
-
-@pytest.mark.parametrize("moment", [
-    "claim", "write_yaml", "describe",
-    *(pytest.param(name, marks=slow) for name in ("pick_checkpoint", "adopt_drafts"))])
-@pytest.mark.parametrize("flags", [
-    [],
-    ["--out_dir", "old", "--overwrite"],
-    ["--out_dir", "new"],
-    ["--out_dir", "new", "--resume", "old/checkpoints/step_00000004.pt"],
-])
-def test_a_restart_after_a_kill_at_the_start(run, tmp_path, moment, flags):
-    """It does what was asked for, as if nothing had happened, and not what an old run asked for."""
+def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
-    shutil.copytree(tmp_path / "old", tmp_path / "runs/001")
-    flags = [*FLAGS, "--max_steps", 6, *flags]
-    run(*flags, hook=functools.partial(dies_in, moment), expect=-9)
-    run(*flags, hook=lambda rank: torchrun_sets(1))
-    place = sorted((tmp_path / "runs").iterdir())[-1]
-    if "--out_dir" in flags:
-        place = tmp_path / flags[flags.index("--out_dir") + 1]
-    assert list(column(place, "train/loss")) == list(range(5 if "--resume" in flags else 1, 7))
-    assert list_checkpoints(place / "checkpoints")[-1].name == "step_00000006.pt"
-    assert list(column(tmp_path / "runs/001", "train/loss")) == [1, 2, 3, 4]
+    flags = [*FLAGS, "--max_steps", 6, "--out_dir", "old"]
+    for more in (["--overwrite"], ["--resume", "old/checkpoints/step_00000004.pt"]):
+        told = run(*flags, *more, hook=lambda rank: torchrun_sets(1), expect=2)
+        assert "continues it only with --auto_resume --out_dir" in told
+    told = run(*flags, "--auto_resume", hook=lambda rank: torchrun_sets(1))
+    assert "at step 4" in told
+    assert list(column(tmp_path / "old", "train/loss")) == list(range(1, 7))
 
 
-@pytest.mark.parametrize("flags", [["--out_dir", "old", "--overwrite"], ["--overwrite"]])
-def test_a_restart_that_torchrun_does_not_count(run, flags):
-    """As a host comes or goes: --overwrite moves what was there before the launch, once."""
-    run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
-    flags = [*FLAGS, *flags, "--max_steps"]
-    run(*flags, 6, hook=lambda rank: torchrun_sets(0))
-    assert "at step 6" in run(*flags, 8, hook=lambda rank: torchrun_sets(0))
-    assert "at step" not in run(*flags, 2, hook=lambda rank: torchrun_sets(0, "other"))
-
-
-def ends_in_the_first_save(rank: int):
-    """A hook: the first attempt is killed as it has written a draft."""
-    torchrun_sets(0)
-    disk.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("start, out_dir, restart", [
-    ("step_00000004.pt", "new", True), ("link.pt", "new", False), ("best.pt", "old", False)])
-def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(
-        run, tmp_path, start, out_dir, restart):
+@pytest.mark.parametrize("start, out_dir", [("link.pt", "new"), ("best.pt", "old")])
+def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(run, tmp_path, start, out_dir):
     """Also where it is killed before it has saved one of its own."""
+    def hook(rank):
+        disk.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
     run(*FLAGS, "--max_steps", 4, "--eval_interval", 4, "--out_dir", "old")
     folder = tmp_path / "old/checkpoints"
     (folder / "link.pt").symlink_to(folder / "best.pt")
     if start == "best.pt":
         (folder / "step_00000004.pt").unlink()
     flags = [*FLAGS, "--max_steps", 8, "--save_interval", 3, "--out_dir", out_dir]
-    resume = [*flags, "--resume", folder / start]
-    run(*resume, hook=ends_in_the_first_save, expect=-9)
+    run(*flags, "--resume", folder / start, hook=hook, expect=-9)
     if out_dir == "new":
         shutil.rmtree(tmp_path / "old")  # nothing of it is needed
-    told = (run(*resume, hook=lambda rank: torchrun_sets(1)) if restart else
-            run(*flags, "--auto-resume"))
+    told = run(*flags, "--auto-resume")
     assert list(column(tmp_path / out_dir, "train/loss"))[-4:] == [5, 6, 7, 8]
     assert "at step 4" in told
 

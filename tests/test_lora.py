@@ -53,7 +53,7 @@ def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, c
     family = PHI3 if kind == "phi3" else FAMILIES[kind]()
     base = save_random(tmp_path / "m", family)
     told = tune(*LORA, "--out_dir", "r", "--save_interval", 10)
-    assert "M trained), 2 layers" in told and "adamw" in told
+    assert "M trained), 2 layers" in told
     assert ("through transformers' own module" in told) == (kind == "phi3")
     losses = column(tmp_path / "r", "train/loss")
     assert losses[20] < losses[1] - 0.2

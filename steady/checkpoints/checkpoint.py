@@ -11,7 +11,6 @@ bits; and its `.metadata` is a pickle.
 """
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.disk import find_corruption, lack_of_space, link, retry, sync_directory
+from steady.checkpoints.disk import find_corruption, link, retry, sync_directory
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
@@ -268,23 +267,6 @@ def rotate(folder: Path, keep: int) -> list[Checkpoint]:
     for each in old:
         each.delete()
     return old
-
-
-def make_room(folder: Path, keep: int, error: BaseException) -> bool:
-    """After the error of a full disk: make the rotation of the next save now, if one is valid.
-
-    Returns whether anything was deleted.
-    """
-    full, keep = lack_of_space(error), max(1, keep - 1)
-    if not full or full.errno == errno.EFBIG:
-        return False
-    if all(each.find_damage() for each in list_checkpoints(folder)[-keep:]):
-        return False
-    gone = rotate(folder, keep)
-    if gone:
-        print(f"warning: {folder}: no space left; deleted {', '.join(c.name for c in gone)}",
-              flush=True)
-    return bool(gone)
 
 
 def adopt_drafts(folder: Path):

@@ -1,7 +1,6 @@
 """Lines on the screen before the first step of a run, and for an early end."""
 
 import os
-import re
 import signal
 
 import torch
@@ -10,8 +9,6 @@ from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.options import UNKNOWN
 from steady.watch import proc
 from steady.watch.findings import si
-
-TESTED = 2, 15  # the newest torch that all tests have passed with
 
 
 def early_end(cfg, progress, signal_number: int = 0) -> str:
@@ -61,35 +58,11 @@ def describe(run) -> str:
         f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}",
-        *optimizer_lines(run),
         f"run     {run.dir.path}",
     ]
     if run.dir.resumed_from:
         lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
-    return "\n".join(filter(None, (*lines, crowded(ranks.device), untested())))
-
-
-def optimizer_lines(run) -> list[str]:
-    """The rates of each optimizer and its parameters, without the numbers of layers."""
-    cfg, lines = run.cfg, []
-    names = {id(p): re.sub(r"\.\d+\b", ".*", name.removesuffix(".weight"))
-             for name, p in run.ranks.shards.parameters.items()}
-    for optimizer in run.optimizers:
-        found = {}  # by rate and decay: names, each once, in order
-        for group in optimizer.param_groups:
-            rate = cfg.learning_rate * group.get("lr_scale", 1.0)
-            how = f"lr {rate:.3g}, decay {group.get('weight_decay', 0.0):g}"
-            found.setdefault(how, {}).update(dict.fromkeys(names[id(p)] for p in group["params"]))
-        parts = [f"{how}: {' '.join(each)}" for how, each in found.items() if each]
-        lines.append(f"{type(optimizer).__name__.lower():7} {'; '.join(parts)}")
-    return lines
-
-
-def untested() -> str:
-    """A line if this torch is newer than all tested versions; or ""."""
-    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-    newest = ".".join(map(str, TESTED))
-    return f"torch   {torch.__version__}: tested up to {newest}" if version > TESTED else ""
+    return "\n".join(filter(None, (*lines, crowded(ranks.device))))
 
 
 def crowded(device: torch.device) -> str:

@@ -28,8 +28,8 @@ from steady.checkpoints.checkpoint import (
     find_checkpoint,
     latest_valid,
     list_checkpoints,
-    make_room,
     require_shared,
+    rotate,
     unused_name,
 )
 from steady.checkpoints.disk import acquire_lock, atomic_write
@@ -41,8 +41,7 @@ from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
 # A run writes to these, so none of them may be a link to another place.
-OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", "stacks", "traces",
-            "checkpoints")
+OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", "stacks", "traces", "checkpoints")
 
 
 @dataclass
@@ -53,7 +52,7 @@ class RunDir:
     resumed_from: Checkpoint | None = None
     lock: object = None  # keeps other processes out until it is closed; of rank 0
     backup: Backup | None = None  # of rank 0
-    writer: object = None  # of checkpoints; on rank 0, or on all ranks of the first copy
+    writer: Writer | None = None  # of checkpoints; on rank 0, or on all ranks of the first copy
     saved: tuple = ()  # `Progress.state` of the newest checkpoint
 
 
@@ -124,15 +123,13 @@ def continues(cfg, out_dir: Path | None) -> bool:
 
 
 def redirect(cfg) -> dict:
-    """Options in place of those given: to continue the run of this launch, or one downloaded."""
-    # torchrun counts no restart if a host comes or goes: then only --overwrite would do harm
-    if launch() and (restart_count() or cfg.overwrite):
-        named = cfg.out_dir or cfg.resume and Checkpoint(Path(cfg.resume)).run_dir
-        for run in [Path(named)] if named else reversed(numbered_folders()):
-            config = run / "config.yaml"
-            text = config.read_text("utf-8", "replace") if config.is_file() else ""
-            if f"\n# launch: {launch()}\n" in text:
-                return dict(resume=None, auto_resume=True, out_dir=str(run), overwrite=False)
+    """Options in place of those given: to continue a run downloaded from --resume URL.
+
+    Raises ConfigError in a restart by torchrun that would begin anew.
+    """
+    if restart_count() and not (cfg.auto_resume and cfg.out_dir):
+        raise ConfigError("torchrun has restarted this run; a restart continues it only with "
+                          "--auto_resume --out_dir DIR")
     if "://" not in (cfg.resume or ""):
         return {}
     new = dict(resume=None, auto_resume=False, overwrite=False, eval_only=False)
@@ -140,15 +137,6 @@ def redirect(cfg) -> dict:
     with lock:
         download(cfg.resume, out_dir)
     return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
-
-
-def launch() -> str:
-    """The random name of torchrun's folder of logs, the same over restarts; or "".
-
-    Not its process id: in a container, every torchrun may be process 1.
-    """
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # NAME/attempt_0/0/error.json
-    return file.parents[2].name if file.match(f"*/attempt_{restart_count()}/*/*") else ""
 
 
 def saved_config(cfg, out_dir: Path | None) -> Path | None:
@@ -217,11 +205,7 @@ def create_run_dir(cfg, out_dir: Path | None):
     with lock:
         place = out_dir.resolve()
         old = unused_name(place.with_name(f"{place.name}.old"))
-        try:
-            place.rename(old)
-        except OSError as e:  # a mount, or a parent that is read-only
-            raise ConfigError(f"--overwrite: {out_dir} cannot be moved to {old}: "
-                              f"{e.strerror}") from None
+        place.rename(old)
     print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
     return claim(out_dir)
 
@@ -240,15 +224,13 @@ def open_run_dir(run):
     if ranks.rank == 0:
         if not run.dir.lock:
             run.dir.path, run.dir.lock = create_run_dir(cfg, run.dir.path)
-        new, folder = not holds_a_run(run.dir.path), run.dir.path / "checkpoints"
+        new = not holds_a_run(run.dir.path)
         try:
             prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        except Exception as e:
+        except Exception:
             if new:
                 discard(run.dir.path)
-            if new or not make_room(folder, cfg.keep_checkpoints, e):
-                raise
-            prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
+            raise
         best, number = reconcile_best(progress, run.dir), secrets.randbelow(10**9) + 2
         print(opening.describe(run), flush=True)
     run.dir.path, best, number = ranks.broadcast((run.dir.path, best, number))
@@ -268,6 +250,8 @@ def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
     for newer in list_checkpoints(folder):
         if newer.step > step:
             newer.set_aside()
+    if checkpoint_at(folder, step):  # verified just now; on a full disk there is room then
+        rotate(folder, cfg.keep_checkpoints)
     own = out_dir / "tokenizer"
     if tokenizer and Path(tokenizer).resolve() != own.resolve():
         copy_tokenizer(Path(tokenizer), own)
@@ -299,10 +283,16 @@ def provenance() -> dict[str, str]:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-    return dict(
-        command=" ".join(sys.argv), launch=launch() or "without torchrun",
-        commit=commit or "unknown", torch=torch.__version__,
-        started=time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    return dict(command=" ".join(sys.argv), commit=commit or "unknown", torch=torch.__version__,
+                started=time.strftime("%Y-%m-%d %H:%M:%S %z"))
+
+
+def tensorboard_folder(cfg, out_dir: Path) -> Path | bool:
+    """The folder of event files; several runs may share one --tensorboard_dir."""
+    if not cfg.tensorboard or not cfg.tensorboard_dir:
+        return cfg.tensorboard
+    name = f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")
+    return Path(cfg.tensorboard_dir) / name
 
 
 def summary(run_dir: Path) -> dict:
@@ -318,11 +308,3 @@ def summary(run_dir: Path) -> dict:
     return dict(step=out["step"], **{name: figures.get(key) for name, key in names.items()},
                 seconds=out["wall_s"], verdict=out["verdict"], run=str(run_dir),
                 checkpoint=str(found[-1]) if found else None, best=str(best) if best else None)
-
-
-def tensorboard_folder(cfg, out_dir: Path) -> Path | bool:
-    """The folder of event files; several runs may share one --tensorboard_dir."""
-    if not cfg.tensorboard or not cfg.tensorboard_dir:
-        return cfg.tensorboard
-    name = f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")
-    return Path(cfg.tensorboard_dir) / name

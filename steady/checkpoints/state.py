@@ -208,9 +208,8 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     compared = weights + fixed_options(cfg, "function")
     if not cfg.eval_only:
         compared += fixed_options(cfg, "trajectory")
-    was = dataclasses.asdict(type(cfg)()) | saved  # an option newer than the checkpoint was off
-    changed = {name: f"{was[name]} -> {getattr(cfg, name)}" for name in compared
-               if was[name] != getattr(cfg, name)}
+    changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
+               if saved[name] != getattr(cfg, name)}
     if state.get("tokenizer") != data.tokenizer:
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:

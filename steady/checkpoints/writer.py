@@ -1,5 +1,6 @@
 """Writing checkpoints beside training, in a thread: one rank all of it, or each rank its shard."""
 
+import errno
 import os
 import shutil
 import threading
@@ -9,7 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steady.checkpoints.checkpoint import SHARED, Checkpoint, make_room, put_in_place, rotate
+from steady.checkpoints.checkpoint import (
+    SHARED,
+    Checkpoint,
+    list_checkpoints,
+    put_in_place,
+    rotate,
+)
 from steady.checkpoints.disk import disk_error, lack_of_space, retry, write_checkpoint
 from steady.options import Failed
 
@@ -116,7 +123,7 @@ class Writer:
                     self.backup.offer(checkpoint)
             self.failures = 0
         except Exception as e:
-            if self.rank == 0 and make_room(self.folder, self.keep, e):
+            if self.rank == 0 and self.make_room(e):
                 if self.size == 1 and not again:  # else it is for the next save
                     return self.write(step, state, None, is_best, again=True)
             self.failures += 1
@@ -152,6 +159,16 @@ class Writer:
             if self.hurry or time.monotonic() > until:
                 raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
             time.sleep(0.02)
+
+    def make_room(self, error: BaseException) -> bool:
+        """On a full disk, make the rotation of the next save now, if the newest file is valid."""
+        full, newest = lack_of_space(error), list_checkpoints(self.folder)[-1:]
+        if not full or full.errno == errno.EFBIG or not newest or newest[0].find_damage():
+            return False
+        gone = rotate(self.folder, max(1, self.keep - 1))
+        for each in gone:
+            print(f"warning: {self.folder}: no space left; deleted {each.name}", flush=True)
+        return bool(gone)
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
