@@ -47,7 +47,6 @@ from steady.guard.process import begin
 from steady.guard.stop import Stop
 from steady.options import ConfigError
 from steady.tokens.files import write_tokens
-from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch import sinks as telemetry
 from tools import generate as generation
 from tools import prepare
@@ -251,18 +250,6 @@ def test_check_checkpoints_lists_them(run, copy):
     output = run("--check_checkpoints", "r", bare=True, expect=1)
     assert "step_00000008.pt" in output and output.count("INVALID: its checksum is wrong") == 1
     assert output.count(" valid") == 2 and "valid, step 12, best" in output
-
-
-def test_a_tokenizer_of_which_a_killed_process_copied_half_is_copied_again(tmp_path, monkeypatch):
-    source, target = tmp_path / "a", tmp_path / "b"
-    source.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (source / name).touch()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "copystat", raising(KeyboardInterrupt))  # after the first file
-        copy_tokenizer(source, target)
-    copy_tokenizer(source, target)
-    assert {path.name for path in target.iterdir()} >= {path.name for path in source.iterdir()}
 
 
 def test_optimizer_state_follows_the_names_of_its_parameters(run, copy):

@@ -5,7 +5,7 @@ import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import PART, Checkpoint
+from steady.checkpoints.checkpoint import PART, Checkpoint, list_checkpoints
 from steady.options import ConfigError
 
 # The files of a run; no others are uploaded or downloaded.
@@ -16,13 +16,13 @@ SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern
 class Backup:
     """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
 
-    One upload at a time; the URL keeps the newest `keep` checkpoints. run_dir: None if it is not
-    made yet. run: the id of the run that continues; None for a new one. Raises ConfigError if the
-    URL cannot be written, or holds another run or this one.
+    One upload at a time; the URL keeps the checkpoints that the run keeps. run_dir: None if it is
+    not made yet. run: the id of the run that continues; None for a new one. Raises ConfigError if
+    the URL cannot be written, or holds another run or this one.
     """
 
-    def __init__(self, url: str, keep: int, run_dir: Path | None, run: str | None):
-        self.url, self.keep, self.fs = url, keep, open_url(url, "--backup_to")
+    def __init__(self, url: str, run_dir: Path | None, run: str | None):
+        self.url, self.fs = url, open_url(url, "--backup_to")
         self.newest = None  # checkpoint
         self.thread = threading.Thread()  # of the newest upload
         own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
@@ -79,10 +79,8 @@ class Backup:
         for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
             if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                 self.put(path, log)
-        there = remote_checkpoints(self.fs)
-        # newer ones: this run has gone back since
-        older = [each for each in there if step_of(each) <= checkpoint.step]
-        for old in there.keys() - set(older[-self.keep:]):
+        kept = {name, *(f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent))}
+        for old in remote_checkpoints(self.fs).keys() - kept:
             self.fs.rm(old, recursive=True)
 
     def put(self, file: Path, name: str):
@@ -107,11 +105,7 @@ def remote_checkpoints(fs) -> dict[str, list[str]]:
     found = {}
     for match in filter(None, map(SAVED.fullmatch, fs.find("checkpoints"))):
         found.setdefault(match[1], []).append(match[0])
-    return dict(sorted(found.items(), key=lambda item: step_of(item[0])))
-
-
-def step_of(name: str) -> int:
-    return Checkpoint(Path(name)).step
+    return dict(sorted(found.items(), key=lambda item: Checkpoint(Path(item[0])).step))
 
 
 def id_in(config: bytes) -> str:

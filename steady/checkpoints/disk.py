@@ -142,10 +142,9 @@ def disk_error(error: BaseException, folder: Path) -> str:
 def acquire_lock(folder: Path, given: str = ""):
     """Become the only process that writes to `folder`, until the returned file is closed.
 
-    A POSIX lock: forked loader processes do not inherit it, and it ends with the process, however
-    that ends. It would also end if this process opened and closed the file once more.
-
-    Raises ConfigError if another process holds it. given: the option that names the folder.
+    A POSIX lock: forked loader processes do not inherit it, and it ends with the process, or if
+    this process opens and closes the file once more. Raises ConfigError if another process holds
+    it. given: the option that names the folder.
     """
     path = folder / "lock"
     try:

@@ -155,8 +155,7 @@ def pick_checkpoint(cfg, out_dir: Path | None) -> RunDir:
     found, folder = RunDir(out_dir), out_dir and out_dir / "checkpoints"
     if cfg.backup_to and not cfg.eval_only:
         goes_on = cfg.resume or cfg.auto_resume and out_dir and list_checkpoints(folder)
-        found.backup = Backup(cfg.backup_to, cfg.keep_checkpoints, out_dir,
-                              run_id(out_dir) if goes_on else None)
+        found.backup = Backup(cfg.backup_to, out_dir, run_id(out_dir) if goes_on else None)
     if cfg.resume:
         found.resumed_from = find_checkpoint(Path(cfg.resume))
     elif cfg.auto_resume and out_dir:

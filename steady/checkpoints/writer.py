@@ -22,6 +22,7 @@ from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
+HURRY = 3.0  # the same after an error, as a rank may be gone, or stuck until this one is
 
 
 class NotSaved(Failed):
@@ -40,7 +41,7 @@ class Writer:
                  group=None, number: int = 1):
         self.folder, self.keep, self.backup = folder, keep, backup
         self.rank, self.size, self.group, self.number = rank, size, group, number
-        self.hurry = False  # a rank may be gone, or be stuck until this one is
+        self.hurry = False  # after an error
         self.buffers, self.thread, self.step = {}, None, 0
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
         self.count = 0  # saves begun, the same on all ranks
@@ -109,11 +110,11 @@ class Writer:
         try:
             if event:
                 event.synchronize()
-            state = dict(state)
             if not state["weights_norm"].isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
-            self.write_files(checkpoint.path, step, state)
+            kept = {name: value for name, value in state.items() if name != "weights_norm"}
+            self.write_files(checkpoint.path, step, kept)
             if self.rank == 0:
                 Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
                 if is_best:
@@ -154,9 +155,9 @@ class Writer:
             raise
 
     def wait_for_parts(self, draft: Path, parts: set[str], seconds: float):
-        until = time.monotonic() + seconds
+        began = time.monotonic()
         while missing := parts - set(os.listdir(draft)):
-            if self.hurry or time.monotonic() > until:
+            if time.monotonic() > began + (HURRY if self.hurry else seconds):
                 raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
             time.sleep(0.02)
 
