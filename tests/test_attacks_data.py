@@ -16,7 +16,6 @@ import sys
 
 import numpy as np
 import pytest
-import transformers
 from conftest import TINY, Process, after_updates, rows, wait_for
 from test_prepare import command, files_of, made, read, texts, tokenizer, write_jsonl, zstd
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -90,7 +89,7 @@ def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer
     for words in ("", "PanicException: range end index 4"):
         told = made(source, "--tokenizer", tmp_path / "t", expect=2)
         assert told.count("\n") == 1 and f"{tmp_path / 't'}: cannot be loaded: {words}" in told
-        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+        monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
 
 
 def test_truncation_and_padding_of_a_tokenizer_are_switched_off(tmp_path, made, tokenizer):
@@ -116,9 +115,8 @@ def test_a_tokenizer_is_what_its_json_says_whatever_its_class(tmp_path, made, to
     about.write_text(json.dumps(settings))
     expected = Tokenizer.from_file(str(tmp_path / "t/tokenizer.json"))
     text = "the cat sat on 12345 mats"  # of which Qwen2's takes each digit apart
-    told = made(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "--tokenizer", tmp_path / "t")
+    made(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "--tokenizer", tmp_path / "t")
     assert read(tmp_path / "o")[0][0][:-1] == expected.encode(text).ids
-    assert told.count("t/tokenizer.json as Qwen2Tokenizer") == 1  # and the copy as what it is
 
 
 # --- folders of input ---
@@ -451,10 +449,8 @@ def test_a_mask_that_is_cut_is_named(tmp_path):
     write_tokens(path, [b"abcdefgh"])
     mask = tmp_path / "train.bin.mask"
     mask.write_bytes(b"\1" * 9)
-    file = TokenFile(path, 4)
+    TokenFile(path, 4)
     mask.write_bytes(b"")
-    with pytest.raises(ConfigError, match="train.bin.mask: was cut to 0 bytes"):
-        file.require_complete()
     with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
         TokenFile(path, 4)
 

@@ -1,5 +1,6 @@
 """The order is a function of (seed, position), and the field's token files are read as they are."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -384,24 +385,32 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
 
 
 def test_the_default_data_recover(tmp_path, monkeypatch):
-    """From any damage and a full disk."""
+    """From a process that was killed while it made them, and from a full disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "lib").mkdir()
     for i in range(99):
         (tmp_path / f"lib/{i}.py").write_text(f"print({i})\n" * 50)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    folder = Path(stdlib("train"))
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for split in ("train", "val"):
-        for name in (f"{split}.bin", f"{split}.bin.json", f"{split}.bin.docs"):
-            n = len(whole[name])
-            for damaged in (whole[name][: n // 2], b"", bytes(n), None):
-                (folder / name).unlink()
-                if damaged is not None:
-                    (folder / name).write_bytes(damaged)
-                assert stdlib(split) == str(folder)
-                assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
-    (folder / "val.bin").unlink()
+    plain, whole = os.replace, None
+    for kept in (99, 0, 1, 2, 3, 4, 5):
+        left = iter(range(kept))
+
+        def replace(source, target, left=left):
+            next(left)  # at the end StopIteration, in place of the kill
+            plain(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            with contextlib.suppress(StopIteration):
+                stdlib("train")
+        folder = Path(stdlib("train"))
+        assert stdlib("val") == str(folder)
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        whole = whole or found
+        assert found == whole
+        for path in folder.iterdir():
+            if kept < 5 or path.name == "val.bin":
+                path.unlink()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:

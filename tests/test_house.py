@@ -108,7 +108,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/ranks": 1375,
     "steady/guard": 792,
     "steady/watch": 2530,
-    "steady/tokens": 947,
+    "steady/tokens": 889,
     "steady/models": 1325,
     "steady": 435,
     "tools": 2463,

@@ -79,43 +79,32 @@ class Documents(Dataset):
         super().__init__(*args)
         self.mode, self.row_lengths_vary = "packed" if packing else "documents", not packing
         self.has_prompts = any(file.mask is not None for file in self.files)
-        begins, ends, targets, self.n_documents = [], [], [], 0
-        for file in self.files:
-            at = file.documents()
-            keep = np.diff(at) > 1  # a single token predicts nothing
-            self.n_documents += int(keep.sum())
-            found = at[:-1][keep], at[1:][keep]
-            found = self.pieces(*found) if file.mask is None else found
-            begins.append(found[0])
-            ends.append(found[1])
-            targets.append(file.count_targets(begins[-1], ends[-1]))
-        per_file = [len(places) for places in begins]
-        begins, ends, targets = map(np.concatenate, (begins, ends, targets))
-        if not len(begins):
+        found = [places_of(file, self.seq_len) for file in self.files]
+        n_documents, *places = zip(*found, strict=True)
+        self.begins, ends, targets = map(np.concatenate, places)
+        if not len(ends):
             raise ConfigError(f"{self.files[0].path}: no document of two tokens or more")
         if not targets.any():
             raise ConfigError(f"{self.files[0].path}: no document has a response within its "
                               f"first --seq_len {self.seq_len} tokens; try a larger --seq_len")
-        self.begins = begins
-        whole = ends - begins - 1
+        whole = ends - self.begins - 1
         self.document_lengths = np.minimum(whole, self.seq_len)
-        self.n_cut = int((whole > self.seq_len).sum())
-        self.lost = 1 - self.document_lengths.sum() / whole.sum()
-        self.n_empty = int((targets == 0).sum())
-        self.in_rows = np.arange(len(begins)), np.arange(len(begins) + 1)
+        self.in_rows = np.arange(len(ends)), np.arange(len(ends) + 1)
         if packing:
             self.in_rows = pack(self.document_lengths, self.seq_len)
         order, starts = self.in_rows
         self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
         self.targets = np.add.reduceat(targets[order], starts[:-1])
-        self.number(per_file, len(self.lengths))
-
-    def pieces(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Texts in pieces of seq_len + 1 tokens at most that, like blocks, overlap by one."""
-        n = -(-(ends - begins - 1) // self.seq_len)  # of each text
-        number = np.arange(n.sum()) - np.repeat(n.cumsum() - n, n)
-        begins, ends = np.repeat(begins, n) + number * self.seq_len, np.repeat(ends, n)
-        return begins, np.minimum(ends, begins + self.seq_len + 1)
+        self.number([len(begins) for _, begins, *_ in found], len(self.lengths))
+        self.details = f", {sum(n_documents):,} documents"
+        if len(ends) > sum(n_documents):
+            self.details += f" ({len(ends):,} pieces)"
+        if n_cut := int((whole > self.seq_len).sum()):
+            lost = 1 - self.document_lengths.sum() / whole.sum()
+            self.details += f" ({n_cut:,} longer than --seq_len are cut: {lost:.1%} of the tokens)"
+        if n_empty := int((targets == 0).sum()):
+            self.details += f" ({n_empty:,} without a response)"
+        self.details += f" in {self.n_samples:,} rows" * packing
 
     def documents_of(self, sample: int) -> np.ndarray:
         order, starts = self.in_rows
@@ -142,7 +131,7 @@ class Documents(Dataset):
                     targets[row, at : at + n][prompt] = IGNORE
                 documents[row, at : at + n] = number
                 at += n
-            documents[row, at:] = number + 1  # padding is a document of its own
+            documents[row, at:] = len(in_row)  # padding is a document of its own
         return tokens, targets, documents if self.mode == "packed" else None
 
     def find(self, sample: int, column: int = 0) -> tuple[Path, int]:
@@ -152,12 +141,25 @@ class Documents(Dataset):
             column -= self.document_lengths[document]
         return self.files[self.file_of(document)].path, int(self.begins[document] + column)
 
-    @property
-    def details(self) -> str:
-        text, pieces = f", {self.n_documents:,} documents", len(self.begins)
-        text += f" ({pieces:,} pieces)" if pieces > self.n_documents else ""
-        if self.n_cut:
-            text += (f" ({self.n_cut:,} longer than --seq_len are cut: {self.lost:.1%} of the "
-                     "tokens)")
-        text += f" ({self.n_empty:,} without a response)" if self.n_empty else ""
-        return text + (f" in {self.n_samples:,} rows" if self.mode == "packed" else "")
+
+def places_of(file: TokenFile, seq_len: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """(number of documents of two tokens or more; begins, ends, counted targets of their pieces).
+
+    Pieces have seq_len + 1 tokens at most, and overlap by one; with a mask documents are whole.
+    """
+    at = file.documents()
+    keep = np.diff(at) > 1  # a single token predicts nothing
+    begins, ends = at[:-1][keep], at[1:][keep]
+    if file.mask is None:
+        n = -(-(ends - begins - 1) // seq_len)  # pieces of each text
+        number = np.arange(n.sum()) - np.repeat(n.cumsum() - n, n)
+        begins, ends = np.repeat(begins, n) + number * seq_len, np.repeat(ends, n)
+        ends = np.minimum(ends, begins + seq_len + 1)
+        return int(keep.sum()), begins, ends, ends - begins - 1
+    stops = np.minimum(ends, begins + 1 + seq_len)
+    places = np.stack((begins + 1, stops), 1).ravel()
+    if not len(places):
+        return 0, begins, ends, stops
+    counted = file.mask[: places[-1]]  # reduceat takes no place at the very end
+    targets = np.add.reduceat(counted, places[:-1], dtype=np.int64)[::2]
+    return len(begins), begins, ends, targets

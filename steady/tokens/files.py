@@ -25,7 +25,7 @@ MANY_FILES, FEW_BLOCKS = 16, 4  # blocks of each file if there are more files th
 
 IGNORE = -100  # a target that the loss ignores; torch's default
 
-# --- reading ---------------------------------------------------------------------------------
+# --- finding ---------------------------------------------------------------------------------
 
 
 def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
@@ -37,10 +37,9 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     if root.is_dir():
         single = root / f"{split}.bin"
         return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
-    if not root.exists():
-        raise ConfigError(f"{option} {path}: no such file or folder")
-    if root.suffix != ".bin":
-        raise ConfigError(f"{option} {path}: expected a file of token ids, which ends in .bin")
+    if not root.exists() or root.suffix != ".bin":
+        raise ConfigError(f"{option} {path}: no such file or folder; expected a folder, or a file "
+                          "of token ids, which ends in .bin")
     return [root]
 
 
@@ -53,8 +52,7 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     if len({weight is None for _, weight in sources}) > 1:
         raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
     if len({path for path, _ in sources}) < len(sources):
-        raise ConfigError(f"{option} {' '.join(paths)}: names a source twice; expected each once, "
-                          "with its share as its weight")
+        raise ConfigError(f"{option} {' '.join(paths)}: names a source twice; expected each once")
     optional = split == "val" and option == "--data"
     for path, weight in sources:
         if optional and Path(os.path.expanduser(path)).is_file():
@@ -70,49 +68,59 @@ def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
     return [(name, *rest) for name, (_, *rest) in zip(names, found, strict=True)]
 
 
+def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | None]:
+    """"PATH:WEIGHT" → (path, weight); weight may be None."""
+    path, _, text = spec.rpartition(":")
+    try:  # as a Fraction, 1e999999999 would fill the memory
+        weight = float(text)
+    except ValueError:
+        return spec, None  # the colon belongs to the path
+    if not path:
+        return spec, None
+    if not 1e-9 <= weight <= 1e9:  # also nan
+        raise ConfigError(f"{option} {spec}: expected a weight above 0, from 1e-9 to 1e9")
+    return path, Fraction(text.replace("_", ""))
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
 class TokenFile:
     """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
 
     tokens [n_tokens]; blocks [n, seq_len + 1], overlapping by one token, without a shorter rest;
-    mask [n_tokens], 0 for prompts, or None. Raises ConfigError for a size that contradicts the
-    format.
+    mask [n_tokens], 0 for prompts, or None. Raises ConfigError.
     """
 
     def __init__(self, path: Path, seq_len: int):
         for suffix in ("", ".json", ".docs", ".mask"):
             expect_file(f"{path}{suffix}")
-        self.path, self.seq_len = path, seq_len
-        self.found = {path: os.stat(path)}
-        size = self.found[path].st_size
-        self.meta = read_sidecar(Path(f"{path}.json"))
-        self.dtype, self.offset = np.dtype(self.meta.get("dtype", "uint16")), 0
+        self.path, self.seq_len, self.meta = path, seq_len, read_sidecar(Path(f"{path}.json"))
+        self.dtype, offset = np.dtype(self.meta.get("dtype", "uint16")), 0
+        self.is_typed = "dtype" in self.meta
         header = np.fromfile(path, np.int32, 3)
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
-            self.dtype = np.dtype(SHARD_MAGIC[int(header[0])])
-            self.offset = SHARD_HEADER_BYTES
-            self.meta["tokens"] = int(header[2])
-        self.n_tokens, rest = divmod(size - self.offset, self.dtype.itemsize)
+            self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), SHARD_HEADER_BYTES
+            self.is_typed, self.meta["tokens"] = True, int(header[2])
+        self.size = size = os.stat(path).st_size
+        self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
-            raise ConfigError(
-                f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens after a "
-                f"header of {self.offset} bytes: is the file complete?")
-        mapped = np.memmap(path, self.dtype, "r", self.offset, (self.n_tokens,))
+            raise ConfigError(f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens "
+                              f"after a header of {offset} bytes: is the file complete?")
+        mapped = np.memmap(path, self.dtype, "r", offset, (self.n_tokens,))
         self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
-        self.is_typed = "dtype" in self.meta or self.offset > 0
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
-        if not self.is_typed:  # in larger ids, every second uint16 is an upper half: a small number
-            start = self.tokens[:WIDTH_SAMPLE]
-            if len(start) >= 64 and start[1::2].max() <= 3 < start.max():
-                self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
+        start = self.tokens[:WIDTH_SAMPLE]  # of wider ids, every second uint16 is an upper half
+        if not self.is_typed and len(start) >= 64 and start[1::2].max() <= 3 < start.max():
+            self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
         self.blocks = np.empty((0, seq_len + 1), self.dtype)
         if self.n_tokens > seq_len:
             self.blocks = sliding_window_view(self.tokens, seq_len + 1)[::seq_len]
         self.mask, masked = None, Path(f"{path}.mask")
         if masked.exists():
-            self.found[masked] = os.stat(masked)
-            size = self.found[masked].st_size
+            size = os.stat(masked).st_size
             if size != self.n_tokens:
                 raise ConfigError(f"{masked}: {size:,} bytes; expected one for each of the "
                                   f"{self.n_tokens:,} tokens of {path.name}")
@@ -121,29 +129,19 @@ class TokenFile:
     def __reduce__(self):  # loader processes that are not forked map the file again
         return TokenFile, (self.path, self.seq_len)
 
+    def require_complete(self):
+        """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
+        if self.path.exists() and self.path.stat().st_size < self.size:
+            raise ConfigError(f"{self.path}: was cut to {self.path.stat().st_size:,} bytes while "
+                              f"in use; expected {self.size:,}; restore it and use --auto_resume")
+
     def refuse_type(self, reason: str):
         raise ConfigError(f"{self.path}: read as uint16, for nothing says its type, but {reason}; "
                           f'name it in {self.path.name}.json: {{"dtype": "uint32"}} or "uint16"; '
                           f"ids of 8 bytes first become uint32: {CONVERT}")
 
-    def require_complete(self):
-        """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
-        for path, then in self.found.items():
-            try:
-                now = os.stat(path)
-            except OSError:
-                continue  # deleted or out of reach: the mapping stays valid
-            if os.path.samestat(now, then) and now.st_size < then.st_size:
-                raise ConfigError(f"{path}: was cut to {now.st_size:,} bytes while in use; "
-                                  f"expected {then.st_size:,}: bring it back and use "
-                                  "--auto_resume")
-
     def fingerprint(self, n_files: int) -> list:
-        """Identifies the data for a resume, wherever it lies.
-
-        Name, tokens, checksum, and a hash of blocks spread evenly over the file, its .docs and its
-        .mask: reads of constant size.
-        """
+        """Name, tokens, checksum, and a hash of sampled content: the same wherever it lies."""
         blocks = FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS
         files = {suffix: Path(f"{self.path}{suffix}") for suffix in ("", ".docs", ".mask")}
         files = {suffix: path for suffix, path in files.items() if path.exists()}
@@ -151,29 +149,16 @@ class TokenFile:
         return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
 
     def documents(self) -> np.ndarray:
-        """Where each document begins, and the end: [documents + 1].
-
-        Raises ConfigError for a missing .docs file, or one of another token file.
-        """
+        """Where each document begins, and the end: [documents + 1]. Raises ConfigError."""
         path = Path(f"{self.path}.docs")
         if not path.exists():
             raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
                               "make it with python data.py, or use --data_mode stream")
         at = np.fromfile(path, np.uint64).astype(np.int64)
         if len(at) < 2 or at[0] or at[-1] != self.n_tokens or (np.diff(at) < 0).any():
-            raise ConfigError(f"{path}: does not belong to {self.path.name}: its documents lie at "
-                              f"{at[0] if len(at) else 0:,} to {at[-1] if len(at) else 0:,}; "
-                              f"expected 0 to {self.n_tokens:,}, each after the one before")
+            raise ConfigError(f"{path}: does not belong to {self.path.name}: expected places from "
+                              f"0 to {self.n_tokens:,}, each after the one before")
         return at
-
-    def count_targets(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Tokens in the loss of each document begins[i] … ends[i], cut at seq_len."""
-        stops = np.minimum(ends, begins + 1 + self.seq_len)
-        if self.mask is None or not len(begins):
-            return stops - begins - 1
-        places = np.stack((begins + 1, stops), 1).ravel()
-        inside = places[:-1]  # reduceat takes no place at the very end
-        return np.add.reduceat(self.mask[: places[-1]], inside, dtype=np.int64)[::2]
 
 
 def sampled_hash(files: dict[str, Path], blocks: int = SAMPLE_BLOCKS) -> str:
@@ -197,18 +182,16 @@ def read_sidecar(path: Path) -> dict:
     try:
         meta = json.loads(path.read_text("utf-8"))
         meta = {name: value for name, value in meta.items() if value is not None}
-    except (ValueError, AttributeError, PermissionError) as e:
-        raise ConfigError(f"{path}: expected an object of JSON: {e}") from None
-    dtype = meta.get("dtype", "uint16")
-    if dtype not in ("uint16", "uint32"):
-        raise ConfigError(f"{path}: dtype {dtype}; expected uint16 or uint32")
-    if not isinstance(meta.get("tokenizer", ""), str):
-        raise ConfigError(f"{path}: tokenizer {meta['tokenizer']!r:.50}; expected its name")
-    limits = dict(tokens=2**62, bytes=2**62, vocab_size=2**32, end_of_text=np.iinfo(dtype).max)
-    for name, most in limits.items():
-        n = meta.get(name, 0)
-        if type(n) is not int or not 0 <= n <= most:
-            raise ConfigError(f"{path}: {name} {n!r:.50}; expected a whole number up to {most:,}")
+        most = dict(tokens=2**62, bytes=2**62, vocab_size=2**32)
+        most["end_of_text"] = {"uint16": 2**16, "uint32": 2**32}[meta.get("dtype", "uint16")] - 1
+        if not isinstance(meta.get("tokenizer", ""), str):
+            raise ValueError("tokenizer is no name")
+        for name in most.keys() & meta.keys():
+            if type(meta[name]) is not int or not 0 <= meta[name] <= most[name]:
+                raise ValueError(f"{name} is no whole number up to {most[name]:,}")
+    except (ValueError, AttributeError, LookupError, TypeError, PermissionError) as e:
+        raise ConfigError(f"{path}: expected an object of JSON as python data.py writes, with "
+                          f"dtype uint16 or uint32: {e}") from None
     return meta
 
 
@@ -235,20 +218,6 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
         folder = next((str(path) for path in beside if path.is_dir()), None)
     end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
     return vocab_size or of_data, name, folder, end_of_text
-
-
-def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | None]:
-    """"PATH:WEIGHT" → (path, weight); weight may be None."""
-    path, _, text = spec.rpartition(":")
-    try:  # as a Fraction, 1e999999999 would fill the memory
-        weight = float(text)
-    except ValueError:
-        return spec, None  # the colon belongs to the path
-    if not path:
-        return spec, None
-    if not 1e-9 <= weight <= 1e9:  # also nan
-        raise ConfigError(f"{option} {spec}: expected a weight above 0, from 1e-9 to 1e9")
-    return path, Fraction(text.replace("_", ""))
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -316,18 +285,8 @@ def share_of(text: bytes, digest=hashlib.blake2b) -> float:
     return int.from_bytes(digest(text).digest()[:8], "big") / 2**64
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a token file matches the checksum in its sidecar, and its .docs fit."""
-    try:
-        file = TokenFile(path, 1)
-        file.documents()
-        return hashlib.sha256(file.tokens).hexdigest() == file.meta.get("checksum")
-    except (ConfigError, OSError, ValueError):
-        return False
-
-
 def stdlib(split: str) -> str:
-    """A folder with the source of Python's standard library as bytes, made unless `split` is whole.
+    """A folder with the source of Python's standard library as bytes, made on first use.
 
     Every machine with Python has it, so a first run needs no download. One file in twenty, picked
     by a hash of its name, is for validation.
@@ -335,7 +294,7 @@ def stdlib(split: str) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     folder = cache / f"stdlib-2-{python}"
-    if is_whole(folder / f"{split}.bin"):
+    if (folder / f"{split}.bin").exists():
         return str(folder)
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -351,7 +310,7 @@ def stdlib(split: str) -> str:
         with tempfile.TemporaryDirectory(dir=cache) as draft:
             for part, texts in documents.items():
                 write_tokens(Path(draft, f"{part}.bin"), texts)
-            for file in Path(draft).iterdir():  # two processes make the same files
+            for file in sorted(Path(draft).iterdir(), reverse=True):  # .bin after its sidecars
                 os.replace(file, folder / file.name)
     except OSError as e:
         raise ConfigError(f"{cache}: cannot hold the default data ({e.strerror}); name a folder "

@@ -42,8 +42,8 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     """The repeating order of datasets: dataset k fills a share of exactly weights[k] of it.
 
-    The pattern is as short as the weights allow, at most 10,000 (then counts are rounded), and each
-    dataset is spread evenly over it.
+    As short as the weights allow, at most about 10,000 (then counts are rounded), and each dataset
+    is spread evenly.
     """
     weights = [w / sum(weights) for w in weights]
     length = min(10_000, math.lcm(*(w.denominator for w in weights)))
@@ -94,10 +94,7 @@ class Order:
         return [self.samples_before(k, position) / n for k, n in enumerate(self.sizes)]
 
     def epoch_begins(self, k: int, epoch: int) -> int:
-        """The first position of this epoch of dataset k.
-
-        If possible at the start of a cycle: epochs begin together if shares follow sizes.
-        """
+        """The first position of this epoch of dataset k, if possible at the start of a cycle."""
         cycle, r = divmod(epoch * self.sizes[k], len(self.places[k]))
         return cycle * len(self.pattern) + (int(self.places[k][r]) if r else 0)
 

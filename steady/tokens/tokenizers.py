@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
-import sys
 from functools import lru_cache
 from pathlib import Path
 
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT
 
-PROBE = "A cat sat on 12345 mats; naïve Ωmega 猫, and then\n  it's OFF, for (x == 1.5)!\n\n"
+MADE = "steady-files.json"  # is in a tokenizer folder that we made
+GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
+SETTINGS = "tokenizer_config.json"
+OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
+
+# --- loading ---------------------------------------------------------------------------------
 
 
 def load_tokenizer(name: str, needs_end: bool = True):
@@ -18,18 +22,13 @@ def load_tokenizer(name: str, needs_end: bool = True):
 
     needs_end: refuse one without an end-of-text.
     """
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, __version__
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    file = Path(name) / "tokenizer.json"
+    # a class of its own, as Qwen2's, may encode otherwise than a tokenizer.json says
+    kind = PreTrainedTokenizerFast if Path(name, "tokenizer.json").exists() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = kind.from_pretrained(name)
         tokenizer("a")
-        if tokenizer.is_fast and file.exists() and not alike(
-                tokenizer.backend_tokenizer, Tokenizer.from_file(str(file))):
-            print(f"note: transformers {__version__} reads {file} as {type(tokenizer).__name__}, "
-                  "which encodes otherwise; read as a PreTrainedTokenizerFast", file=sys.stderr)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # a panic in Rust is not even an Exception
@@ -43,25 +42,43 @@ def load_tokenizer(name: str, needs_end: bool = True):
     return tokenizer
 
 
+loaded_tokenizer = lru_cache(load_tokenizer)
+
+
+def decode(tokenizer: str | None, ids: list[int]) -> str:
+    """The text of token ids. tokenizer: "bytes", a folder, or None for the ids themselves."""
+    if tokenizer == "bytes":
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return loaded_tokenizer(tokenizer, needs_end=False).decode(ids)
+
+
 def text_start(tokenizer) -> list[int]:
     """The tokens before every text, even an empty one, such as Llama's bos."""
     return os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
 
 
-def alike(*backends) -> bool:
-    """Whether backends encode and decode a text alike, except for a space at its beginning.
+def end_of_text_ids(folder: Path) -> list[int]:
+    """All ids that end a text according to the model's own files, if any."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
+        if ids:
+            return ids
+    return []
 
-    tokenizer_config.json may ask for that space.
-    """
-    ids = []
-    for backend in backends:
-        backend.no_truncation()
-        backend.no_padding()
-        ids.append(backend.encode(PROBE, add_special_tokens=False).ids)
-    n = max(min(map(len, ids)) - 3, 1)
-    read = {(*some[-n:], backend.decode(some).strip())
-            for backend, some in zip(backends, ids, strict=True)}
-    return len(read) == 1
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file; {} if there is none."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- making ----------------------------------------------------------------------------------
 
 
 def byte_level_bpe(model, split_words: bool = True):
@@ -89,21 +106,7 @@ def byte_tokenizer():
     return byte_level_bpe(models.BPE(vocab, []), split_words=False)
 
 
-def decode(tokenizer: str | None, ids: list[int]) -> str:
-    """The text of token ids. tokenizer: "bytes", a folder, or None for the ids themselves."""
-    if tokenizer == "bytes":
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    if tokenizer is None:
-        return " ".join(map(str, ids))
-    return loaded_tokenizer(tokenizer, needs_end=False).decode(ids)
-
-
-loaded_tokenizer = lru_cache(load_tokenizer)
-
-MADE = "steady-files.json"  # is in a tokenizer folder that we made
-GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
-SETTINGS = "tokenizer_config.json"
-OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
+# --- folders ---------------------------------------------------------------------------------
 
 
 def keep_tokenizer(source: Path, target: Path):
@@ -158,22 +161,3 @@ def require_ours(folder: Path):
     if folder.is_symlink() or folder.exists() and not empty and not (folder / MADE).exists():
         raise ConfigError(f"{folder}: was not made by this program (no {MADE} in it); move it "
                           "away, or choose another folder")
-
-
-def end_of_text_ids(folder: Path) -> list[int]:
-    """All ids that end a text according to the model's own files, if any."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
-        if ids:
-            return ids
-    return []
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file; {} if there is none."""
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
