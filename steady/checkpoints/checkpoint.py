@@ -153,8 +153,7 @@ def find_odd_fields(state) -> str | None:
     if state.get("format") not in (FORMAT, None):
         return None  # `states` refuses it by its version
     odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
-    if not odd and min(state["step"], state["position"]) < 0:
-        odd = ["step"]
+    odd = odd or [name for name in ("step", "position") if state[name] < 0]
     return f"missing or wrong: {', '.join(odd)}" if odd else None
 
 
@@ -274,14 +273,14 @@ def adopt_drafts(folder: Path):
 
     Only for the holder of the lock.
     """
-    for path in sorted(folder.iterdir(), reverse=True):
-        if match := DRAFT.fullmatch(path.name):
+    for draft in sorted(folder.iterdir(), reverse=True):  # .tmp-0, an old folder, comes last
+        if match := DRAFT.fullmatch(draft.name):
             final = folder / match[1]
-            if path.is_dir() and NAME.fullmatch(final.name) and not final.exists():
-                if Checkpoint(path).exists():
-                    path.rename(final)
-                    continue
-            Checkpoint(path).delete()
+            whole = draft.is_dir() and Checkpoint(draft).exists()
+            if whole and NAME.fullmatch(final.name) and not final.exists():
+                draft.rename(final)
+            else:
+                Checkpoint(draft).delete()
 
 
 def require_shared(path: Path):

@@ -128,7 +128,7 @@ def lack_of_space(error: BaseException | None) -> BaseException | None:
 def disk_error(error: BaseException, folder: Path) -> str:
     """Describe an error in writing to `folder`."""
     if not folder.is_dir():
-        return f"{folder} is gone: was it moved or deleted while this run writes there?"
+        return f"{folder} is gone"
     if not (cause := lack_of_space(error)):
         return str(error)
     usage = shutil.disk_usage(folder)
