@@ -209,7 +209,7 @@ def test_a_list_with_a_valid_checksum_is_no_checkpoint(run, tmp_path):
     run("--out_dir", "r")
     write_checkpoint(Checkpoint.named(tmp_path / "r/checkpoints", 12).path, [1, 2])
     told = run("--out_dir", "r", "--auto_resume", bare=True, expect=2)
-    assert "not a checkpoint that can be read" in told
+    assert "no checkpoint is valid (step_00000012.pt: not a checkpoint" in told
 
 
 # --- Ctrl-C ---
