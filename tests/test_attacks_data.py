@@ -312,13 +312,6 @@ def test_a_line_that_is_too_long_is_not_read(tmp_path, made, monkeypatch):
     assert strings(tmp_path / "o") == ["short"]
 
 
-def test_a_text_without_a_place_to_cut_is_one_piece(monkeypatch):
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 100)
-    text = b" \n" * 5000
-    [piece] = read_module.pieces("a", io.BytesIO(text), 0, math.inf, "train")
-    assert piece.data.encode() == text
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("text, before, after", [
     ("ab cde " * 9000, "", " "),
@@ -477,14 +470,6 @@ def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers)
 
 
 # --- tokenizers of a few letters ---
-
-
-def test_a_tokenizer_without_a_token_for_a_letter(made, tmp_path):
-    built = Tokenizer(models.BPE({"</s>": 0, "α": 1, "β": 2}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
-    tokenizer.save_pretrained(tmp_path / "t")
-    made(write_jsonl(tmp_path / "s.jsonl", [dict(text="a β α")]), "--tokenizer", tmp_path / "t")
-    assert read(tmp_path / "o") == [([2, 1, 0], [1, 1, 1])]
 
 
 def test_what_a_tokenizer_does_not_know_is_counted(made, tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -17,12 +16,11 @@ import torch
 from conftest import ROOT, tiny_config
 
 import data
-from data import Mixture, Stream, load_mixture
+from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
 from steady.tokens.files import (
     TokenFile,
-    find_files,
     find_sources,
     split_weight,
     stdlib,
@@ -419,32 +417,3 @@ def test_the_default_data_recover(tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert os.listdir(tmp_path / "steady") == [folder.name]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="where forks are safe")
-def test_loaders_are_forks_of_the_trainer_whatever_is_the_default_of_python(monkeypatch):
-    """So they see it die; processes of a server do not."""
-    class Parents(data.Samples):
-        def batch(self, start, stop):
-            return data.Batch(torch.full((stop - start, 5), os.getppid()))
-
-    samples = Parents("parents", 8, 4, 2**31, 0)
-    default = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("forkserver", force=True)
-    try:
-        (batch,) = data.loader(samples, tiny_config(), 0, 1, 8, 0, 1, CPU, 1)
-    finally:
-        multiprocessing.set_start_method(default, force=True)
-    assert batch.tokens[0, 0] == os.getpid()
-
-
-def test_a_dataset_can_be_sent_to_another_process(tmp_path):
-    import pickle
-
-    dataset = Stream("d", find_files(str(token_folder(tmp_path)), "train"), 10, None)
-    packed = pickle.dumps(dataset)
-    assert len(packed) < 2000  # the path, not the tokens
-    np.ones(1000, np.uint8).tofile(tmp_path / "d/train.bin.mask")
-    assert len(pickle.dumps(TokenFile(tmp_path / "d/train.bin", 10))) < 1000
-    mixture = Mixture([pickle.loads(packed)], seed=1)
-    assert torch.equal(mixture.batch(0, 9).tokens, Mixture([dataset], seed=1).batch(0, 9).tokens)

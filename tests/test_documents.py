@@ -18,7 +18,7 @@ from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenWriter
-from steady.tokens.packing import boundaries, pack
+from steady.tokens.packing import pack
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import prepare
 
@@ -154,14 +154,6 @@ def test_every_token_of_a_long_text_is_a_target_once(tmp_path, mode):
     assert (batch.tokens.int() + 1 == batch.targets)[counted].all()
     assert batch.targets[counted].sort()[0].tolist() == [i for ids in texts for i in ids[1:]]
     assert "6 documents (40 pieces)" in found.datasets[0].details
-
-
-def test_evaluation_takes_documents_by_length(folder):
-    cfg = tiny_config(data=[folder], seq_len=SEQ_LEN, eval_steps=99)
-    train_data, val_data = data.load_data(cfg)
-    lengths = val_data.per_sample("lengths", *val_data.order(0, val_data.n_samples))
-    assert (np.diff(lengths) >= 0).all()
-    assert train_data.order.window == 32 * cfg.batch_size
 
 
 def test_grouping_changes_the_order_inside_a_window_alone(folder):
@@ -545,10 +537,6 @@ def test_without_a_mask_one_graph_serves_any_number_of_documents(tmp_path, varle
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3)
     assert len(lengths) > 1 and len(graphs) == 1, (lengths, len(graphs))
-
-
-def test_boundaries_have_few_shapes():
-    assert boundaries(torch.arange(64).view(2, 32)).tolist() == [*range(64), *[64] * 64]
 
 
 def test_which_packed_runs_go_without_a_mask():

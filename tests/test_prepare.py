@@ -4,9 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -37,7 +35,6 @@ from steady.tokens.files import TokenWriter, find_files
 from tools import prepare
 from tools import read as read_module
 from tools.encode import Encoder
-from tools.read import Chunk
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
 
@@ -146,19 +143,6 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     assert sum(all(mask) for mask in masks) >= 150 and sum(mask[0] == 0 for mask in masks) == 50
 
 
-def test_workers_have_what_is_loaded_whatever_is_the_default_of_python(
-        tmp_path, made, monkeypatch):
-    default = multiprocessing.get_start_method()
-    monkeypatch.setattr(prepare.Encoder, "tokenize", lambda self, texts, *_: [[7, 7, 7]])
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        made(tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers", 2, "--val_fraction", 0)
-    finally:
-        multiprocessing.set_start_method(default, force=True)
-    assert read(tmp_path / "o")[0][0] == [7, 7, 7, 256]
-
-
 def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
     """Read in pieces it gives the tokens of the whole, one document, its end for validation."""
     alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
@@ -209,7 +193,7 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
             encode=bpe.encode, encode_batch_fast=spy))
         for whole in text, text.replace("\n", "") + "x\nx":
             [found] = encoder.tokenize((whole,), False, True)
-            assert found == bpe.encode(whole).ids
+            assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
 
 
@@ -231,15 +215,6 @@ def test_no_word_is_lost_where_a_long_text_is_cut(tmp_path, made, monkeypatch, a
     found, expected = read(tmp_path / "o")[0][0][:-1], alone.encode(text).ids
     assert found == expected or not as_spaces
     assert [alone.decode(ids).count("cat") for ids in (found, expected)] == [1500, 1500]
-
-
-@pytest.mark.parametrize("text, ends", [
-    ("a\nb c", 2), ("a b\n", 1), ("猫\n猫x", 2), ("a;\n//b", 0), ("a\n/b", 0),
-    (")\n.x", 0), ("a> b", 0), ("(a) b", 3),
-    ("a\n\u3000\u3000b", 0), ("a\u3000\nb", 0), ("a\n\u00a0 b", 0), ("a\n", 0),
-])
-def test_a_file_is_cut_where_no_token_has_white_space_or_slashes_across(text, ends):
-    assert read_module.last_cut(text) == ends
 
 
 def test_which_split_a_text_is_for(tmp_path, made):
@@ -401,14 +376,6 @@ def test_a_damaged_file_of_the_library_keeps_what_comes_before(tmp_path, made):
     assert f"left out         {source}: cannot be read" in told
 
 
-def test_a_worker_that_is_not_forked_encodes_the_same(tokenizer):
-    chunk = Chunk("a", [b'{"prompt": "the cat", "completion": "sat"}'])
-    for folder in (None, tokenizer):
-        encoder = Encoder(folder, prepare.Options())
-        here, there = encoder(chunk), pickle.loads(pickle.dumps(encoder))(chunk)
-        assert repr(here) == repr(there)
-
-
 def test_it_works_without_torch(tmp_path, made, tokenizer):
     """As it does from the command line: torch takes most of the start and of the memory."""
     chats = AutoTokenizer.from_pretrained(tokenizer)
@@ -434,19 +401,6 @@ def test_an_id_never_wraps(tmp_path):
     large.add(np.array([5, 70000]), np.array([2]), None, 9)
     large.close()
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
-
-
-def test_a_tokenizer_is_the_same_wherever_it_comes_from(tmp_path, made, tokenizer, monkeypatch):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    shutil.copytree(tokenizer, tmp_path / "b")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path / "b")
-    names = []
-    for name, offline in ((tmp_path / "b", False), ("a/b", False), (tmp_path / "b", True)):
-        monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode",
-                            lambda offline=offline: offline)
-        made(source, "--tokenizer", name)
-        names.append(json.loads((tmp_path / "o/train.bin.json").read_text())["tokenizer"])
-    assert len({*names}) == 1 and names[0].startswith("b@")
 
 
 def test_a_tokenizer_folder_of_somebody_else_is_left_alone(tmp_path, made, tokenizer):

@@ -123,34 +123,35 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, sizes, counts, last, n_bytes = [], [], [], [], 0
+        ids, counts, last, n_ids, n_bytes = [np.empty(0)], [], [], 0, 0
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
                 found = self.tokenize(texts, document.is_chat, begins)
                 start = [] if document.is_chat else self.prefix  # templates write it
-                if begins and found[0][: len(start)] != start:
-                    found[0] = start + found[0]
-                if ends and found[-1][-1:] != [self.end]:
-                    found[-1].append(self.end)
-                for part in found:
-                    ids += part
-                sizes += map(len, found)
+                if begins and found[0][: len(start)].tolist() != start:
+                    found[0] = np.append(start, found[0])
+                if ends and found[-1][-1:].tolist() != [self.end]:
+                    found[-1] = np.append(found[-1], self.end)
+                ids += found
                 counts += counted
+                n_ids += sum(map(len, found))
                 n_bytes += sum(len(text.encode()) for text in texts)
                 if ends:
-                    last.append(len(ids))
+                    last.append(n_ids)
+        sizes = [len(part) for part in ids[1:]]
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        return np.array(ids, np.uint32), np.array(last, np.int64), mask, n_bytes
+        ids = np.concatenate(ids, dtype=np.uint32, casting="unsafe")
+        return ids, np.array(last, np.int64), mask, n_bytes
 
-    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[list]:
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[np.ndarray]:
         """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
 
         There a token belongs to the text it begins in. begins: False for a continued document,
         tokenized after a line end; a token of both belongs to the text.
         """
         if self.tokenizer is None:
-            return [list(text.encode()) for text in texts]
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
         if not (is_chat or self.adds_space):
             return [self.ids(text) for text in texts]
         texts = ["" if begins else self.before, *texts]
@@ -158,13 +159,13 @@ class Encoder:
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
         part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
-        return [ids[part == k].tolist() for k in range(1, len(texts))]
+        return [ids[part == k] for k in range(1, len(texts))]
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> np.ndarray:
         found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
         for piece in IN_PIECES.findall(text):
             found += encode([piece], add_special_tokens=False)[0].ids
-        return found
+        return np.array(found, np.uint32)
 
 
 def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:

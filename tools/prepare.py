@@ -137,9 +137,8 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
     check(files, encoder)
     writers = {split: TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                                   end_of_text=encoder.end) for split in ("train", "val")}
-    chunks = read_chunks(files, options, counts)
     bar = tqdm(desc="tokenized", unit="B", unit_scale=True, delay=2, mininterval=5)
-    with bar, closing(encode_all(chunks, encoder)) as results:
+    with bar, closing(encode_all(read_chunks(files, options, counts), encoder)) as results:
         for encoded, counted in results:
             for split, arrays in encoded.items():
                 writers[split].add(*arrays)
@@ -253,8 +252,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
-    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    every = max(1, -(-n_bytes // TRAINING_BYTES))
+    every = 1 + sum(file.stat().st_size for file in files if file.is_file()) // TRAINING_BYTES
 
     def texts():
         for chunk in itertools.islice(read_chunks(files, options, Counter()), 0, None, every):

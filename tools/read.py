@@ -115,10 +115,7 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
 
 
 def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
-    """The sources in a folder, except in hidden folders, links to folders and `out`.
-
-    Beside records no README, and beside files for training none for tests.
-    """
+    """The sources in a folder, none hidden or in `out`; of the hub's no README or test split."""
     files, found, skipped = [], [], []
     for directory, folders, names in os.walk(folder):
         here = Path(directory)
@@ -280,6 +277,7 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
     if "torch" in sys.modules and sys.modules["torch"] is None:
         del sys.modules["torch"]  # `datasets` imports it where it is listed
     import datasets
+    from pyarrow.dataset import ParquetFragmentScanOptions
 
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are exceptions, too
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
@@ -293,8 +291,11 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
             raise ConfigError(f"{path}: no split {options.split}; expected {' or '.join(found)}")
         found = found[options.split] if isinstance(found, dict) else found
     else:
+        # by default pyarrow keeps what it has read
+        lean = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
+        how = dict(batch_size=100, fragment_scan_options=lean) if kind == "parquet" else {}
         found = datasets.load_dataset(kind, data_files=[glob.escape(str(path))], split="train",
-                                      streaming=True)
+                                      streaming=True, **how)
     others = {}
     if names := found.column_names:
         find_keys(tuple(names), options.text_field)
