@@ -260,12 +260,10 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     return None
 
 
-def rotate(folder: Path, keep: int) -> list[Checkpoint]:
-    """Delete all but the newest `keep` checkpoints; returns the deleted ones."""
-    old = list_checkpoints(folder)[:-keep]
-    for each in old:
-        each.delete()
-    return old
+def rotate(folder: Path, keep: int):
+    """Delete all but the newest `keep` checkpoints."""
+    for old in list_checkpoints(folder)[:-keep]:
+        old.delete()
 
 
 def adopt_drafts(folder: Path):

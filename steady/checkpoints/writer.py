@@ -1,6 +1,5 @@
 """Writing checkpoints beside training, in a thread: one rank all of it, or each rank its shard."""
 
-import errno
 import os
 import shutil
 import threading
@@ -10,13 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steady.checkpoints.checkpoint import (
-    SHARED,
-    Checkpoint,
-    list_checkpoints,
-    put_in_place,
-    rotate,
-)
+from steady.checkpoints.checkpoint import SHARED, Checkpoint, put_in_place, rotate
 from steady.checkpoints.disk import disk_error, lack_of_space, retry, write_checkpoint
 from steady.options import Failed
 
@@ -104,17 +97,16 @@ class Writer:
         seen[place] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
         return buffer
 
-    def write(self, step: int, state: dict, event, is_best: bool, again: bool = False):
-        """In the thread. again: room was made for it on a full disk."""
+    def write(self, step: int, state: dict, event, is_best: bool):
+        """In the thread."""
         checkpoint = Checkpoint.named(self.folder, step, sharded=self.size > 1)
         try:
             if event:
                 event.synchronize()
-            if not state["weights_norm"].isfinite():
+            if not state.pop("weights_norm").isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
-            kept = {name: value for name, value in state.items() if name != "weights_norm"}
-            self.write_files(checkpoint.path, step, kept)
+            self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
                 Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
                 if is_best:
@@ -124,9 +116,6 @@ class Writer:
                     self.backup.offer(checkpoint)
             self.failures = 0
         except Exception as e:
-            if self.rank == 0 and self.make_room(e):
-                if self.size == 1 and not again:  # else it is for the next save
-                    return self.write(step, state, None, is_best, again=True)
             self.failures += 1
             self.reason = disk_error(e, self.folder)
             if lack_of_space(e):
@@ -160,16 +149,6 @@ class Writer:
             if time.monotonic() > began + (HURRY if self.hurry else seconds):
                 raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
             time.sleep(0.02)
-
-    def make_room(self, error: BaseException) -> bool:
-        """On a full disk, make the rotation of the next save now, if the newest file is valid."""
-        full, newest = lack_of_space(error), list_checkpoints(self.folder)[-1:]
-        if not full or full.errno == errno.EFBIG or not newest or newest[0].find_damage():
-            return False
-        gone = rotate(self.folder, max(1, self.keep - 1))
-        for each in gone:
-            print(f"warning: {self.folder}: no space left; deleted {each.name}", flush=True)
-        return bool(gone)
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
