@@ -323,17 +323,26 @@ def test_all_kinds_of_input_give_the_same_documents(tmp_path, made, kind):
     assert "has id, body" in told and "expected text (see --text_field)" in told
 
 
+@pytest.fixture(scope="session")
+def chats(tokenizer):
+    """The tokenizer with a chat template."""
+    found = AutoTokenizer.from_pretrained(tokenizer)
+    found.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    found.save_pretrained(tokenizer.parent / "chats")
+    return tokenizer.parent / "chats"
+
+
+CHAT = [dict(role="user", content="sat?"), dict(role="assistant", content="on a mat")]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "json", "saved", "hub"])
-def test_columns_of_other_types_and_chats(tmp_path, made, tokenizer, kind):
+def test_columns_of_other_types_and_chats(tmp_path, made, chats, kind):
     """Nested lists, JSON as text, columns that no document needs."""
-    chats = AutoTokenizer.from_pretrained(tokenizer)
-    chats.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    chats.save_pretrained(tmp_path / "chats")
-    chat = [dict(role="user", content="sat?"), dict(role="assistant", content="on a mat")]
-    given = save_as(kind, tmp_path, dict(messages=[chat, chat], scores=[[1.5], []], text=["", "x"]))
-    made(given, "--tokenizer", tmp_path / "chats")
+    given = save_as(kind, tmp_path, dict(messages=[CHAT, CHAT], scores=[[1.5], []], text=["", "x"]))
+    made(given, "--tokenizer", chats)
     (ids, mask), other = read(tmp_path / "o")
-    assert (ids, mask) == other and chats.decode(ids).startswith("[user]sat?[assistant]on a mat")
+    text = AutoTokenizer.from_pretrained(chats).decode(ids)
+    assert (ids, mask) == other and text.startswith("[user]sat?[assistant]on a mat")
     assert 0 < sum(mask) < len(mask)
 
 
@@ -376,21 +385,20 @@ def test_a_damaged_file_of_the_library_keeps_what_comes_before(tmp_path, made):
     assert f"left out         {source}: cannot be read" in told
 
 
-def test_it_works_without_torch(tmp_path, made, tokenizer):
+def test_it_works_without_torch(tmp_path, made, chats):
     """As it does from the command line: torch takes most of the start and of the memory."""
-    chats = AutoTokenizer.from_pretrained(tokenizer)
-    chats.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    chats.save_pretrained(tmp_path / "chats")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": [
-        {"role": "user", "content": "sat?"}, {"role": "assistant", "content": "on a mat"}]}])
-    made(source, "--tokenizer", tmp_path / "chats")
+    sources = [write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": CHAT}]),
+               save_as("parquet", tmp_path, dict(messages=[CHAT] * 40))]
+    made(*sources, "--tokenizer", chats)
     script = ("import sys; from tools.prepare import main; code = main(sys.argv[1:]); "
-              "sys.exit(code or sys.modules['torch'] is not None)")
-    done = subprocess.run(
-        [sys.executable, "-c", script, source, "--out", tmp_path / "p", "--val_fraction", "0",
-         "--tokenizer", tmp_path / "chats"], env=environment(), cwd=ROOT, capture_output=True)
-    assert done.returncode == 0 and not done.stderr, done
-    assert files_of(tmp_path / "p") == files_of(tmp_path / "o")
+              "sys.exit(code or sys.modules.get('torch') is not None)")
+    for workers in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *sources, "--out", tmp_path / "p", "--val_fraction", "0",
+             "--tokenizer", chats, "--workers", workers], env=environment(), cwd=ROOT,
+            capture_output=True)
+        assert done.returncode == 0 and not done.stderr, done
+        assert files_of(tmp_path / "p") == files_of(tmp_path / "o")
 
 
 def test_an_id_never_wraps(tmp_path):

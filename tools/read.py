@@ -274,11 +274,11 @@ def read_lines(path: Path, file) -> Iterator[bytes]:
 
 def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
     """Rows by the library `datasets`, streamed or mapped; columns without a document are None."""
-    if "torch" in sys.modules and sys.modules["torch"] is None:
-        del sys.modules["torch"]  # `datasets` imports it where it is listed
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
 
+    if "torch" in sys.modules and sys.modules["torch"] is None:
+        del sys.modules["torch"]  # `datasets` would import it
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are exceptions, too
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
