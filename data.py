@@ -4,9 +4,8 @@ The sample at global position g (0, 1, 2, … over the whole run) is a function 
 and each step takes the next batch_size positions. So a run resumes at any step in constant time,
 with no loader state, and 1 or 8 processes see the same samples in the same steps.
 
-A sample is a block of one long stream of tokens (`Stream`), or a document, or several documents
-packed into a row (`Documents`). Generated data is a class of `Samples`, which needs no files: as
-long as its `batch` is a function of its arguments, everything above stays true.
+A sample is a block of one long stream (`Stream`), a document, or several packed into a row
+(`Documents`). Generated data is a class of `Samples`, whose `batch` depends on its arguments alone.
 """
 
 if __name__ == "__main__":  # first: the imports below take seconds
@@ -200,10 +199,7 @@ class Mixture(Samples):
         return float((lengths**2).sum() / lengths.sum())
 
     def batch(self, start: int, stop: int) -> Batch:
-        """As Samples.batch. Token ids stay 2 or 4 bytes wide; `Batch.to` widens them to int64.
-
-        Raises ConfigError for an id that is not in the vocabulary.
-        """
+        """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError for one too large."""
         source, sample = self.order(start, stop)
         length = self.seq_len
         if self.row_lengths_vary:
@@ -230,9 +226,7 @@ def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
                  vocab_size: int | None = None, option: str = "--data",
                  mode: str = "auto") -> Mixture | None:
     """The mixture of the PATH[:WEIGHT] sources that `option` names; None where --data has no
-    validation data beside it.
-
-    mode: as --data_mode; auto is documents where some file has prompts. Raises ConfigError.
+    validation data beside it. mode: as --data_mode. Raises ConfigError.
     """
     sources = find_sources(paths, split, option)
     if not sources:

@@ -101,7 +101,7 @@ def test_imports_have_no_circles():
 LINES = {  # of code, at most: only ever lowered
     "train.py": 548,
     "model.py": 261,
-    "data.py": 350,
+    "data.py": 343,
     "monitor.py": 314,
     "config.py": 298,
     "steady/checkpoints": 1403,

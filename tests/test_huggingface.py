@@ -354,7 +354,7 @@ def test_eval_only(tmp_path, tune, run, corpus):
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
     told = run("--eval_only", "--init_from", tmp_path / "m", "--val_data", corpus, bare=True)
     assert "step 0: validation loss" in told and not (tmp_path / "runs").exists()
-    assert "expected the weights to evaluate" in run("--eval_only", bare=True, expect=2)
+    assert "--eval_only: expected --resume" in run("--eval_only", bare=True, expect=2)
     flags = ["--eval_only", "--auto_resume", "--data", corpus]
     assert "no checkpoint to evaluate" in run(*flags, bare=True, expect=2)
 
