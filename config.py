@@ -194,9 +194,8 @@ class Config:
     eval_steps: int = option(
         64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
         at_least=0)
-    patience: int = option(
-        0, "stop after this many evaluations in a row without a new best loss; 0: never",
-        at_least=0)
+    patience: int = option(0, "stop after this many evaluations in a row without a new best; "
+                           "0: never", at_least=0)
     sample_interval: int | None = option(
         None, "steps between samples of generated text, and one at the end; 0: none (default: one "
         "at the end)", at_least=0)
@@ -209,17 +208,17 @@ class Config:
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "folder for them (default: out_dir/tensorboard)", metavar="DIR")
+        None, "folder for them (default: the cloud's, or out_dir/tensorboard)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
                                          at_least=1, at_most=10**6)
-    wandb: bool = option(False, "send the metrics to Weights & Biases, if it is installed")
+    tracker: Literal["none", "wandb", "swanlab", "trackio"] = option("none", "send metrics there")
+    wandb: bool = option(False, "the same as --tracker wandb", saved=False)
 
     save_interval: int = option(100, "steps between checkpoints, and one at the end",
                                 group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best", at_least=1)
     backup_to: str | None = option(
-        None, "keep a copy of the newest checkpoint and the logs at this URL: file://, s3:// or "
-        "another that fsspec supports", metavar="URL")
+        None, "copy the newest checkpoint and the logs there: file://, s3://, …", metavar="URL")
 
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "where to train", group="device and distribution")
@@ -294,5 +293,6 @@ def resolve(cfg: Config) -> Config:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)
     if cfg.head_dim is None and cfg.d_model % cfg.n_head == 0:
         cfg.head_dim = cfg.d_model // cfg.n_head
+    cfg.tracker = "wandb" if cfg.wandb else cfg.tracker
     refuse_conflicts(cfg)
     return cfg

@@ -52,16 +52,16 @@ class Monitor:
     out_dir: only rank 0 writes there; None writes nothing. level: "off" (loss and throughput) or
     more. first_step: of this process; rows of later steps are cut off. last_step: of the run, or a
     function returning it. peak_flops: of all devices. about: facts on the run, such as vocab_size.
-    tensorboard: its folder, True for out_dir/tensorboard. group: a gloo group of all ranks.
-    datasets: names for `add_losses`. columns: () → more of a row. autopsy: (step, rank) → more on
-    an anomaly, called on every rank. trace: the first of three steps to trace.
+    tensorboard: its folder, True for out_dir/tensorboard. tracker: its module, settings to show.
+    group: a gloo group of all ranks. datasets: names for `add_losses`. columns: () → more of a row.
+    autopsy: (step, rank) → more on an anomaly, on every rank. trace: the first of three steps.
     """
 
     def __init__(self, out_dir, log_interval: int = 50, *, level: str = "light",
                  device: torch.device | None = None, first_step: int | None = None,
                  last_step=None, flops_per_token: int = 0, peak_flops: float | None = None,
                  about: dict | None = None, tensorboard=True, flush_secs: int = 60,
-                 wandb: dict | None = None, group=None, datasets=(), columns=dict, autopsy=None,
+                 tracker=None, group=None, datasets=(), columns=dict, autopsy=None,
                  trace: int = 0):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
@@ -71,7 +71,7 @@ class Monitor:
         self.last_step = last_step if callable(last_step) else lambda: last_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace
-        self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, wandb=wandb)
+        self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, tracker=tracker)
         self.sinks, self.spikes, self.healthy = None, Spikes(), True
         self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log

@@ -36,11 +36,10 @@ def refuse_conflicts(cfg):
         if name not in names:
             raise ConfigError(f"--allow_change {name}: expected the name of an option, data or "
                               f"tokenizer{nearest(name, names)}")
-    need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite",
-         "--log_interval above 0, since steps are checked at a log")
+    need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite", "--log_interval above 0")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
-    if cfg.wandb and not importlib.util.find_spec("wandb"):
-        raise ConfigError("--wandb: not installed; pip install wandb")
+    need(cfg.tracker == "none" or importlib.util.find_spec(cfg.tracker), "tracker",
+         f"it to be installed: pip install {cfg.tracker}")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
         raise ConfigError("--eval_only: expected --resume, --auto_resume or --init_from")
     if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:

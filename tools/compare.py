@@ -34,7 +34,7 @@ CRITICAL = {3: 7.25, 4: 5.11, 5: 4.43, 6: 4.11, 7: 3.93, 8: 3.82, 9: 3.75, 10: 3
             20: 3.58}
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
-               "--no_wandb", "--no_auto_resume", "--no_overwrite"]
+               "--tracker=none", "--no_auto_resume", "--no_overwrite"]
 ONLY_AT_THE_END = 10**12  # steps between evaluations
 
 

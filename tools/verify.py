@@ -72,7 +72,7 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     k = cfg.verify_resume
     flags = [*argv, "--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_checkpoints={2 * k}",
-             "--deterministic", "--no_tensorboard", "--no_wandb",
+             "--deterministic", "--no_tensorboard", "--tracker=none",
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
     rank, _, world_size, _ = rank_and_world()

@@ -40,6 +40,7 @@ from steady.ranks.ranks import restart_count
 from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
+CLOUD_FOLDERS = ("/openbayes/home/tf_dir", "/root/tf-logs")  # displayed by OpenBayes and AutoDL
 # A run writes to these, so none of them may be a link to another place.
 OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", "stacks", "traces", "checkpoints")
 
@@ -278,20 +279,19 @@ def discard(out_dir: Path):
 def provenance() -> dict[str, str]:
     """Notes for config.yaml on the origin of this run."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
     return dict(command=" ".join(sys.argv), commit=commit or "unknown", torch=torch.__version__,
                 started=time.strftime("%Y-%m-%d %H:%M:%S %z"))
 
 
 def tensorboard_folder(cfg, out_dir: Path) -> Path | bool:
-    """The folder of event files; several runs may share one --tensorboard_dir."""
-    if not cfg.tensorboard or not cfg.tensorboard_dir:
+    """The folder of event files; several runs may share one --tensorboard_dir, or the cloud's."""
+    shared = cfg.tensorboard_dir or next(filter(os.path.isdir, CLOUD_FOLDERS), None)
+    if not cfg.tensorboard or not shared:
         return cfg.tensorboard
-    name = f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")
-    return Path(cfg.tensorboard_dir) / name
+    return Path(shared) / f"{out_dir.resolve().name}-{(run_id(out_dir) or '')[:6]}".rstrip("-")
 
 
 def summary(run_dir: Path) -> dict:

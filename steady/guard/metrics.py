@@ -25,7 +25,7 @@ def monitor_options(run, flops: int) -> dict:
         last_step=lambda: cfg.max_steps if cfg.max_steps != UNKNOWN else None,
         peak_flops=peak_flops(ranks.device, ranks.dtype, cfg.peak_tflops, ranks.world_size),
         tensorboard=tensorboard_folder(cfg, run.dir.path), flush_secs=cfg.tensorboard_flush_secs,
-        wandb=asdict(cfg) if cfg.wandb else None, trace=cfg.trace,
+        tracker=None if cfg.tracker == "none" else (cfg.tracker, asdict(cfg)), trace=cfg.trace,
         datasets=[dataset.name for dataset in run.train_data.datasets])
 
 

@@ -1,4 +1,4 @@
-"""Outputs of metrics: metrics.jsonl, TensorBoard, Weights & Biases. Training needs none of them."""
+"""Outputs of metrics: metrics.jsonl, TensorBoard, a tracker. Training needs none of them."""
 
 import contextlib
 import json
@@ -20,11 +20,11 @@ class Sinks:
     """A sink that fails is given up with one warning.
 
     history: the rows of an earlier process, up to start_step. tensorboard: its folder, True for
-    out_dir/tensorboard. wandb: settings of the run to show there, or None.
+    out_dir/tensorboard. tracker: its module and the settings of the run to show there.
     """
 
     def __init__(self, out_dir: Path, start_step: int, tensorboard: Path | bool | None,
-                 flush_secs: int = 60, wandb: dict | None = None):
+                 flush_secs: int = 60, tracker: tuple[str, dict] | None = None):
         self.open, self.history, self.evaluated = {}, History(), set()
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ class Sinks:
         if tensorboard:
             folder = out_dir / "tensorboard" if tensorboard is True else tensorboard
             self.open["TensorBoard"] = TensorBoard(folder, start_step + 1, flush_secs)
-        if wandb is not None:
-            self.open["W&B"] = wandb_sink.start(out_dir, wandb)
+        if tracker:
+            self.open["tracker"] = wandb_sink.start(out_dir, *tracker)
 
     def write(self, step: int, row: dict):
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
@@ -52,7 +52,7 @@ class Sinks:
 
     def close(self):
         """All but metrics.jsonl, for the last sample."""
-        for name, close in (("TensorBoard", TensorBoard.close), ("W&B", wandb_sink.finish)):
+        for name, close in (("TensorBoard", TensorBoard.close), ("tracker", wandb_sink.finish)):
             self.use(name, close)
             self.open.pop(name, None)
 
