@@ -184,6 +184,9 @@ def test_what_answers_nobody_and_what_nobody_answers():
      "user.content: expected parts of type text, found type, text"),
     (dict(messages=[dict(role="assistant", tool_calls=[dict(function=dict(
         name="add", arguments="1, 2"))])]), "arguments: expected an object, found text"),
+    (dict(messages=[*TALK[:1], dict(TALK[1], function_call=CALL["function"])]),
+     "assistant.function_call: expected tool_calls in its place"),
+    (dict(messages=[*TALK[:1], dict(TALK[1], mask=1)]), "assistant.mask: expected weight"),
     (dict(messages=[dict(TALK[1], weight=0.5)]), "assistant.weight: expected 0 or 1"),
     (dict(messages=[dict(TALK[0], content="\ud83d")]), "half of a character"),
 ])
@@ -235,13 +238,12 @@ def test_what_a_template_leaves_out_is_counted_by_name(made_of):
     result = dict(role="tool", content="3", tool_call_id="call_17")
     told = made_of("qwen3", [
         dict(messages=[dict(TALK[0], weight=1),
-                       dict(TALK[1], thoughts="Greet.", name="b", function_call=dict(name="c"))]
-             * 2),
+                       dict(TALK[1], thoughts="Greet.", name="b")] * 2),
         dict(messages=[TALK[0], dict(role="assistant", tool_calls=[call]), result, TALK[3]])])
     found = re.search("not in the text  (.*)", told)[1].split(", ")
     assert found == ["user.weight (2)", "assistant.thoughts (2)", "assistant.name (2)",
-                     "assistant.function_call.name (2)", "assistant.tool_calls.type (1)",
-                     "assistant.tool_calls.id (1)", "tool.tool_call_id (1)"]
+                     "assistant.tool_calls.type (1)", "assistant.tool_calls.id (1)",
+                     "tool.tool_call_id (1)"]
     tools = [dict(type="function", function=dict(name="clock", description="tells the hour"))]
     told = made_of("gemma3", [dict(messages=TALK, tools=tools)])
     assert "tools.function.name (1), tools.function.description (1)" in told

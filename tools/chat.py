@@ -146,6 +146,9 @@ def read_message(message: dict) -> dict:
             raise ValueError(f"from {role!r}: expected one of {', '.join(ROLES)}")
         message |= dict(role=ROLES[role], content=message.pop("value"))
     role = expect(str, message["role"], "role")
+    for name, other in dict(function_call="tool_calls", mask="weight, 0 or 1,").items():
+        if name in message:  # outdated; ambiguous
+            raise ValueError(f"{role}.{name}: expected {other} in its place")
     if role == "assistant":
         flags = {name: message.pop(name) for name in FLAGS if name in message}
         if odd := [name for name, value in flags.items() if value not in (0, 1)]:
