@@ -7,6 +7,7 @@ Values come from the defaults below, then --preset, then --config, then the comm
 one wins. To add an option, add a field here and read `cfg.name` where it is used.
 """
 
+import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,6 +41,7 @@ PRESETS = {
                   eval_interval=5, save_interval=5, num_workers="0"),
 }
 
+ENDS = {"max_steps", "epochs", "max_minutes"}  # a run has one of them
 NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "micro_batch_size",
           "learning_rate", "out_dir", "auto_resume")  # shown by --help
 
@@ -55,11 +57,9 @@ class Config:
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)", saved=False)
     overwrite: bool = option(False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
-        False, "continue the run in out_dir from its newest checkpoint; start it if there is none",
-        saved=False)
+        False, "continue the run in out_dir from its newest checkpoint, or start it", saved=False)
     resume: str | None = option(
-        None, "continue from this checkpoint, or fetch the backup at this URL and continue",
-        saved=False)
+        None, "continue from this checkpoint, or from the backup at this URL", saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...", saved=False)
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
@@ -68,15 +68,12 @@ class Config:
         False, "evaluate the weights of --resume or --init_from and exit", saved=False)
     check_checkpoints: str | None = option(
         None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
-    verify_resume: int = option(
-        0, "train 2 K steps, the last K of them again, compare every bit and exit",
-        saved=False, metavar="K", at_least=0)
-    json: bool = option(
-        False, "end with a line of JSON: step, losses, seconds, memory, verdict, checkpoint",
-        saved=False)
-    estimate: int = option(
-        0, "print estimated memory and time on N devices, then exit",
-        saved=False, metavar="N", at_least=0)
+    verify_resume: int = option(0, "train 2 K steps, the last K again, compare every bit and exit",
+                                saved=False, metavar="K", at_least=0)
+    json: bool = option(False, "end with a line of JSON: step, losses, seconds, memory, verdict",
+                        saved=False)
+    estimate: int = option(0, "print estimated memory and time on N devices, then exit",
+                           saved=False, metavar="N", at_least=0)
 
     data: list[str] = option(
         ["stdlib"], "token files or folders to train on, each PATH[:WEIGHT]; 'stdlib' is Python's "
@@ -90,11 +87,10 @@ class Config:
         "and the loss counts responses, not prompts; packed: rows of several documents, attention "
         "stays inside each; auto is documents where there are prompts", fixed="trajectory")
     num_workers: str = option(
-        "auto", "loader processes per rank; auto is 0 on a CPU, where that was fastest",
-        metavar="N")
+        "auto", "loader processes per rank; auto is 0 on a CPU, the fastest there", metavar="N")
     pin_memory: bool = option(True, "pin the memory that batches are copied to CUDA from")
-    prefetch_factor: int = option(
-        2, "micro-batches prefetched by each loader process", at_least=1, at_most=1000)
+    prefetch_factor: int = option(2, "micro-batches prefetched by each loader process", at_least=1,
+                                  at_most=1000)
 
     init_from: str | None = option(
         None, "initial weights: a Hugging Face folder, or a name on the hub",
@@ -169,10 +165,9 @@ class Config:
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
         None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
-    decay_fraction: float = option(
-        0.7, "share of max_steps that wsd spends decaying", at_least=0, at_most=1)
-    weight_decay: float = option(
-        0.1, "decoupled weight decay, on 2-D block weights only", at_least=0)
+    decay_fraction: float = option(0.7, "share of max_steps that wsd decays in", at_least=0,
+                                   at_most=1)
+    weight_decay: float = option(0.1, "decoupled weight decay, on 2-D block weights", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
     grad_clip: float = option(1.0, "global gradient norm to clip to; 0: off", at_least=0)
@@ -191,9 +186,8 @@ class Config:
         50, "steps between log lines", group="logs and evaluation (intervals in steps; 0 is never)",
         at_least=0)
     eval_interval: int = option(500, "steps between evaluations, and one at the end", at_least=0)
-    eval_steps: int = option(
-        64, "batches of batch_size sequences in one evaluation; 0 is all of the validation data",
-        at_least=0)
+    eval_steps: int = option(64, "batches of batch_size sequences in an evaluation; 0 is all data",
+                             at_least=0)
     patience: int = option(0, "stop after this many evaluations in a row without a new best; "
                            "0: never", at_least=0)
     sample_interval: int | None = option(
@@ -257,19 +251,20 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     given = cli.read_flags(parser, argv)
     named = any(flag.split("=")[0] == "--model" for flag in argv)
     drop = {"head_dim"}.union(*MODELS.values()) if named else set()  # a model's shape in a file
-    preset = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
-    saved = cli.yaml_flags(parser, Config, saved, drop, ours=True) if saved else []
-    file = cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
-    cfg = Config(**vars(cli.read_flags(parser, [*saved, *preset, *file, *argv])))
-    given = cli.read_flags(parser, [*preset, *file, *argv])
-    ends = {name: getattr(given, name) for name in ("max_steps", "epochs", "max_minutes")}
-    if any(ends.values()):  # in place of how the run ends that is continued
-        vars(cfg).update(ends)
-    if sum(map(bool, ends.values())) > 1:
+    flags = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
+    flags += cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
+    flags += argv
+    ends = {flag.split("=")[0].strip("-").replace("-", "_") for flag in flags} & ENDS
+    if saved:  # it also names its own end, unless another one is given
+        flags = cli.yaml_flags(parser, Config, saved, drop | (ENDS if ends else set())) + flags
+    cfg = Config(**vars(cli.read_flags(parser, flags)))
+    if sum(bool(getattr(cfg, name)) for name in ENDS) > 1:
         raise ConfigError("--max_steps, --epochs and --max_minutes: expected one of them")
     cli.check_bounds(cfg)
-    return cli.expand_user(cfg, "out_dir", "resume", "init_from", "tensorboard_dir",
-                           "check_checkpoints")
+    for name in ("out_dir", "resume", "init_from", "tensorboard_dir", "check_checkpoints"):
+        if path := getattr(cfg, name):
+            setattr(cfg, name, os.path.expanduser(path))
+    return cfg
 
 
 def resolve(cfg: Config) -> Config:
@@ -285,7 +280,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
     cli.check_bounds(cfg)
-    if cfg.max_minutes:
+    if cfg.max_minutes:  # the warm-up ends as max_steps is known
         cfg.max_steps = UNKNOWN
         cfg.warmup_steps = 100 if cfg.warmup_steps is None else cfg.warmup_steps
     cfg.max_steps = cfg.max_steps or (None if cfg.epochs else 1000)  # `load_data` knows of epochs

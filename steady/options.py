@@ -16,6 +16,8 @@ from typing import Literal, get_args, get_origin
 
 import yaml
 
+UNKNOWN = 10**12  # max_steps until --max_minutes sets it
+
 
 class ConfigError(Exception):
     """Wrong flags, files or data. The message is one line for the user; the exit code is 2."""
@@ -30,13 +32,30 @@ class Failed(Exception):
     of_one_rank = False
 
 
+@contextlib.contextmanager
+def reading_paths():
+    """While files that options name are read and made, an OSError is the user's: ConfigError."""
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a usable path") from e
+
+
+def due(step: int, every: int | None, *also: int) -> bool:
+    """Whether `step` is a multiple of an interval, or in `also`; never if it is 0 or None."""
+    return bool(every) and (step % every == 0 or step in also)
+
+
+# --- an option -------------------------------------------------------------------------------
+
+
 def option(default, help: str, **marks):
     """A dataclass field with its help text. A list default is copied for each instance.
 
     Marks: group (title of a group of options that begins here); at_least, above, at_most, below
-    (bounds); may_be_empty=True (of text); metavar; flag (its name on the command line, where
-    the field's is accepted, too); fixed (see `fixed_options`); saved=False (belongs to one command,
-    so `write_yaml` leaves it out); command_line=True (a file may not set it).
+    (bounds); may_be_empty=True (of text); metavar; flag (another name on the command line);
+    fixed (see `fixed_options`); saved=False (belongs to one command, so `write_yaml` leaves it
+    out); command_line=True (a file may not set it).
     """
     metadata = {"help": help, **marks}
     if isinstance(default, list):
@@ -76,29 +95,6 @@ def check_bounds(options):
                 raise ConfigError(f"--{f.name} {x!r}: expected {expected}")
 
 
-@contextlib.contextmanager
-def reading_paths():
-    """While files that options name are read and made, an OSError is the user's: ConfigError."""
-    try:
-        yield
-    except OSError as e:
-        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a usable path") from e
-
-
-UNKNOWN = 10**12  # max_steps until --max_minutes sets it
-
-
-def due(step: int, every: int | None, *also: int) -> bool:
-    """Whether `step` is a multiple of an interval, or in `also`; never if it is 0 or None."""
-    return bool(every) and (step % every == 0 or step in also)
-
-
-def expand_user(options, *names: str):
-    """`options` with ~ replaced in the paths of these names."""
-    paths = {name: path for name in names if (path := getattr(options, name))}
-    return dataclasses.replace(options, **{k: os.path.expanduser(v) for k, v in paths.items()})
-
-
 # --- the command line ------------------------------------------------------------------------
 
 
@@ -127,7 +123,7 @@ class ShortHelp(argparse.Action):
 
 def make_parser(options: type, prog: str, usage: str, about: str,
                 needed: tuple[str, ...] = ()) -> Parser:
-    """A parser of the fields of a dataclass, in the groups that its fields name.
+    """A parser of all fields of a dataclass, in the groups that its fields name.
 
     needed: the options that --help shows; --help_all then shows all of them.
     """
@@ -202,11 +198,11 @@ def normal_form(parser: Parser, arg: str) -> str:
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
     if equals and isinstance(parser._option_string_actions.get(name), Switch):
-        switched = dict.fromkeys(("true", "yes", "on", "1"), name)
-        switched |= dict.fromkeys(("false", "no", "off", "0"), f"--no_{name[2:]}")
-        if value.lower() not in switched:
-            raise ConfigError(f"{name} {value}: expected true or false")
-        return switched[value.lower()]
+        if value.lower() in ("true", "yes", "on", "1"):
+            return name
+        if value.lower() in ("false", "no", "off", "0"):
+            return f"--no_{name[2:]}"
+        raise ConfigError(f"{name} {value}: expected true or false")
     return name + equals + value
 
 
@@ -238,15 +234,8 @@ def expect_file(path, option: str = ""):
         raise ConfigError(f"{option}{path}: is {kind}; expected a file")
 
 
-def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
-               ours: bool = False) -> list[str]:
-    """The options in a YAML file as flags; where it names a model, except those in `drop`.
-
-    ours: `write_yaml` wrote it, maybe an older one: options that are gone since are left out.
-
-    Values are passed on as written, so YAML's own types (`1e-4` is text, `no` is False, 010 is 8)
-    do not matter.
-    """
+def read_yaml(path: str) -> dict:
+    """The mapping in a file, its values as written: `1e-4`, `no` and 010 are text."""
     expect_file(path, "--config ")
     try:
         with open(path, encoding="utf-8") as file:
@@ -257,14 +246,15 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str],
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of the form `name: value`")
-    marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
-    names = {mark.get("flag"): name for name, mark in marks.items()}
-    values = {names.get(name, name): value for name, value in values.items()}
-    known = {name for name, mark in marks.items()
-             if mark.get("saved", True) or mark.get("command_line")}  # refused below
-    if gone := [name for name in values if ours and name not in known]:
-        listed = ", ".join(f"{name} {values.pop(name)}" for name in gone)
-        print(f"warning: {path}: left out, as this version saves no such options: {listed}")
+    return values
+
+
+def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
+    """The options in a YAML file as flags; if it names a model, except those in `drop`."""
+    marks, flags, values = {f.name: f.metadata for f in dataclasses.fields(options)}, [], {}
+    aliases = {mark.get("flag"): name for name, mark in marks.items()}
+    for name, value in read_yaml(path).items():
+        values[aliases.get(name, name)] = value
     for name, value in values.items():
         if name not in marks:
             raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")

@@ -41,19 +41,6 @@ def test_only_the_command_line_can_trust_remote_code(run, tmp_path):
     assert "command line" in run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
 
 
-def test_options_that_are_gone_are_left_out_of_a_runs_own_file(run, tmp_path):
-    run("--out_dir", "r")
-    config = tmp_path / "r/config.yaml"
-    config.write_text("seed_of_dropout: 1\n" + config.read_text()
-                      + "float8: [a, b]\nestimate: false\n")  # which is a number now
-    assert "unknown option seed_of_dropout (did" in run("--config", config, bare=True, expect=2)
-    flags = "--auto-resume", "--out_dir", "r", "--max_steps"
-    told = run(*flags, 13, bare=True)
-    gone = "seed_of_dropout 1, float8 ['a', 'b'], estimate false"
-    assert f"no such options: {gone}\n" in told and "13/13" in told
-    assert "no such options" not in run(*flags, 14, bare=True)
-
-
 def test_a_checkpoint_of_one_run_does_not_overwrite_another(run, tmp_path):
     run("--out_dir", "a", "--save_interval", 6)
     run("--out_dir", "b", "--seed", 2)

@@ -59,7 +59,7 @@ def refused(run, tmp_path):
     ("--max_steps " + "9" * 5000, "--max_steps: invalid int value"),
     ("--dropout x", "--dropout: invalid float value: 'x'"),
     ("--device tpu", "--device: invalid choice: 'tpu' (choose from"),
-    ("--preset fst", "fast"),
+    ("--preset debg", "debug"),
     ("--model gpt5", "gpt2-124m"),
     ("--micro_batch_size ²", "micro_batch_size ²: expected a number"),
     ("--micro_batch_size 0", "at least 1, or auto"),

@@ -103,14 +103,14 @@ LINES = {  # of code, at most: only ever lowered
     "model.py": 261,
     "data.py": 343,
     "monitor.py": 314,
-    "config.py": 298,
+    "config.py": 294,
     "steady/checkpoints": 1403,
     "steady/ranks": 1375,
     "steady/guard": 792,
     "steady/watch": 2530,
     "steady/tokens": 889,
     "steady/models": 1325,
-    "steady": 435,
+    "steady": 427,
     "tools": 2463,
 }
 
