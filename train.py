@@ -476,8 +476,7 @@ def main(argv: list[str]) -> int:
     if cfg.eval_only:
         with ranks.watchdog:
             run.monitor = Monitor(None, 0, level="off", device=ranks.device)
-            ranks.watchdog.clock = run.monitor.clock
-            ranks.watchdog.follow(progress, run_dir)
+            ranks.watchdog.follow(progress, run_dir, run.monitor.clock)
             evaluate(run)
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):
@@ -505,9 +504,9 @@ def train_with_recovery(run: Run):
     report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
-        stop.phase, ranks.watchdog.clock = run.monitor.phase, run.monitor.clock
+        stop.phase = run.monitor.phase
         run.monitor.write(progress.step, starting_row(run))
-        ranks.watchdog.follow(progress, run.dir)
+        ranks.watchdog.follow(progress, run.dir, run.monitor.clock)
         batches = loader(run.train_data, cfg, progress.position, cfg.max_steps - progress.step,
                          ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
                          ranks.workers)

@@ -6,7 +6,6 @@ Where torch lacks it, the function does what its docstring says, and training go
 
 import contextlib
 import importlib
-import json
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +33,6 @@ def no_timing(ddp: nn.parallel.DistributedDataParallel):
     """Without it, DDP waits for the GPU at every 100th step, for times that only its log reads."""
     with contextlib.suppress(AttributeError):
         ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-
-
-def flight_record() -> list[dict]:
-    """The newest collectives of this rank, NCCL's and gloo's. Without it: none."""
-    entries = []
-    with contextlib.suppress(ImportError):
-        from torch._C import _distributed_c10d as c10d
-
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-            if dump := getattr(c10d, name, None):
-                trace = json.loads(dump(includeCollectives=True, onlyActive=False))
-                entries += trace.get("entries", [])
-    return entries
 
 
 # --- kernels and compiler --------------------------------------------------------------------

@@ -23,8 +23,8 @@ from conftest import (
 import train
 from steady.checkpoints import disk
 from steady.options import ConfigError
-from steady.ranks import hangs
 from steady.ranks.ranks import LAUNCHERS
+from steady.watch import proc
 
 FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
@@ -129,7 +129,8 @@ def test_orphans_leave_and_the_next_launch_never_meets_them(corpus, tmp_path, wh
     assert again.wait(100) == 0, (tmp_path / "log").read_text()
     assert list(column(tmp_path / "again", "train/loss")) == [1, 2, 3, 4]
     for rank in (0, 1):
-        assert hangs.state_of((tmp_path / f"pid{rank}").read_text()) == "dead"
+        state = proc.stat_fields((tmp_path / f"pid{rank}").read_text())
+        assert not state or state[0] == "Z"
 
 
 def test_a_launch_with_the_same_port_does_not_end_the_first(corpus, tmp_path):
@@ -144,7 +145,6 @@ def test_a_launch_with_the_same_port_does_not_end_the_first(corpus, tmp_path):
     wait_for(tmp_path / "a/metrics.jsonl")
     second = [Process(tmp_path, [*flags, "b"], None, r, 2, port, f"b{r}") for r in (0, 1)]
     assert [process.code() for process in second] == [1, 1]
-    assert "is there already" in second[1].text()
     time.sleep(1.5)  # in which the watchdogs of the first look at their notes
     (tmp_path / "ended").touch()
     assert [process.code() for process in first] == [0, 0], first[0].text()

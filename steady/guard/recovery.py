@@ -56,12 +56,8 @@ def rescue(run, error: BaseException):
         said = save_last_step(run)
     except Exception as e:
         said = f"warning: step {run.progress.step} could not be saved: {e}"
-    watchdog = run.ranks.watchdog
-    dead = "" if watchdog.verdict else watchdog.last_signs()
-    if dead:
-        said = f"rank {run.ranks.rank}: {dead}\n{said}"
     if said:
-        alert(said.strip())
+        alert(said)
     if out_of_memory(error):
         raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 

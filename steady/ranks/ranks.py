@@ -1,9 +1,10 @@
 """The ranks of a run: meeting, decisions of rank 0, numbers gathered from all."""
 
 import contextlib
+import itertools
+import json
 import os
 import re
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Ranks:
     dtype: torch.dtype  # of autocast
     workers: int  # loader processes
     shards: object  # its part of the weights: parallel.Shards
-    stop: object  # signals, agreed by all: guard.faults.Stop
+    stop: object  # signals, agreed by all: guard.stop.Stop
     watchdog: object
     micro_batch: int  # sequences in a forward pass
     group: object = None  # of gloo, so that no device is waited for; None: there are no others
@@ -73,6 +74,8 @@ class Ranks:
             dist.all_reduce(box, dist.ReduceOp.MIN, group=self.group)
         return int(box)
 
+
+# --- meeting ---------------------------------------------------------------------------------
 
 LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun",
              "PMI_SIZE": "mpiexec"}  # variable with the number of processes → launcher
@@ -95,81 +98,92 @@ class RanksMissing(Failed):
     of_one_rank = True
 
 
-def meet(rank: int, world_size: int, patience: float):
-    """Join the process group, once all ranks have started; one rank has none.
+stores = []  # that of all ranks, once they have met
+groups = itertools.count()  # a second run in this process must not read the addresses of the first
+FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
 
-    Raises RanksMissing, naming the missing ranks, after `patience` seconds, and ConfigError.
+
+def meet(rank: int, world_size: int, patience: float):
+    """Join the process group, once all ranks have started; a lone process has none.
+
+    Raises RanksMissing after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
         return refuse_lone_tasks()
     if dist.is_initialized():
         return
-    if not meet.store:
-        if not os.environ.get("MASTER_ADDR"):
-            raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
-                              "expected torchrun to set both; unset it to train in one process")
-        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1), world_size,
-                timeout=timedelta(seconds=patience), is_master=rank == 0 and not of_torchrun,
-                wait_for_workers=False, multi_tenant=True)
-            beside = store.clone()  # before anything can block in the first one
-            attempt = come_together(store, rank, world_size, patience)
-        except dist.DistError as e:
-            raise RanksMissing(f"rank {rank} cannot reach the store through which all ranks meet: "
-                               f"{str(e).splitlines()[0]}") from None
-        meet.store, meet.beside = (dist.PrefixStore(attempt, each) for each in (store, beside))
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # the flight recorder: see hangs.py
-    meet.groups += 1  # a second run in this process must not read the addresses of the first
+    if not stores:
+        stores.append(join(rank, world_size, patience))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=rank,
         world_size=world_size, timeout=timedelta(seconds=max(1800, 2 * patience)),
-        store=dist.PrefixStore(f"group {meet.groups}", meet.store))
+        store=dist.PrefixStore(f"group {next(groups)}", stores[0]))
 
 
-# of this process; the watchdog has the second store to itself
-meet.store, meet.beside, meet.groups = None, None, 0
+def join(rank: int, world_size: int, patience: float) -> dist.Store:
+    """A store for the processes of this attempt to start, once every rank has joined it.
 
-
-def come_together(store, rank: int, world_size: int, patience: float) -> str:
-    """The id of this attempt to start, chosen by rank 0, once every rank has joined it.
-
-    torchrun keeps its store over restarts, and does not restart several hosts at once: the newest
-    attempt in the store may be of processes that are gone. A rank that finds its own place taken
-    has been restarted: it tells the ranks of that attempt, and waits for the next one. Without
-    torchrun the place may be taken by another launch.
+    torchrun keeps its store over restarts, and does not restart several hosts at once. So rank 0
+    names each attempt and lists the processes in it; others wait for an attempt that lists them.
     """
-    mine, attempt, deadline = os.urandom(8).hex(), "", time.monotonic() + patience
-    if rank == 0:
-        if store.check(["attempt"]):
-            store.set(f"{store.get('attempt').decode()}/{RESTARTED}", "0")
-        store.set("attempt", mine)
-    while time.monotonic() < deadline:
-        if store.check(["attempt"]):
-            attempt = store.get("attempt").decode()
-            if store.compare_set(f"{attempt} {rank}", "", mine).decode() != mine:
-                if "TORCHELASTIC_RUN_ID" not in os.environ:
-                    raise RanksMissing(f"rank {rank} is there already: if another launch has this "
-                                       "MASTER_PORT, choose another; else start all ranks again")
-                store.set(f"{attempt}/{RESTARTED}", str(rank))
-            elif rank and store.check([f"{attempt} is complete"]):
-                return attempt
-            elif rank == 0 and store.check([f"{attempt} {each}" for each in range(world_size)]):
-                store.set(f"{attempt} is complete", "")
-                return attempt
-        time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
-    missing = [each for each in range(world_size)
-               if attempt and not store.check([f"{attempt} {each}"])]
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing or [0])} "
-                       f"of {world_size} ranks to start")
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
+                          "expected torchrun to set both; unset it to train in one process")
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    mine, deadline = os.urandom(8).hex(), time.monotonic() + patience
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 1), world_size,
+            timeout=timedelta(seconds=patience), is_master=rank == 0 and not of_torchrun,
+            wait_for_workers=False, multi_tenant=True)
+        if rank == 0:
+            store.set("attempt", mine)
+        keys = [str(each) for each in range(world_size)]
+        while time.monotonic() < deadline:
+            if store.check(["attempt"]):
+                here = dist.PrefixStore(store.get("attempt").decode(), store)
+                here.set(str(rank), mine)
+                if rank == 0 and here.check(keys):
+                    here.set("joined", json.dumps([id.decode() for id in here.multi_get(keys)]))
+                if here.check(["joined"]) and mine in json.loads(here.get("joined")):
+                    return here
+            time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
+        missing = [int(each) for each in keys if rank == 0 and not here.check([each])] or [0]
+    except dist.DistError as e:
+        raise RanksMissing(f"rank {rank} cannot reach the store through which all ranks meet: "
+                           f"{str(e).splitlines()[0]}") from None
+    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
+                       f"{world_size} ranks to start")
 
 
-RESTARTED = "restarted"  # a key of an attempt: the rank that has a new process
+def shared_notes(name: str) -> dist.Store:
+    """A key-value store of all ranks, readable while others are stuck or gone.
+
+    With a connection of its own, as another thread may block in the first one.
+    """
+    return dist.PrefixStore(name, stores[0].clone())
 
 
-def was_restarted(store) -> str:
-    return f"rank {store.get(RESTARTED).decode()} was restarted, so all ranks have to be"
+def gloo_group(world_size: int, device: torch.device):
+    """A gloo group, in addition to the default one, for messages that no GPU has to wait for.
+
+    None for a single rank. Raises ConfigError for a device that several ranks cannot use.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        return None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
+    return dist.new_group(backend="gloo", timeout=FOR_EVER)
+
+
+def leave_group():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- messages --------------------------------------------------------------------------------
 
 
 def from_rank0(make):
@@ -194,24 +208,33 @@ def broadcast(value, group=None):
     return box[0]
 
 
+def all_gather(values: Tensor) -> Tensor:
+    table = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather(list(table), values)
+    return table
+
+
 def say_once(text: str):
-    """Print an error once a host, even if all of its ranks have it."""
+    """Print an error once, even if all ranks have it."""
     rank, local_rank = (os.environ.get(name) or "0" for name in ("RANK", "LOCAL_RANK"))
     if rank != "0":
         time.sleep(1)  # rank 0 speaks first; torchrun ends the others as soon as one leaves
     is_first = local_rank == "0"
     with contextlib.suppress(Exception):  # the store may be gone, or not be there yet
-        is_first = meet.store.add(f"{socket.gethostname()}: {text}", 1) == 1
+        is_first = stores[0].add(text, 1) == 1
     if is_first:
         print(text, file=sys.stderr, flush=True)
-    if rank == "0" and meet.store:
+    if rank == "0" and stores:
         time.sleep(2)  # without torchrun the store ends with this process
 
 
-def leave_group():
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def rank_list(ranks: list[int]) -> str:
+    """[0, 1, 2] → "ranks 0, 1, 2"."""
+    shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
+
+# --- errors ----------------------------------------------------------------------------------
 
 LOST_CONNECTION = re.compile(
     "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
@@ -226,44 +249,3 @@ def lost_connection(e: Exception) -> bool:
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))
-
-
-FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
-
-
-def gloo_group(world_size: int, device: torch.device):
-    """A gloo group, in addition to the default one, for messages that no GPU has to wait for.
-
-    None for a single rank. Raises ConfigError for a device that several ranks cannot use.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world_size == 1:
-        return None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {device.type}: expected one process, not {world_size}")
-    return dist.new_group(backend="gloo", timeout=FOR_EVER)
-
-
-def rank_list(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] → "ranks 0 to 2, 5"."""
-    runs = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}"
-                      for a, b in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def shared_notes(name: str):
-    """A key-value store of all ranks, readable while others are stuck or gone."""
-    return dist.PrefixStore(name, meet.store)
-
-
-def all_gather(values: Tensor) -> Tensor:
-    table = values.new_empty(dist.get_world_size(), len(values))
-    dist.all_gather(list(table), values)
-    return table

@@ -20,7 +20,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 class ReplicasDiffer(Failed):
     """Ranks that should hold the same weights hold different ones.
 
-    agreed: the step since when checkpoints may be wrong; None if those who write them are right.
+    agreed: the step since when checkpoints may be wrong; None if their writers are right.
     """
 
     def __init__(self, text: str, agreed: int | None):
@@ -29,12 +29,11 @@ class ReplicasDiffer(Failed):
 
 
 class Replicas:
-    """Checksums of this rank's weights, compared with the others' every `every` steps, and
-    at max_steps.
+    """Checksums of this rank's weights, compared with other ranks' every `every` steps and at the
+    last one.
 
     parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
-    hold the same parts.
-    agreed: the newest step known to have had equal weights.
+    hold the same parts. agreed: the newest step known to have had equal weights.
     """
 
     def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int = 0):
@@ -48,13 +47,21 @@ class Replicas:
 
     def compare(self, table: np.ndarray, step: int):
         """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
-        groups = [range(first, len(table), self.size) for first in range(self.size)]
-        found = [difference(table, ranks, list(self.parameters)) for ranks in groups]
-        lines = [text for text, _ in found if text]
-        if lines:
-            doubtful = any(in_doubt for _, in_doubt in found)
-            raise ReplicasDiffer(f"step {step}: {'; '.join(lines)}; they last agreed at step "
-                                 f"{self.agreed}", self.agreed if doubtful else None)
+        odd, in_doubt, layers = [], False, np.zeros(table.shape[1], bool)
+        for first in range(self.size):  # the writer of the checkpoints of these ranks
+            ranks = range(first, len(table), self.size)
+            rows = Counter(tuple(table[rank]) for rank in ranks)
+            usual, count = rows.most_common(1)[0]
+            differing = [rank for rank in ranks if tuple(table[rank]) != usual]
+            odd += differing
+            if differing:
+                layers |= (table[differing] != np.array(usual)).any(0)
+                in_doubt |= first in differing or 2 * count <= len(ranks)
+        if odd:
+            layer = list(self.parameters)[int(layers.argmax())]
+            raise ReplicasDiffer(f"step {step}: the weights of {rank_list(odd)} differ from those "
+                                 f"of other ranks, first in {layer}; they last agreed at step "
+                                 f"{self.agreed}", self.agreed if in_doubt else None)
         self.agreed = step
 
 
@@ -63,24 +70,3 @@ def checksums(parameters: list[Tensor]) -> Tensor:
     """[n], on the device: the sum of each tensor's bits as integers; any flipped bit changes it."""
     return torch.stack([p.contiguous().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)
                         for p in parameters])
-
-
-def difference(table: np.ndarray, ranks: range, parameters: list[str]) -> tuple[str, bool]:
-    """(the ranks that differ from most others, in words, or ""; whether the first rank, the writer
-    of checkpoints, may be wrong)."""
-    rows = {rank: tuple(table[rank]) for rank in ranks}
-    (usual, count), *others = Counter(rows.values()).most_common()
-    if not others:
-        return "", False
-    odd = [rank for rank in ranks if rows[rank] != usual]
-    differs = (table[odd] != np.array(usual)).any(0)
-    layers = [name for name, each in zip(parameters, differs, strict=True) if each]
-    where = layers[0] + (f" and {len(layers) - 1} others" if len(layers) > 1 else "")
-    if count == others[0][1]:
-        return (f"{rank_list([*ranks])} hold different weights, in {where}; which of them is wrong "
-                "cannot be told; a backward pass beside run.ddp does this, whose gradients stay on "
-                "each rank, as do random numbers of its own in the update"), True
-    hold = "holds" if len(odd) == 1 else "hold"
-    rest = [rank for rank in ranks if rank not in odd]
-    text = f"{rank_list(odd)} {hold} other weights than {rank_list(rest)}, in {where}"
-    return text, ranks[0] in odd

@@ -1,36 +1,30 @@
-"""Ends a run that has stopped making progress, and names the stuck rank, its phase and its line.
+"""Ends a run without progress, and names the stuck rank, its phase and its line of code.
 
-A single process that torchrun would not restart only gets a warning.
-
-A second thread looks after the training thread and judges, a third swaps notes with the other
-ranks through torchrun's store, and may block if the network is gone. So they also run while
-training is stuck in C++, in a collective, in I/O or in a loop. A step does nothing for them: they
-read its number, and the phase from a clock if there is one. steady/ranks/hangs.py says who is to
-blame. A thread that keeps Python's lock for ever stops these two as well: then other ranks say so.
+One thread looks at the training thread and judges. Another exchanges notes with the other ranks
+through torchrun's store, and may block if the network is gone. Both run while training is stuck in
+C++, in a collective or in I/O, and cost a step nothing. A lone process only gets a warning: it may
+be waiting for its user.
 """
 
 import contextlib
 import faulthandler
 import json
-import math
-import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
-from pathlib import Path
 
-import torch.distributed as dist
-
-from steady.ranks import hangs, ranks
+from steady.ranks.ranks import rank_and_world, rank_list, shared_notes
 from steady.watch.findings import duration
 from steady.watch.history import OUTSIDE_PHASES
-from steady.watch.sampler import current_frames
+from steady.watch.sampler import current_frames, short, worth_naming
 from steady.watch.sinks import alert
 
-PATIENT = 6  # times --hang_seconds: in start-up, the first two steps, and between steps
-LAST_WORDS = 10.0  # seconds left for writing files before the process ends
+PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
+LAST_WORDS = 10.0  # seconds for writing files before the process ends
+MOST_ROWS = 16  # of a table of ranks
+SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
+        "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # modules
 
 
 def patience(hang_seconds: float) -> float:
@@ -45,127 +39,100 @@ def start_thread(work, *args) -> threading.Thread:
 
 
 class Watchdog:
-    """Watches the thread that makes it, until the end of its context; made on all ranks together.
+    """Watches its creator's thread until the end of its context; made on all ranks together.
 
-    seconds: without progress that are always allowed; 0 is off.
-    clock: the monitor's, for the phase; without one a step is one phase.
+    seconds: allowed in a phase of a step, 0 is off.
     """
 
     def __init__(self, seconds: float):
-        self.rank, local_rank, self.world_size, local_size = ranks.rank_and_world()
-        first = self.rank - local_rank
-        self.on_this_host = range(first, first + local_size)
-        self.seconds, self.clock = seconds, None
-        self.progress, self.first_step, self.run_dir = None, 0, None
-        # nobody waits for it, and nobody would start it again: it is not ended
-        restarts = ranks.from_environment("TORCHELASTIC_MAX_RESTARTS", 0)
-        self.alone, self.reported = self.world_size == 1 and not restarts, None
+        self.rank, _, self.world_size, _ = rank_and_world()
+        self.seconds, self.thread, self.ended = seconds, threading.get_ident(), threading.Event()
+        self.progress, self.first_step, self.folder, self.clock = None, 0, None, None
         # in a hang of a thousand ranks, each reads a thousand notes in this time
         self.period = min(max(1.0, self.world_size / 64), seconds / 10)
-        self.quiet = 8 * self.period  # seconds without a note until a rank counts as silent
-        self.thread = threading.get_ident()
-        self.where, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began)
+        self.place, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began), seconds
         self.awake = 0.0  # seconds, not counting pauses of this process
         self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
-        self.verdict, self.ended, self.store = "", threading.Event(), None
-        self.beside = ranks.meet.beside
-        if seconds and self.beside:
-            self.store = dist.PrefixStore("watchdog", self.beside)
+        self.answered = 0.0  # when the store did
+        self.verdict, self.warned = "", None  # the code of a hang, and the rank to report it
+        self.store = shared_notes("watchdog") if seconds and self.world_size > 1 else None
+        if self.store:
             self.publish()
             start_thread(self.talk)
             start_thread(self.look)
 
-    @property
-    def mixed(self) -> bool:
-        """Whether a rank left a collective out: sums may be of different steps."""
-        return self.verdict.startswith("mismatch")
-
-    def follow(self, progress, run_dir):
-        """From here on there is a run.
-
-        Called again after a rollback, since its first steps take longer, too.
-        """
-        self.progress, self.first_step, self.run_dir = progress, progress.step + 1, run_dir
+    def follow(self, progress, run_dir, clock):
+        """From here on there is a run; again after a rollback, since first steps take longer."""
+        self.progress, self.first_step = progress, progress.step + 1
+        self.folder, self.clock = run_dir.path, clock
 
     def __enter__(self):
-        if self.seconds and not self.store:  # alone, it has nobody to wait for during start-up
+        if self.seconds and not self.store:
             start_thread(self.look)
 
     def __exit__(self, *error):
         self.ended.set()
 
+    @property
+    def mixed(self) -> bool:
+        """Whether a rank may have skipped a collective: sums may be of different steps."""
+        return self.verdict.startswith("waiting")
+
     # --- this rank ---
 
     def look(self):
-        """Every period: if there is no progress, find the rank to blame."""
+        """Every period: end the run if there is no progress."""
         before = time.monotonic()
         while not self.ended.wait(self.period):
             now = time.monotonic()
-            passed = min(now - before, 2 * self.period)  # more if it was stopped, or starved
-            before, self.awake = now, self.awake + passed
-            self.measure(passed)
+            self.measure(min(now - before, 2 * self.period))  # more after Ctrl-Z
+            before = now
             hang = None if self.verdict else self.judge()
             if (hang or self.verdict) and not self.ended.is_set():
                 self.end(hang)
 
     def measure(self, passed: float):
-        """Count how long the training thread has been in its phase."""
-        where, clock = self.where, self.clock
+        """Count the seconds of the training thread in its phase."""
+        place = self.place
         if self.progress:
-            phase = (clock.current, clock.since) if clock else ("training", 0.0)
-            where = self.progress.step, *phase
-        self.age = self.age + passed if where == self.where else 0.0
-        self.where = where
+            place = self.progress.step, self.clock.current, self.clock.since
+        self.age = self.age + passed if place == self.place else 0.0
+        self.place, self.awake = place, self.awake + passed
 
-    def limit(self) -> float:
-        """Seconds allowed in this phase: more for compilation, files or a person."""
-        (step, phase, _), stack = self.where, self.stack()
-        if hangs.is_in(stack, hangs.DEBUGGERS):
-            return math.inf
-        patient = not self.clock or step <= self.first_step or phase in OUTSIDE_PHASES
-        patient = patient or hangs.is_in(stack, hangs.SLOW)  # a checkpoint, or compilation
-        return self.seconds * (PATIENT if patient else 1)
+    def stack(self) -> list[tuple[str, str]]:
+        """(module, line of code) of the training thread's frames, innermost first.
 
-    def stands_still(self) -> bool:
-        """Whether it is time to look at all other ranks, at a cost of some milliseconds."""
-        return self.age > min(LAST_WORDS, self.seconds / 5)
-
-    def stack(self) -> list[tuple[str, str, int, str]]:
-        """(module, file, line, function) of the training thread's frames, the innermost first."""
+        A line in torch or the standard library is "".
+        """
         frame, found = current_frames().get(self.thread), []
         while frame:
-            code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-            found.append((module, code.co_filename, frame.f_lineno, code.co_name))
+            file, function = frame.f_code.co_filename, frame.f_code.co_name
+            line = f"{short(file)}:{frame.f_lineno} in {function}" if worth_naming(file) else ""
+            found.append((str(frame.f_globals.get("__name__")), line))
             frame = frame.f_back
         return found
 
-    def waits(self) -> bool:
-        """Whether it is waiting for other ranks."""
-        return self.where[1] == "waiting" or hangs.in_collective(self.stack())
-
     def note(self) -> dict:
-        """This rank, for the others; more once it makes no progress."""
-        step, phase, _ = self.where
-        note = dict(beat=self.beat, step=step, phase=phase, age=self.age, limit=self.limit(),
-                    host=socket.gethostname(), pid=os.getpid(), ended=self.ended.is_set())
-        if self.stands_still():
-            note |= dict(waits=self.waits(), at=hangs.own_line(self.stack()),
-                         groups=hangs.collectives(), gone=hangs.gone(self.neighbours()))
-        return note
-
-    def neighbours(self) -> dict[int, dict]:
-        """The notes of the other ranks on this host."""
-        return {rank: self.notes[rank] for rank in self.on_this_host
-                if rank in self.notes and rank != self.rank}
+        """This rank, for the others."""
+        (step, phase, _), stack = self.place, self.stack()
+        slow = (not self.progress or step <= self.first_step or phase in OUTSIDE_PHASES
+                or any(module in SLOW for module, _ in stack))
+        in_collective = any(module.startswith("torch.distributed.") for module, _ in stack[:12])
+        return dict(beat=self.beat, host=socket.gethostname(), step=step, phase=phase,
+                    age=self.age, limit=self.seconds * (PATIENT if slow else 1),
+                    waits=phase == "waiting" or in_collective, ended=self.ended.is_set(),
+                    line=next((line for _, line in stack if line), ""))
 
     # --- the others ---
 
     def talk(self):
-        """Every period: tell and hear."""
+        """Every period: publish and read notes."""
         while not self.ended.wait(self.period):
             with contextlib.suppress(Exception):  # `judge` notices the silence
                 self.publish()
-                self.listen()
+                if self.age > self.seconds / 5:
+                    self.listen()
+                self.answered = self.awake
         with contextlib.suppress(Exception):
             self.publish()  # that it has ended: its silence means nothing
 
@@ -174,107 +141,134 @@ class Watchdog:
         self.store.set(str(self.rank), json.dumps(self.note()))
 
     def listen(self):
-        everyone = self.stands_still() or not self.notes
-        others = range(self.world_size) if everyone else self.on_this_host
-        keys = [str(rank) for rank in others]
-        if self.store.check(keys):  # else some have not come that far
-            notes, heard = dict(self.notes), dict(self.heard)
-            for rank, text in zip(others, self.store.multi_get(keys), strict=True):
-                note = json.loads(text)
-                if note["beat"] != notes.get(rank, {}).get("beat"):
-                    heard[rank], notes[rank] = self.awake, note
-            self.heard, self.notes = heard, notes  # at once: the other thread reads them
         if self.store.check(["verdict"]):
             self.verdict = self.store.get("verdict").decode()
-        elif self.beside.check([ranks.RESTARTED]):
-            self.verdict = ranks.was_restarted(self.beside)
-            if self.rank == self.on_this_host[0]:
-                alert(f"train.py: failed: {self.verdict}")
+        keys = [str(rank) for rank in range(self.world_size)]
+        if self.store.check(keys):  # else some are not there yet
+            notes, heard = dict(self.notes), dict(self.heard)
+            for rank, text in enumerate(self.store.multi_get(keys)):
+                note = json.loads(text)
+                if note["beat"] != notes.get(rank, {}).get("beat"):
+                    notes[rank], heard[rank] = note, self.awake
+            self.heard, self.notes = heard, notes  # at once: the other thread reads them
 
-    # --- the verdict ---
-
-    def judge(self) -> hangs.Hang | None:
-        """Who is to blame; None while some rank may be making progress."""
-        if self.age <= self.limit():
+    def judge(self) -> tuple[str, list[int], dict] | None:
+        """(code, ranks to blame, notes) of a hang; None while some rank may make progress."""
+        mine = self.note()
+        if mine["age"] <= mine["limit"]:
             return None
-        notes = {rank: note for rank, note in self.notes.items() if not note["ended"]}
-        notes[self.rank] = self.note()
-        silence = {rank: self.awake - self.heard.get(rank, 0.0) for rank in notes}
-        if self.store and silence[self.rank] > self.quiet:  # not even its own notes come back
-            return hangs.describe("store", [], {self.rank: notes[self.rank]}, {}, {})
-        silent = {rank: seconds for rank, seconds in silence.items()
-                  if seconds > self.quiet and rank != self.rank}
-        if any(silent.get(rank, note["age"]) <= note["limit"] for rank, note in notes.items()):
+        notes = {rank: dict(note) for rank, note in self.notes.items() if not note["ended"]}
+        notes[self.rank] = mine
+        if self.store and self.awake - self.answered > 8 * self.period:
+            return "store", [], {self.rank: mine}
+        silence = {rank: self.awake - self.heard[rank] for rank in notes if rank != self.rank}
+        silent = [rank for rank in sorted(silence) if silence[rank] > 8 * self.period]
+        for rank in silent:
+            notes[rank]["age"] = silence[rank]
+        if any(note["age"] <= note["limit"] for note in notes.values()):
             return None
-        return hangs.find(notes, silent)
+        return *find(notes, silent), notes
 
-    def last_signs(self) -> str:
-        """After an error: the dead ranks of this host, or ""."""
-        return "; ".join(f"rank {r} is {state}"
-                         for r, state in hangs.gone(self.neighbours()).items())
+    # --- the end ---
 
-    def end(self, hang: hangs.Hang | None):
-        """Report it, once for all ranks, write this rank's stacks, and end the process.
+    def end(self, hang: tuple | None):
+        """Report a hang, write this rank's stacks, and end the process; a lone one goes on.
 
-        None: another rank has reported it. A process alone is left alone: it may be waiting for its
-        user, as in input().
+        None: another rank has reported it.
         """
-        if self.alone:
-            if self.where != self.reported:
-                self.report(hang)
-            self.reported = self.where
+        if self.world_size == 1:
+            if self.place != self.warned:
+                self.report(*hang)
+            self.warned = self.place
             return
-        waits = self.waits()
+        waits = self.note()["waits"]
         start_thread(self.last_words, hang).join(LAST_WORDS)  # a disk may not answer
-        running = {r: note for r, note in self.neighbours().items() if not note["ended"]}
-        for rank, note in running.items():
-            if self.awake - self.heard[rank] > self.quiet:
-                with contextlib.suppress(OSError):  # stopped, or stuck: torchrun would wait 30 s
-                    os.kill(note["pid"], signal.SIGKILL)
-        # When the others are gone, its collective fails: the training thread saves, and ends.
-        began = time.monotonic()
-        while waits:
-            saving = hangs.is_in(self.stack(), hangs.SLOW)
-            if time.monotonic() > began + max(LAST_WORDS, self.seconds * saving):
-                break
-            time.sleep(self.period)
-        for worker in multiprocessing.active_children():
-            worker.kill()  # one that is stopped would stay
+        if waits and self.verdict.startswith("stuck"):
+            # the end of the stuck rank breaks this one's collective: its training thread saves
+            self.ended.wait(max(LAST_WORDS, self.seconds))
         os._exit(1)
 
-    def last_words(self, hang: hangs.Hang | None):
-        if hang and self.store and hang.code != "store":  # or this would block
-            self.verdict = mine = f"{hang.code}, says rank {self.rank}"
-            with contextlib.suppress(Exception):
+    def last_words(self, hang: tuple | None):
+        if hang:
+            mine = self.verdict = f"{hang[0]} {self.rank}"
+            if hang[0] != "store":  # it would block
                 self.verdict = self.store.compare_set("verdict", "", mine).decode()
-            hang = hang if self.verdict == mine else None  # the first one speaks
-        self.report(hang)
-        if self.run_dir and self.run_dir.writer:
-            self.run_dir.writer.wait()  # for a checkpoint on its way to the disk
+            if self.verdict == mine:
+                self.report(*hang)
+        self.write_stacks()
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
-    def report(self, hang: hangs.Hang | None):
-        """In files, then on the screen; without one, this rank's stacks alone."""
-        folder = self.run_dir and self.run_dir.path
-        if folder and folder.is_dir():
-            self.write_report(folder, hang)
-        if hang:
-            where = f"; the stacks of all ranks are in {folder / 'stacks'}" if folder else ""
-            begin, end = "train.py: failed", "--auto_resume continues from the newest checkpoint"
-            if self.alone:
-                begin, end = "warning", "it is left alone, as no other process waits for it"
-            alert(f"{begin}: no progress: {hang.headline}{where}; {end}\n{hang.table}")
+    def report(self, code: str, blamed: list[int], notes: dict[int, dict]):
+        """In files, then on the screen."""
+        headline = describe(code, blamed, notes)
+        if self.folder and self.folder.is_dir():
+            row = {"step": self.place[0], "hang": headline, "hang_code": code, "hang_ranks": blamed}
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        begin, end = "train.py: failed", "--auto_resume continues from the newest checkpoint"
+        if self.world_size == 1:
+            begin, end = "warning", "still waiting, as no other process needs this one"
+            self.write_stacks()
+        where = f"; stacks are in {self.folder / 'stacks'}" if self.folder else ""
+        alert(f"{begin}: no progress: {headline}{where}; {end}\n{table(blamed, notes)}")
 
-    def write_report(self, folder: Path, hang: hangs.Hang | None):
-        step, phase, _ = self.where
-        with contextlib.suppress(OSError):
-            if hang:
-                row = {"step": step, "hang": hang.headline, "hang_code": hang.code,
-                       "hang_ranks": hang.blamed}
-                with open(folder / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(row) + "\n")
-            (folder / "stacks").mkdir(exist_ok=True)
-            with open(folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
-                print(f"\n{time.strftime('%F %T')}: step {step}, in {phase} for "
-                      f"{duration(self.age)}", file=file, flush=True)
-                faulthandler.dump_traceback(file, all_threads=True)
+    def write_stacks(self):
+        if self.folder and self.folder.is_dir():
+            with contextlib.suppress(OSError):
+                (self.folder / "stacks").mkdir(exist_ok=True)
+                with open(self.folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
+                    print(f"\n{time.strftime('%F %T')}: {position(self.note())}", file=file,
+                          flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
+
+
+# --- judging the notes of all ranks ------------------------------------------------------------
+
+
+def find(notes: dict[int, dict], silent: list[int]) -> tuple[str, list[int]]:
+    """(code, ranks to blame) of a hang; notes: of all ranks that have not ended."""
+    if silent:
+        return "silent", silent
+    busy = [rank for rank in sorted(notes) if not notes[rank]["waits"]]
+    if busy:  # on a GPU, ranks that wait may still fill its queue, but in a later step
+        first = min(notes[rank]["step"] for rank in busy)
+        return "stuck", [rank for rank in busy if notes[rank]["step"] == first]
+    places = {}
+    for rank in sorted(notes):
+        places.setdefault((notes[rank]["step"], notes[rank]["line"]), []).append(rank)
+    return "waiting", min(places.values(), key=len) if len(places) > 1 else []
+
+
+def describe(code: str, blamed: list[int], notes: dict[int, dict]) -> str:
+    """The line about a hang."""
+    if code == "store":
+        return "no answer from torchrun's store: its host, or the network to it, is gone"
+    if not blamed:
+        return "all ranks wait for one another: check the network between the hosts"
+    hosts = ", ".join(sorted({notes[rank]["host"] for rank in blamed}))
+    who, first = f"{rank_list(blamed)} (host {hosts})", notes[blamed[0]]
+    where = f"{position(first)}{' at ' * bool(first['line'])}{first['line']}"
+    return {
+        "silent": f"no answer from {who}, last in {where}: dead, stopped, or its network is gone",
+        "stuck": f"{who}: stuck in {where}",
+        "waiting": f"all ranks wait for one another, and {who} elsewhere, in {where}: a collective "
+                   "skipped, or the network between the hosts",
+    }[code]
+
+
+def table(blamed: list[int], notes: dict[int, dict]) -> str:
+    """A row for each rank, those to blame first."""
+    ranks = sorted(notes, key=lambda rank: (rank not in blamed, rank))
+    rows = [(f"rank {rank}", notes[rank]["host"], position(notes[rank]),
+             duration(notes[rank]["age"]), notes[rank]["line"]) for rank in ranks[:MOST_ROWS]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    more = [f"  and {len(ranks) - MOST_ROWS} more ranks"] if len(ranks) > MOST_ROWS else []
+    return "\n".join(lines + more)
+
+
+def position(note: dict) -> str:
+    step, phase = note["step"], note["phase"]
+    if phase == "start-up":
+        return phase
+    return f"{phase} after step {step}" if phase in OUTSIDE_PHASES else f"{phase} of step {step+1}"
