@@ -12,7 +12,7 @@ from pathlib import Path
 
 from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, read_flags
-from steady.watch.findings import WORDS, Finding
+from steady.watch.findings import Finding
 from steady.watch.report import report, report_text
 from tools.page import write_page
 
@@ -23,9 +23,6 @@ def side_by_side(reports: list[dict]) -> str:
     names = dict.fromkeys(name for r in reports for name in r["figures"])
     rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    trends = [[f.code for f in r["findings"] if f.code in WORDS] for r in reports]
-    kinds = [codes[0] if codes else "ok" for codes in trends]
-    lines.append(f"{'training':24s}" + "".join(f"{kind:>22s}" for kind in kinds))
     for name, values in rows.items():
         if not any(values):  # a phase of no run
             continue
