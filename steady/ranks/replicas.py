@@ -18,9 +18,9 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class ReplicasDiffer(Failed):
-    """Ranks that should hold the same weights hold different ones.
+    """Ranks hold different weights.
 
-    agreed: the step since when checkpoints may be wrong; None if their writers are right.
+    agreed: the step since when checkpoints may be wrong, or None.
     """
 
     def __init__(self, text: str, agreed: int | None):
@@ -60,7 +60,8 @@ class Replicas:
         if odd:
             layer = list(self.parameters)[int(layers.argmax())]
             raise ReplicasDiffer(f"step {step}: the weights of {rank_list(odd)} differ from those "
-                                 f"of other ranks, first in {layer}; they last agreed at step "
+                                 f"of other ranks, first in {layer}: after a backward pass beside "
+                                 "run.ddp, or on a faulty device; they last agreed at step "
                                  f"{self.agreed}", self.agreed if in_doubt else None)
         self.agreed = step
 
