@@ -18,10 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class ReplicasDiffer(Failed):
-    """Ranks hold different weights.
-
-    agreed: the step since when checkpoints may be wrong, or None.
-    """
+    """Ranks hold different weights. agreed: the step after that checkpoints are in doubt."""
 
     def __init__(self, text: str, agreed: int | None):
         super().__init__(text)
