@@ -41,10 +41,7 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError.
-
-    The zip file has a checksum of each tensor; loading it checks the rest.
-    """
+    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError."""
     import torch
 
     try:

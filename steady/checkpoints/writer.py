@@ -25,9 +25,8 @@ class NotSaved(Failed):
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
-    At most one write is in flight; the next save waits for it. If the state is sharded over `size`
-    ranks, the ranks of `group`, each has a writer of its part. number: of this process, for the
-    names of drafts; the same on all ranks.
+    At most one write is in flight. Each of the `size` ranks of `group` that share the state has a
+    writer of its part. number: in the names of drafts, the same on all ranks.
     """
 
     def __init__(self, folder: Path, keep: int, backup=None, rank: int = 0, size: int = 1,
@@ -45,8 +44,7 @@ class Writer:
         """Copy `state` and write it as step_N.pt and, if it is the best, as best.pt.
 
         A copy from a GPU goes on beside the next forward pass: see `finish_copy`. updated: the
-        CUDA event after which `state` is complete, if work given to the device since may never
-        end. alone: other ranks may be gone. Raises NotSaved after MAX_FAILURES in a row.
+        CUDA event after which `state` is complete. alone: other ranks may be gone. Raises NotSaved.
         """
         self.wait()
         if self.failures >= MAX_FAILURES:
@@ -132,7 +130,11 @@ class Writer:
         try:
             if self.size > 1:
                 draft.mkdir(exist_ok=True)
-            retry(lambda: write_checkpoint(file, state))
+            try:
+                retry(lambda: write_checkpoint(file, state))
+            except FileNotFoundError:  # as rank 0 has named the folder meanwhile
+                if not (path / file.name).is_file():
+                    raise
             self.written = step
             if self.size > 1 and self.rank == 0:
                 seconds = max(PATIENCE, 3 * (time.monotonic() - began))
