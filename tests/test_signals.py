@@ -214,11 +214,11 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp
         at_step(7, lambda: (unread_pipe(), time.sleep(1000)))
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2], hook)
-    wait_for(tmp_path / "run/stacks/rank_0.txt", 60)
+    stacks = tmp_path / "run/stacks/rank_0.txt"
+    assert until(lambda: stacks.exists() and "test_signals.py" in stacks.read_text(), 60)
     process.kill(signal.SIGKILL)
     assert process.code() == -9
     assert (hang_of(tmp_path)["step"], hang_of(tmp_path)["hang_code"]) == (6, "stuck")
-    assert "test_signals.py" in (tmp_path / "run/stacks/rank_0.txt").read_text()
 
 
 # --- a small /dev/shm, process 1 -------------------------------------------------------------
