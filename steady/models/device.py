@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Dense peak TFLOP/s (bf16 and fp16, fp32) by torch's exact device name: a substring would take an
-# "RTX A1000" for an A100. From the vendors' data sheets, without sparsity; fp32 without TF32,
+# "RTX A1000" for an A100. As the vendors state them, without sparsity; fp32 without TF32,
 # torch's default. GeForce: accumulating in fp32, from NVIDIA's architecture white papers.
 PEAK_TFLOPS = {
     "NVIDIA B300 SXM6 AC": (2250, 75),  # HGX B300: an eighth of 36 PFLOP/s with sparsity, of 600
