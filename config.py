@@ -254,7 +254,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     flags = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
     flags += cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
     flags += argv
-    ends = {flag.split("=")[0].strip("-").replace("-", "_") for flag in flags} & ENDS
+    ends = {flag.split("=")[0].replace("-", "_") for flag in flags} & {f"__{e}" for e in ENDS}
     if saved:  # it also names its own end, unless another one is given
         flags = cli.yaml_flags(parser, Config, saved, drop | (ENDS if ends else set())) + flags
     cfg = Config(**vars(cli.read_flags(parser, flags)))

@@ -235,3 +235,11 @@ def test_switches_take_no_value(name):
     assert getattr(config.parse([f"--{name}", f"--no-{dashes}"]), name) is False
     assert f"--{name} maybe: expected true or false" in refused(f"--{name}=maybe")
     assert "unexpected argument False" in refused(f"--{name}", "False")
+
+
+def test_a_value_that_reads_like_an_option_ends_no_run(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("model: default\nmax_steps: 77\n")
+    assert config.parse(["--out_dir", "epochs"], str(saved)).max_steps == 77
+    for flags in (["--epochs", "2"], ["--max-minutes=3"]):
+        assert config.parse(flags, str(saved)).max_steps is None

@@ -134,6 +134,7 @@ class Checkpoint:
 
 def put_in_place(draft: Path, final: Path):
     """Give a complete folder its name. If killed in between, `adopt_drafts` does it."""
+    sync_directory(draft)  # it has the names of all parts
     old = Checkpoint(final.with_name(f"{final.name}.tmp-0"))
     if final.is_dir():
         final.rename(old)

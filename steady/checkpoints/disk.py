@@ -64,7 +64,8 @@ def atomic_write(path: Path):
     try:
         yield draft
         os.replace(draft, path)
-        sync_directory(path.parent)  # the new name itself must be on the disk
+        with contextlib.suppress(FileNotFoundError):  # rank 0 has synced and renamed the folder
+            sync_directory(path.parent)  # the new name itself must be on the disk
     except OSError as e:
         if e.errno and not e.filename:  # as an error in writing has none
             e.filename = str(path)

@@ -130,11 +130,7 @@ class Writer:
         try:
             if self.size > 1:
                 draft.mkdir(exist_ok=True)
-            try:
-                retry(lambda: write_checkpoint(file, state))
-            except FileNotFoundError:  # as rank 0 has named the folder meanwhile
-                if not (path / file.name).is_file():
-                    raise
+            retry(lambda: write_checkpoint(file, state))
             self.written = step
             if self.size > 1 and self.rank == 0:
                 seconds = max(PATIENCE, 3 * (time.monotonic() - began))
