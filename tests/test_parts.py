@@ -89,7 +89,20 @@ def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
     write_parts(tmp_path, (1, 0))
     draft = "step_00000001.tmp-7-0"
     parts = [name for rank in (1, 0) for name in (f"rank_{rank}_of_2.pt.tmp-{os.getpid()}", draft)]
-    assert calls == [*parts, tmp_path.name]
+    assert calls == [*parts, draft, tmp_path.name]  # a part may come after rank 0's
+
+
+def test_a_part_is_written_though_its_folder_gets_its_name_meanwhile(tmp_path, monkeypatch):
+    """Rank 0 sees the last part before the rank that wrote it has synced the folder."""
+    plain, named = os.replace, tmp_path / "step_00000001"
+
+    def replace(draft, part):
+        plain(draft, part)
+        Path(part).parent.rename(named)
+
+    monkeypatch.setattr(os, "replace", replace)
+    write_parts(tmp_path, (1,))
+    assert (named / "rank_1_of_2.pt").is_file()
 
 
 def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_path):
