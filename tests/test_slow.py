@@ -3,9 +3,12 @@
 import json
 import math
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from test_slower import made, value
 
 from steady.watch.history import History
@@ -85,6 +88,41 @@ def test_in_a_compute_phase_only_lines_known_to_be_avoidable(place, text, named)
     assert (found.keys() == {"line"}) == named, found
     if named:
         assert found["line"].ms == pytest.approx(8.0)
+
+
+def test_on_a_gpu_no_line_of_a_compute_phase_is_a_gain():
+    """The host waits there for kernels that have to run in any case."""
+    place, text = "train.py:80 train", {"train.py:80": "total += loss.item()"}
+    gpu = {"memory/allocated_gb": 1.0}
+    assert parts_of(rows_of({"forward": 16.0}, {"forward": {place: 9}}, **gpu), text) == {}
+    assert list(parts_of(rows_of({"other": 6.0}, {"other": {place: 9}}, **gpu), text)) == ["line"]
+
+
+def test_a_function_left_to_run_eagerly_is_named_once():
+    rows = rows_of({}, logs=30)
+    for row in rows[12:]:
+        row["perf/eager_functions"] = 2
+    (found,) = findings(History(rows))
+    assert (found.code, found.since, value(found, "count")) == ("eager", 260, 2)
+    again = History([*rows, {"step": 600, "finding": found.row()}])
+    assert news(again) == []
+
+
+def test_a_compiled_function_that_reaches_the_limit_of_recompilations_is_counted():
+    """In a process of its own: the counters are the process's."""
+    code = """
+import torch
+from steady.watch.machine import compiler
+assert compiler() == {}
+double = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+counts = []
+for n in range(12):
+    double(torch.ones(2), float(n))
+    counts.append(compiler())
+assert counts[3]["perf/eager_functions"] == 0 < counts[3]["perf/compilations"]
+assert counts[-1]["perf/eager_functions"] == 1, counts[-1]
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("ms, columns, code, gain", [

@@ -1,25 +1,17 @@
 """Lines of Python by the time spent in them, from the looks of the sampler."""
 
 import math
-from dataclasses import dataclass
 
 OTHERS = "…"  # lines without a name in a profile
 MIN_LOOKS = 8  # at a phase, to say anything of its lines
 LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's DataLoader
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line that takes longer than before. ms, error: per step, and half the 95 % interval."""
-
-    phase: str
-    place: str  # "FILE:LINE FUNCTION < FILE:LINE FUNCTION of its caller | LIBRARY"
-    ms: float
-    error: float
-
-
 def add_profiles(rows) -> dict[str, dict[str, int]]:
-    """The looks of several rows together: {phase: {place: looks}}."""
+    """The looks of several rows together: {phase: {place: looks}}.
+
+    A place is "FILE:LINE FUNCTION < FILE:LINE FUNCTION of its caller | LIBRARY".
+    """
     out = {}
     for row in rows:
         for phase, lines in row.get("profile", {}).items():
@@ -50,11 +42,12 @@ def waits_for_loader(place: str) -> bool:
     return function_of(place) == ("data.py", "loader") or library_of(place) in LOADER_WAITS
 
 
-def longer_lines(phase: str, ms: list[float], looks: list[dict[str, int]],
-                 factor: float) -> list[Line]:
-    """The functions that take longer than `factor` times as long as before, the largest first.
+def longer_lines(ms: list[float], looks: list[dict[str, int]],
+                 factor: float) -> list[tuple[float, float, str]]:
+    """(ms per step, half its 95 % interval, place) of each function that takes longer than `factor`
+    times as long as before, the largest first.
 
-    ms, looks: of the phase in a step, before and after. Of each function the line that grew most.
+    ms, looks: of a phase in a step, before and after. Of each function the line that grew most.
     A look is a draw: the interval is that of a binomial share; for a phase too short to be met
     often, all of its time.
     """
@@ -75,5 +68,5 @@ def longer_lines(phase: str, ms: list[float], looks: list[dict[str, int]],
         growth = [ms[1] * b - ms[0] * a for a, b in zip(*shares, strict=True)]
         place = places[growth.index(max(growth))]
         error = math.hypot(errors[1], factor * min(ms[0], errors[0]))
-        found.append(Line(phase, place, new - factor * old, error))
-    return sorted(found, key=lambda line: -line.ms)
+        found.append((new - factor * old, error, place))
+    return sorted(found, reverse=True)

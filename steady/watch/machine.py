@@ -84,9 +84,7 @@ class Machine:
         """
         row = {"perf/gc_ms": self.gc_seconds / max(1, step - self.read_step) * 1e3}
         self.gc_seconds, self.read_step = 0.0, step
-        graphs = compilations()
-        if graphs is not None:
-            row["perf/compilations"] = graphs
+        row |= compiler()
         if self.stops:
             row["machine/stops"] = self.stops
         then, before, old, ran = self.slow_read
@@ -123,11 +121,17 @@ def give_back_signal(number: int, handler, before):
         signal.signal(number, before)
 
 
-def compilations() -> int | None:
-    """Graphs compiled by torch.compile; None if it is not in use, or a torch has no count."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
+def compiler() -> dict[str, int]:
+    """Of torch.compile: graphs compiled, and functions left to run eagerly at its limit of
+    recompilations. {} if it is not in use, or a torch does not count them.
+    """
+    row, dynamo = {}, sys.modules.get("torch._dynamo.utils")
     with contextlib.suppress(AttributeError, KeyError):
-        return dynamo and dynamo.counters["stats"]["unique_graphs"]
+        counters = dynamo.counters
+        row["perf/compilations"] = counters["stats"]["unique_graphs"]
+        row["perf/eager_functions"] = sum(n for reason, n in counters["unimplemented"].items()
+                                          if "recompile limit" in reason)
+    return row
 
 
 def threads() -> dict[int, tuple[float, float]]:

@@ -8,14 +8,14 @@ import numpy as np
 
 from steady.watch.findings import Finding, duration, finding
 from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History, read_rows
-from steady.watch.slow import slow
+from steady.watch.slow import eager, slow
 from steady.watch.slower import BASELINE, is_certain, slowdown
 from steady.watch.trends import RESOURCES, diverged, runs_out
 
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
-LASTING = ("slow", *RESOURCES)  # one report in a process, whenever they seem to have begun
+LASTING = ("slow", "eager", *RESOURCES)  # one report in a process, whenever they seem to have begun
 UNKNOWN_CAUSES = ("", "unexplained", "passed")
 
 
@@ -23,7 +23,8 @@ def findings(history: History) -> list[Finding]:
     """Everything to report on a run: a pure function of its history."""
     slower = slowdown(history)
     ends = min((found.since for found in slower if found.phase == "step"), default=math.inf)
-    return diverged(history) + slower + slow(history, ends) + runs_out(history)
+    return (diverged(history) + slower + slow(history, ends) + eager(history)
+            + runs_out(history))
 
 
 def news(history: History) -> list[Finding]:

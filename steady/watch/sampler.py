@@ -109,7 +109,7 @@ class Sampler:
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
-        {} after few looks. A place: as in lines.Line.
+        {} after few looks. A place: as in lines.add_profiles.
         """
         if self.counts.total() < LEAST:
             return {}

@@ -11,14 +11,7 @@ import numpy as np
 
 from steady.watch.findings import CAUSES, Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import (
-    OTHERS,
-    add_profiles,
-    function_of,
-    library_of,
-    own_part,
-    waits_for_loader,
-)
+from steady.watch.lines import add_profiles, function_of, library_of, own_part, waits_for_loader
 from steady.watch.slower import COMPUTE, Left, goes_on, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
@@ -60,20 +53,21 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     profile = add_profiles(rows)
     if sum(n for lines in profile.values() for n in lines.values()) < LEAST_LOOKS:
         return []
-    mean = {name: float(np.mean([row.get(name, 0.0) for row in rows]))
-            for name in {name for row in rows for name in row if name.startswith(NUMBERS)}}
+    names = {name for row in rows for name in row if name.startswith("perf/")}
+    mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
     ms = {name: mean.get(f"perf/{name}_ms", 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     left, step = Left(dict(ms)), sum(ms.values())
     if step <= 0:
         return []
-    take_lines(left, ms, profile, history.sources)
+    on_gpu = any("memory/allocated_gb" in row for row in rows)
+    take_lines(left, ms, profile, history.sources, HOST_PHASES if on_gpu else STEP_PHASES)
     collected = sum(part.ms for part in left.parts if "collect(" in str(part))  # by such a line
     gc_ms = mean.get("perf/gc_ms", 0.0) - collected
     left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0)
     take_rank(left, mean, rows)
     left.take("data", left.ms["data"] if left.ms["data"] > STARVED * step else 0.0, ["data"])
     for code in WAITS:
-        waited = always([row.get(CAUSES[code][0], 0.0) for row in rows])
+        waited = float(np.quantile([row.get(CAUSES[code][0], 0.0) for row in rows], ALWAYS))
         left.take(code, waited if waited > 2 * WORTH_NAMING * step else 0.0, STEP_PHASES)
     take_rare(left, mean, rows)
     thread = mean.get("perf/thread_ms", 0.0)
@@ -95,23 +89,27 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     return [finding("slow", rows[0]["step"], ms=gain, of=step, parts=tuple(parts))]
 
 
-NUMBERS = ("perf/", "machine/")
+def eager(history: History) -> list[Finding]:
+    """torch.compile has given up on functions that it compiled again and again."""
+    rows = [row for row in history.rows if row.get("perf/eager_functions")]
+    count = max((row["perf/eager_functions"] for row in rows), default=0)
+    return [finding("eager", rows[0]["step"], dict(count=int(count)))] if rows else []
 
 
-def always(values: list[float]) -> float:
-    return float(np.quantile(values, ALWAYS))
+def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[str, str], phases):
+    """Take functions in phases of host work, and elsewhere lines known to be avoidable.
 
-
-def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[str, str]):
-    """Take functions in phases of host work, and elsewhere lines known to be avoidable."""
+    phases: HOST_PHASES on a GPU, where the host waits for kernels that have to run in any case.
+    """
     for phase, lines in profile.items():
         looks = sum(lines.values())
-        if phase not in (*STEP_PHASES, "logging") or looks == 0:  # evaluation is meant to take time
+        if phase not in (*phases, "logging") or looks == 0:  # evaluation is meant to take time
             continue
         functions = {}  # (file, function) → [(looks, place)] of avoidable lines
         for place, n in lines.items():
-            if place != OTHERS and (phase in HOST_PHASES or advice_for(place, sources)):
-                functions.setdefault(function_of(place), []).append((n, place))
+            function = function_of(place)  # "" for lines without a name
+            if function[1] and (phase in HOST_PHASES or advice_for(place, sources)):
+                functions.setdefault(function, []).append((n, place))
         for places in functions.values():
             total, place = sum(n for n, _ in places), max(places)[1]
             if total > 2 and not waits_for_loader(place):
@@ -150,7 +148,8 @@ def take_rare(left: Left, mean: dict, rows: list[dict]):
     """Take the time of a few heavy steps, and of repeated compilation."""
     median = float(np.mean([row["perf/step_ms_median"] for row in rows]))
     taken = sum(part.ms for part in left.parts)
-    rare = always([row["perf/step_ms"] - row["perf/step_ms_median"] for row in rows]) - taken
+    above = [row["perf/step_ms"] - row["perf/step_ms_median"] for row in rows]
+    rare = float(np.quantile(above, ALWAYS)) - taken
     queue = mean.get("perf/cpu_queue_ms", 0.0)
     if rare < RARE * mean["perf/step_ms"] + 2 * queue or median <= 0:
         return

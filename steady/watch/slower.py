@@ -420,11 +420,12 @@ def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list
     """Take the growth of lines beyond a machine's being `factor` times slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
         looks = [add_profiles(part).get(phase, {}) for part in (before, after)]
-        for line in longer_lines(phase, [ms_of(old, phase), ms_of(new, phase)], looks, factor):
-            sure = line.ms > LINE_SURE * line.error and left.ms[phase] > LINE_LEFT * line.error
-            if sure and not waits_for_loader(line.place):
-                left.take("line", line.ms, [phase], line=line.place, error=line.error, phase=phase,
-                          source=sources.get(line.place.partition(" ")[0], ""))
+        phase_ms = [ms_of(old, phase), ms_of(new, phase)]
+        for ms, error, place in longer_lines(phase_ms, looks, factor):
+            sure = ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error
+            if sure and not waits_for_loader(place):
+                left.take("line", ms, [phase], line=place, error=error, phase=phase,
+                          source=sources.get(place.partition(" ")[0], ""))
 
 
 def take_waits(left: Left, old: dict, new: dict, shared: float):
