@@ -59,11 +59,10 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     left, step = Left(dict(ms)), sum(ms.values())
     if step <= 0:
         return []
+    gc_ms = mean.get("perf/gc_ms", 0.0)  # first: the sampler does not see a collection
+    left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0, sorted(ms, key=lambda p: -ms[p]))
     on_gpu = any("memory/allocated_gb" in row for row in rows)
-    take_lines(left, ms, profile, history.sources, HOST_PHASES if on_gpu else STEP_PHASES)
-    collected = sum(part.ms for part in left.parts if "collect(" in str(part))  # by such a line
-    gc_ms = mean.get("perf/gc_ms", 0.0) - collected
-    left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0)
+    take_lines(left, profile, history.sources, HOST_PHASES if on_gpu else STEP_PHASES)
     take_rank(left, mean, rows)
     left.take("data", left.ms["data"] if left.ms["data"] > STARVED * step else 0.0, ["data"])
     for code in WAITS:
@@ -96,13 +95,13 @@ def eager(history: History) -> list[Finding]:
     return [finding("eager", rows[0]["step"], dict(count=int(count)))] if rows else []
 
 
-def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[str, str], phases):
+def take_lines(left: Left, profile: dict, sources: dict[str, str], phases):
     """Take functions in phases of host work, and elsewhere lines known to be avoidable.
 
     phases: HOST_PHASES on a GPU, where the host waits for kernels that have to run in any case.
     """
     for phase, lines in profile.items():
-        looks = sum(lines.values())
+        looks, ms = sum(lines.values()), left.ms.get(phase, 0.0)
         if phase not in (*phases, "logging") or looks == 0:  # evaluation is meant to take time
             continue
         functions = {}  # (file, function) → [(looks, place)] of avoidable lines
@@ -114,7 +113,7 @@ def take_lines(left: Left, ms: dict[str, float], profile: dict, sources: dict[st
             total, place = sum(n for n, _ in places), max(places)[1]
             if total > 2 and not waits_for_loader(place):
                 advice = advice_for(place, sources) or ADVICE[phase]
-                left.take("line", ms[phase] * total / looks, [phase], advice=advice, phase=phase,
+                left.take("line", ms * total / looks, [phase], advice=advice, phase=phase,
                           line=own_part(place), source=source_of(place, sources))
 
 
@@ -131,7 +130,7 @@ def advice_for(place: str, sources: dict[str, str]) -> str:
     if library := library_of(place):
         return f"{library} runs on the host: use torch, or do it once"
     loop = "<" in function and "<module>" not in function  # <genexpr>, <lambda>, …
-    return "a loop of Python: use tensors" if loop else ""
+    return "a loop of Python: use tensors" if loop and "torch." not in text else ""
 
 
 def take_rank(left: Left, mean: dict, rows: list[dict]):
