@@ -76,7 +76,6 @@ def test_a_loop_starved_by_its_loader_processes(place):
 @pytest.mark.parametrize("place, text, named", [
     ("train.py:80 train", "total += loss.item()", True),
     ("train.py:80 train", "torch.cuda.synchronize()", True),
-    ("train.py:80 train", "gc.collect()", True),
     ("metrics.py:8 accuracy < train.py:80 train | numpy", "order = np.sort(x)", True),
     ("metrics.py:8 f.<genexpr> < train.py:80 train", "sum(i for i in rows)", True),
     ("model.py:60 forward < model.py:90 forward", "x = self.proj(x)", False),

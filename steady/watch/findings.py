@@ -110,9 +110,8 @@ WORDS = {  # code → text; "slower", "slow" and "trial" have functions of their
                        "{uniform:.4g}",
     "validation": "validation loss {loss:.4g} at step {step}; the lowest was {best:.4g} at step "
                   "{since}",
-    "eager": "torch.compile has reached its limit of recompilations in {count} functions: they run "
-             "eagerly since about step {since}; keep shapes and Python values the same, or mark "
-             "sizes dynamic (TORCH_LOGS=recompiles gives the reasons)",
+    "eager": "torch.compile has given up on {count} functions, eager since about step {since}: "
+             "shapes or Python values change (TORCH_LOGS=recompiles names them)",
     "not finite": "{count} of {steps} steps, since step {since}, were not finite and were skipped",
     "host memory": f"host memory {RUNS_OUT}; look for objects kept by the loop, or by the dataset "
                    "in each loader process (SIGUSR2 records three steps)",

@@ -122,9 +122,7 @@ def give_back_signal(number: int, handler, before):
 
 
 def compiler() -> dict[str, int]:
-    """Of torch.compile: graphs compiled, and functions left to run eagerly at its limit of
-    recompilations. {} if it is not in use, or a torch does not count them.
-    """
+    """Graphs made by torch.compile, functions left eager at its limit of recompilations; or {}."""
     row, dynamo = {}, sys.modules.get("torch._dynamo.utils")
     with contextlib.suppress(AttributeError, KeyError):
         counters = dynamo.counters

@@ -166,7 +166,8 @@ TRACED_STEPS = 3
 class Tracer:
     """Writes a trace of three steps by torch.profiler to out_dir/traces at a SIGUSR2.
 
-    https://ui.perfetto.dev opens it. `step` is called after each step. at: from this step on, too.
+    https://ui.perfetto.dev opens it. On CUDA, Python warns of each line that waits for the device.
+    `step` is called after each step. at: from this step on, too.
     """
 
     def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
@@ -190,7 +191,10 @@ class Tracer:
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
             activities = [ProfilerActivity.CPU]
-            activities += [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+            if self.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+                self.sync_mode = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("warn")
             self.profiler, self.first = profile(activities=activities), step + 1
             self.profiler.start()
             self.at = 0
@@ -199,6 +203,8 @@ class Tracer:
     def end(self, step: int):
         profiler, self.profiler = self.profiler, None
         profiler.stop()
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(self.sync_mode)
         file = self.folder / f"step_{self.first}.json"
         with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)

@@ -30,7 +30,6 @@ HOST_PHASES = ("data", "other", "logging")  # any line in them is avoidable
 AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
     (r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.numpy\(\)", "keep it on the device until a log"),
     (r"synchronize\(|empty_cache\(", "leave it out, or do it at a log"),
-    (r"gc\.collect\(", "collect rarely, after gc.freeze()"),
     (r"\bsleep\(", "leave it out"),
     (r"\bprint\(|\blog\w*\.\w+\(|\.write\(|\bopen\(|json\.|pickle\.|add_scalar|torch\.save\(",
      "do it at a log, or in another thread"),
@@ -45,19 +44,17 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
 
     ends: the first step of a later slow-down, a finding of its own.
     """
-    rows = [row for row in history.rows if row["step"] < ends
-            and "perf/startup_s" not in row and "perf/disturbed" not in row]
-    rows = [row for row in rows if row.get("perf/step_ms_median")][:MOST_LOGS]
+    rows = [row for row in history.rows if row["step"] < ends and row.get("perf/step_ms_median")
+            and "perf/startup_s" not in row and "perf/disturbed" not in row][:MOST_LOGS]
     if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
         return []
     profile = add_profiles(rows)
-    if sum(n for lines in profile.values() for n in lines.values()) < LEAST_LOOKS:
-        return []
+    looks = sum(n for lines in profile.values() for n in lines.values())
     names = {name for row in rows for name in row if name.startswith("perf/")}
     mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
     ms = {name: mean.get(f"perf/{name}_ms", 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     left, step = Left(dict(ms)), sum(ms.values())
-    if step <= 0:
+    if step <= 0 or looks < LEAST_LOOKS:
         return []
     gc_ms = mean.get("perf/gc_ms", 0.0)  # first: the sampler does not see a collection
     left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0, sorted(ms, key=lambda p: -ms[p]))
@@ -91,8 +88,8 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
 def eager(history: History) -> list[Finding]:
     """torch.compile has given up on functions that it compiled again and again."""
     rows = [row for row in history.rows if row.get("perf/eager_functions")]
-    count = max((row["perf/eager_functions"] for row in rows), default=0)
-    return [finding("eager", rows[0]["step"], dict(count=int(count)))] if rows else []
+    count = rows and int(rows[-1]["perf/eager_functions"])
+    return [finding("eager", rows[0]["step"], dict(count=count))] if rows else []
 
 
 def take_lines(left: Left, profile: dict, sources: dict[str, str], phases):
