@@ -8,6 +8,8 @@ import json
 import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 from conftest import TINY, Process, column, environment, processes
@@ -163,19 +165,25 @@ def test_accumulation(go):
     check(steps, logs=[1, 4, 8], micro_batches=4)
 
 
+def ask_in_each_step():
+    import train
+
+    update = train.update
+
+    def asking(*args):
+        loss, norm = update(*args)
+        norm.item()
+        return loss, norm
+
+    train.update = asking
+    warnings.showwarning = lambda message, kind, file, *_: print(Path(file).name, message)
+
+
 def test_an_item_in_the_loop_is_found(go):
-    def hook():
-        import train
-
-        update = train.update
-
-        def asking(*args):
-            loss, norm = update(*args)
-            norm.item()
-            return loss, norm
-
-        train.update = asking
-    _, steps = go(hook=hook)
+    """Also by a trace, and only in its steps."""
+    printed, steps = go("--trace", "5", hook=ask_in_each_step)
+    assert "cases.py called a synchronizing CUDA operation" in printed
+    assert "a trace of 3 steps is in" in printed
     with pytest.raises(AssertionError):
         check(steps, logs=[1, 4, 8])
     assert [step for step in steps if "synchronize train.py train" in steps[step]] == [
