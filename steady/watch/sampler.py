@@ -29,6 +29,7 @@ from steady.watch.sinks import say
 SECONDS = 0.1  # between two looks, in the mean
 HURRY = 3  # times as often at first, and while a finding waits for its line
 SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; its own 5 ms hide lines
+MOMENT = 1e-2  # seconds, at most; half of it makes up for the lines that hide behind the interval
 LOOK = threading.Lock()  # or one sampler would restore the interval of another
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
@@ -70,14 +71,20 @@ class Sampler:
     def run(self):
         jitter = random.Random(0).random  # steps may last as long as a pause
         while not self.ended:
-            time.sleep(SECONDS / (HURRY if self.hurry else 1) * (0.5 + jitter()))
-            # A thread that computes in Python keeps its lock for sys.getswitchinterval(). It is
-            # shorter only for a moment around the look, so that other threads do not pay for it.
+            began, pause = time.perf_counter(), SECONDS * (0.5 + jitter())
+            pause /= HURRY if self.hurry else 1
+            time.sleep(pause)
+            late = time.perf_counter() - began - pause
+            # A thread that computes keeps Python's lock for sys.getswitchinterval(), or until a
+            # function written in C returns. A look as late as that falls on the line that kept it.
+            # An earlier one would fall on the line after: it waits for another moment, meanwhile
+            # with a shorter interval, for which other threads would pay if it stayed.
             with LOOK:
                 before = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_SECONDS)
                 try:
-                    time.sleep(2e-3 * jitter())
+                    if late < before:
+                        time.sleep(MOMENT * jitter())
                     self.look(current_frames().get(self.thread_id))
                 except AttributeError:  # the frame has ended meanwhile
                     continue
