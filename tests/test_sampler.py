@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,3 +182,23 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     assert any(row.get("sources") for row in rows(tmp_path / "r"))
     run("--out_dir", "off", "--monitoring", "off")
     assert not add_profiles(rows(tmp_path / "off"))
+
+
+def keep_the_lock():
+    sum(range(400_000))  # in C: about 10 ms
+
+
+def test_a_function_in_c_that_keeps_pythons_lock_gets_its_share_of_looks(monkeypatch):
+    """Not the line after it, at which the sampler gets the lock."""
+    monkeypatch.setattr(profile, "SECONDS", 0.03)
+    sampler, kept, began = Sampler(SimpleNamespace(current="other")), 0.0, time.perf_counter()
+    while sampler.counts.total() < 60 and time.perf_counter() < began + 60:
+        time.sleep(0.005)
+        then = time.perf_counter()
+        keep_the_lock()
+        kept += time.perf_counter() - then
+    share = kept / (time.perf_counter() - began)
+    sampler.close()
+    looks = [n for (_, place, _), n in sampler.counts.items()
+             if place[0] and place[0][0] is keep_the_lock.__code__]
+    assert sum(looks) > 0.5 * share * sampler.counts.total()

@@ -50,8 +50,7 @@ def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> 
 DATA = "more --num_workers, a faster disk, or less work per sample"
 # code → (metric with the ms/step it can account for, or "", its meaning, the remedy)
 CAUSES = {
-    "gc": ("perf/gc_ms", "Python's garbage collector",
-           "collect rarely, after gc.freeze(), and make fewer objects"),
+    "gc": ("perf/gc_ms", "Python's garbage collector", "collect rarely, after gc.freeze()"),
     "thread": ("perf/thread_ms", "another thread of this process computes: {name}",
                "move its work to a process, or do less of it"),
     "quota": ("machine/throttled_ms", "a CPU quota throttles the container",

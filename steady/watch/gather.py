@@ -66,5 +66,4 @@ def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
         "perf/slowest_rank": slow,
         "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
         "perf/slowest_rank_phase": int((own[slow] - typical).argmax()),
-        "ranks_ms": [round(float(ms), 3) for ms in busy],
     }

@@ -118,7 +118,7 @@ def fitting(value, shape):
 SHAPES = {  # of all that is not a number
     **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), is_text),
     **dict.fromkeys(("about", "seconds", "order"), {str: is_number}),
-    **dict.fromkeys(("positions", "ranks_ms", "datasets"), lambda value: isinstance(value, list)),
+    **dict.fromkeys(("positions", "datasets"), lambda value: isinstance(value, list)),
     "sources": {str: is_text}, "profile": {str: {str: is_count}}, "finding": is_finding,
     "evaluated": lambda value: isinstance(value, dict),
 }

@@ -8,10 +8,7 @@ LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's Da
 
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:
-    """The looks of several rows together: {phase: {place: looks}}.
-
-    A place is "FILE:LINE FUNCTION < FILE:LINE FUNCTION of its caller | LIBRARY".
-    """
+    """The looks of several rows together: {phase: {place: looks}}."""
     out = {}
     for row in rows:
         for phase, lines in row.get("profile", {}).items():
@@ -28,7 +25,7 @@ def function_of(place: str) -> tuple[str, str]:
 
 
 def own_part(place: str) -> str:
-    """"FILE:LINE FUNCTION" of a place, without its caller and library."""
+    """"FILE:LINE FUNCTION" of a place, "FILE:LINE FUNCTION < the same of its caller | LIBRARY"."""
     return place.partition(" | ")[0].partition(" < ")[0]
 
 

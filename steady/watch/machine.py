@@ -125,10 +125,9 @@ def compiler() -> dict[str, int]:
     """Graphs made by torch.compile, functions left eager at its limit of recompilations; or {}."""
     row, dynamo = {}, sys.modules.get("torch._dynamo.utils")
     with contextlib.suppress(AttributeError, KeyError):
-        counters = dynamo.counters
-        row["perf/compilations"] = counters["stats"]["unique_graphs"]
-        row["perf/eager_functions"] = sum(n for reason, n in counters["unimplemented"].items()
-                                          if "recompile limit" in reason)
+        row["perf/compilations"] = dynamo.counters["stats"]["unique_graphs"]
+        reasons = dynamo.counters["unimplemented"].items()
+        row["perf/eager_functions"] = sum(n for why, n in reasons if "recompile limit" in why)
     return row
 
 

@@ -23,8 +23,7 @@ def findings(history: History) -> list[Finding]:
     """Everything to report on a run: a pure function of its history."""
     slower = slowdown(history)
     ends = min((found.since for found in slower if found.phase == "step"), default=math.inf)
-    return (diverged(history) + slower + slow(history, ends) + eager(history)
-            + runs_out(history))
+    return [*diverged(history), *slower, *slow(history, ends), *eager(history), *runs_out(history)]
 
 
 def news(history: History) -> list[Finding]:

@@ -76,9 +76,9 @@ class Sampler:
             time.sleep(pause)
             late = time.perf_counter() - began - pause
             # A thread that computes keeps Python's lock for sys.getswitchinterval(), or until a
-            # function written in C returns. A look as late as that falls on the line that kept it.
-            # An earlier one would fall on the line after: it waits for another moment, meanwhile
-            # with a shorter interval, for which other threads would pay if it stayed.
+            # function in C returns. A look as late as that falls on the line that kept it; an
+            # earlier one would fall on the line after, so it waits for another moment, with a
+            # shorter interval only meanwhile: other threads pay for that.
             with LOOK:
                 before = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_SECONDS)
@@ -116,7 +116,7 @@ class Sampler:
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
-        {} after few looks. A place: as in lines.add_profiles.
+        {} after few looks. A place: as in lines.own_part.
         """
         if self.counts.total() < LEAST:
             return {}
