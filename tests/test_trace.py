@@ -39,7 +39,7 @@ def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
 def test_three_steps_from_one_that_is_asked_for_are_traced(run, tmp_path):
     run("--out_dir", "r", "--trace", 6)
     assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_6.json"]
-    assert "trace" not in (tmp_path / "r/config.yaml").read_text()
+    assert "\ntrace:" not in (tmp_path / "r/config.yaml").read_text()
 
 
 def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
