@@ -1,10 +1,13 @@
-"""Eight forks that people make: each applied as text, trained, killed and resumed bit for bit.
+"""Nine forks that people make: each applied as text, trained, killed and resumed bit for bit.
 
 Nothing in a fork deals with checkpoints. `LINES` is what docs/hacking.md says of them.
 """
 
+import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -13,13 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, TINY, column, free_port, in_clone, tiny_config
-from test_readme import SNIPPETS, copy_files
+from test_readme import HACKING, RECIPES, WITH_PAIRS, apply, blocks, copy_files
 
 import model
 import train
 from steady.checkpoints.checkpoint import Checkpoint, compare
 from steady.tokens import packing
+from tools import generate, prepare
 
 FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval", "15",
          "--sample_interval", "0"]
@@ -90,13 +95,9 @@ TEACHER = '''    shards.hold(model)
 '''
 
 
-def snippet(what: str) -> tuple[str, str, str]:
-    return next(tuple(found) for name, *found in SNIPPETS if name == what)
-
-
 FORKS = {  # name → [(file, text, its replacement)]
-    "z-loss": [snippet("loss")],
-    "a sliding window": [snippet("attention")],
+    "z-loss": RECIPES["loss"],
+    "a sliding window": RECIPES["attention"],
     "Lion": [("train.py", "    return optimizers\n", LION)],
     "masked modelling": [
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
@@ -105,8 +106,9 @@ FORKS = {  # name → [(file, text, its replacement)]
         ("model.py", "        return self.head(self.hidden(tokens, documents=documents), "
                      "targets)\n", DISTILLED),
         ("train.py", "    shards.hold(model)\n", TEACHER)],
-    "generated data": [snippet("Generated data")],
+    "generated data": RECIPES["Generated data"],
     "rates by layer": [("train.py", MATRICES, BY_LAYER)],
+    "preference tuning": RECIPES[WITH_PAIRS],
     "no monitor": [],
 }
 
@@ -114,10 +116,8 @@ FORKS = {  # name → [(file, text, its replacement)]
 def fork(name: str, clone: Path) -> tuple[int, int]:
     """Change the copy; returns (lines that are new or gone, files)."""
     changed = {}
+    apply(FORKS[name], clone)
     for file, old, new in FORKS[name]:
-        text = (clone / file).read_text()
-        assert text.count(old) == 1, (file, old)
-        (clone / file).write_text(text.replace(old, new))
         ours = set(new.splitlines()) ^ set(old.splitlines())
         changed[file] = changed.get(file, 0) + len(ours - {""})
     if name == "no monitor":
@@ -141,19 +141,20 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
     return code
 
 
-def changed_model(name: str, monkeypatch) -> types.ModuleType:
-    """model.py as a fork has it."""
-    (file, old, new), = FORKS.get(name) or [snippet(name)]
-    changed = types.ModuleType("changed")
-    monkeypatch.setitem(sys.modules, "changed", changed)
-    exec((ROOT / file).read_text().replace(old, new), vars(changed))
-    return changed
+def changed(name: str, monkeypatch, file: str = "model.py") -> types.ModuleType:
+    """A file as a fork has it."""
+    text = (ROOT / file).read_text()
+    for of, old, new in FORKS.get(name) or RECIPES[name]:
+        text = text.replace(old, new) if of == file else text
+    module = types.ModuleType("changed")
+    monkeypatch.setitem(sys.modules, "changed", module)
+    exec(text, vars(module))
+    return module
 
 
 def test_a_window_holds_in_packed_rows_too(monkeypatch):
     """And one that boundaries would hide, as on CUDA, is refused."""
-    changed = changed_model("a sliding window", monkeypatch)
-    net = changed.Transformer(tiny_config(n_layer=1)).eval()
+    net = changed("a sliding window", monkeypatch).Transformer(tiny_config(n_layer=1)).eval()
     torch.nn.init.normal_(net.blocks[0].attention.out.weight)
     tokens, packed = torch.arange(24)[None], torch.tensor([[0] * 4 + [1] * 20])
     for documents, reached in ((None, {0: 15, 3: 18, 4: 19, 15: 23}),
@@ -168,7 +169,7 @@ def test_a_window_holds_in_packed_rows_too(monkeypatch):
 
 @pytest.mark.parametrize("as_boundaries", [False, True])
 def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
-    net = changed_model("A second target", monkeypatch).Transformer(tiny_config(n_layer=1)).train()
+    net = changed("A second target", monkeypatch).Transformer(tiny_config(n_layer=1)).train()
     torch.nn.init.normal_(net.head.weight)
     numbers = torch.tensor([[0] * 4 + [1] * 20, [0] * 10 + [1] * 14])
     tokens, targets = torch.randint(0, 257, (2, 2, 24), generator=torch.Generator().manual_seed(0))
@@ -182,28 +183,89 @@ def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
         assert differs == [[row, first], [row, first + 1]]
 
 
+def two_ranks(clone: Path, flags: list) -> list[int]:
+    """The exit codes of two ranks in `clone`."""
+    port = free_port()
+    group = [in_clone(clone, flags, lambda r=rank: os.environ.update(
+        RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))) for rank in (0, 1)]
+    return [process.code() for process in group]
+
+
 def test_a_second_backward_pass_is_shared_by_all_ranks(tmp_path, corpus):
     """Or the refusal says why."""
-    def codes(*flags) -> list[int]:
-        port = free_port()
-        group = [in_clone(clone, [*FLAGS, "--data", corpus, "--out_dir", "r", "--overwrite",
-                                  "--max_steps", 4, "--micro_batch_size", 2, *flags],
-                          lambda r=rank: os.environ.update(
-                              RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))) for rank in (0, 1)]
-        return [process.code() for process in group]
-
-    file, old, new = snippet("A second backward pass")
+    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--overwrite", "--max_steps", 4,
+             "--micro_batch_size", 2]
     clone = copy_files(tmp_path / "clone")
-    text = (clone / file).read_text()
-    (clone / file).write_text(text.replace(old, new))
+    text = (clone / "train.py").read_text()
+    apply(RECIPES["A second backward pass"], clone)
     for way in ("ddp", "zero2"):
-        assert codes("--parallel", way) == [0, 0]
+        assert two_ranks(clone, [*flags, "--parallel", way]) == [0, 0]
     here = '        monitor.phase("optimizer")\n'
     late = "        run.model(*batch[:3]).sum().backward()\n"
-    (clone / file).write_text(text.replace(here, late + here))
-    assert codes() == [1, 1]
+    (clone / "train.py").write_text(text.replace(here, late + here))
+    assert two_ranks(clone, flags) == [1, 1]
     assert "a backward pass beside run.ddp" in (clone / "log.txt").read_text()
+
+
+SUMS = [dict(prompt=f"{a} + {b} = ", chosen=f"{a + b}\n", rejected=f"{a} or {b}, or {a + b + 1}\n")
+        for a, b in zip(range(24), range(3, 60), strict=False)]
+
+
+def preferences(clone: Path, corpus: Path) -> list:
+    """Make a base model, and pairs as the page says; the flags to train with both."""
+    flags = ["--seq_len", 64, "--learning_rate", 3e-3]
+    assert go(clone, corpus, "sft", *flags) == 0
+    assert generate.main(["export", str(clone / "sft"), str(clone / "base")]) == 0
+    code, command = blocks(HACKING.split(f"## {WITH_PAIRS}")[1], "python", "bash")[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(clone)
+        Path("preferences.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
+        exec(code, {})
+        argv = shlex.split(command.splitlines()[0].replace("Qwen/Qwen3-0.6B", "base"))
+        assert prepare.main(argv[2:]) == 0
+    return [*flags, "--init_from", "base", "--data", "pairs", "--val_data", "pairs/train.bin"]
+
+
+def log_p(net, prompt: str, answer: str) -> torch.Tensor:
+    """The log-probability of an answer and the end of text after it."""
+    ids = torch.tensor([*prompt.encode(), *answer.encode(), 256])
+    logits = net.head(net.hidden(ids[None, :-1]))[0]
+    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]][len(prompt) - 1 :].sum()
+
+
+def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
+    """Equation 7 of arXiv:2305.18290, on any number of ranks; the reference is not saved."""
+    clone = copy_files(tmp_path / "clone")
+    flags = [*FLAGS, *preferences(clone, corpus), "--eval_steps", 0, "--log_interval", 1,
+             "--max_steps", 12, "--save_interval", 0]
+    fork("preference tuning", clone)
+    assert go(clone, corpus, "one", *flags) == 0
+    assert two_ranks(clone, [*flags, "--micro_batch_size", 2, "--out_dir", "two"]) == [0, 0]
+    one, two = (column(clone / out, "train/loss") for out in ("one", "two"))
+    assert one[1] == pytest.approx(math.log(2), abs=1e-6) and two == pytest.approx(one, rel=1e-3)
+    one, two = (column(clone / out, "train/reward_accuracy") for out in ("one", "two"))
+    assert one == two and one[12] == 1 and {share * 8 % 1 for share in one.values()} == {0}
+
+    reference, _, _ = generate.open_model(clone / "base")
+    policy = changed(WITH_PAIRS, monkeypatch).Transformer(tiny_config(seq_len=64))
+    policy.load_state_dict(Checkpoint(clone / "one/checkpoints/step_00000012.pt").state()["model"])
+    policy.__dict__["reference"] = reference
+    expected = 0.0
+    for pair in SUMS:
+        chosen, rejected = (log_p(policy, pair["prompt"], pair[answer]) -
+                            log_p(reference, pair["prompt"], pair[answer]).detach()
+                            for answer in ("chosen", "rejected"))
+        expected -= F.logsigmoid(0.1 * chosen - 0.1 * rejected) / len(SUMS)
+    assert column(clone / "one", "val/loss")[12] == pytest.approx(expected.item(), rel=1e-5)
+
+    data = changed(WITH_PAIRS, monkeypatch, "data.py").load_mixture([str(clone / "pairs")], "train",
+                                                                    64, seed=0)
+    batch = data.rows(0, len(SUMS) + 1, len(SUMS)).to(torch.device("cpu"), len(SUMS))
+    losses = policy(batch.tokens, batch.targets, batch.documents)
+    weights = [*policy.parameters()]
+    grads = torch.autograd.grad(losses.sum() / len(SUMS), weights)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, weights), rtol=1e-4, atol=1e-6)
 
 
 def test_a_fork_without_tools_resumes(tmp_path, corpus):
@@ -264,12 +326,13 @@ def test_experts_go_to_muon_and_decay(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FORKS)
 def test_a_fork_trains_and_resumes_bit_for_bit(tmp_path, corpus, name):
     clone = copy_files(tmp_path / "clone")
+    flags = preferences(clone, corpus) if name == "preference tuning" else []
     if name == "distillation":
         assert go(clone, corpus, "teacher") == 0
     lines, files = fork(name, clone)
-    assert go(clone, corpus, "whole") == 0
-    assert go(clone, corpus, "killed", kill_at="step_00000020.pt") == -9
-    assert go(clone, corpus, "killed", "--auto_resume") == 0
+    assert go(clone, corpus, "whole", *flags) == 0
+    assert go(clone, corpus, "killed", *flags, kill_at="step_00000020.pt") == -9
+    assert go(clone, corpus, "killed", *flags, "--auto_resume") == 0
     ends = [torch.load(clone / out / "checkpoints/step_00000030.pt", weights_only=True)
             for out in ("whole", "killed")]
     for part in ("model", "optimizers"):

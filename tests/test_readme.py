@@ -191,9 +191,18 @@ def test_requirements_keep_what_is_installed():
 
 # --- how to change things --------------------------------------------------------------------
 
-SNIPPETS = re.findall(r"^## (?:Another )?([\w ]*)\n\n(?:[^#]*?[,.] [iI]n|In) `(\w+\.py)`, replace"
-                      r"\n\n```python\n(.*?)```\n\nwith"
-                      r"\n\n```python\n(.*?)```$", HACKING, re.DOTALL | re.MULTILINE)
+PIECE = re.compile(r"\b[iI]n `(\w+\.py)`,\sreplace\n\n```python\n(.*?)```\n\n"
+                   r"with\n\n```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
+RECIPES = {section.partition("\n")[0].removeprefix("Another "): PIECE.findall(section)
+           for section in HACKING.split("\n## ") if PIECE.search(section)}  # (file, text, new text)
+WITH_PAIRS = "Preference tuning"  # see test_forks.py
+
+
+def apply(pieces: list[tuple[str, str, str]], clone: Path):
+    for file, old, new in pieces:
+        text = (clone / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        (clone / file).write_text(text.replace(old, new))
 
 
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
@@ -207,18 +216,14 @@ def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int
 @pytest.fixture(scope="module")
 def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
     """The losses of the program as it is."""
-    assert [what for what, *_ in SNIPPETS] == [
-        "optimizer", "block", "attention", "loss", "A scalar auxiliary loss", "A second target",
-        "A length that changes", "A second backward pass", "evaluation", "Generated data", "metric"]
+    assert sum(map(len, RECIPES.values())) == HACKING.count("replace\n\n```python") == 16
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
 
-@pytest.mark.parametrize("what, file, old, new", SNIPPETS, ids=[what for what, *_ in SNIPPETS])
-def test_snippets_apply_and_train(tmp_path, corpus, unchanged, what, file, old, new):
+@pytest.mark.parametrize("what", [what for what in RECIPES if what != WITH_PAIRS])
+def test_recipes_apply_and_train(tmp_path, corpus, unchanged, what):
     clone = copy_files(tmp_path / "clone")
-    text = (clone / file).read_text()
-    assert text.count(old) == 1
-    (clone / file).write_text(text.replace(old, new))
+    apply(RECIPES[what], clone)
     after = train_in(clone, corpus)
     assert after[12] < after[1]
     if what in ("evaluation", "metric"):
