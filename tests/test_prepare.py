@@ -431,8 +431,8 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     for arguments, words in (
         ([], "required: INPUT"),
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
-        ([tmp_path / "*.md"], "no such file"),
-        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
+        ([tmp_path / "*.md"], "*.md: expected regular files that end in"),
+        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected regular files that end in"),
         ([source, "--out", tmp_path / "empty.txt"], "cannot be made"),
         ([tmp_path, "--out", tmp_path], f"{tmp_path}: is what --out names"),
         ([source, "--tokenizer", tmp_path], "cannot be loaded"),

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,15 +27,8 @@ from steady.checkpoints.disk import acquire_lock
 from steady.guard.process import FORK, run_command
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
+from steady.tokens import tokenizers
 from steady.tokens.files import TokenWriter
-from steady.tokens.tokenizers import (
-    MADE,
-    byte_level_bpe,
-    delete_tokenizer,
-    keep_tokenizer,
-    require_ours,
-    serve_version_4,
-)
 from steady.watch.proc import usable_cores
 from tools.encode import IN_PIECES, UNKNOWN, Encoder
 from tools.read import Chunk, find_inputs, read_chunks, read_file
@@ -76,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
-        if len(argv) != 3 or not argv[2].isdecimal():
+        if len(argv) != 3 or not re.fullmatch("[1-9][0-9]{,11}", argv[2]):
             raise ConfigError("expected: data.py show DIR N, a number of samples, or data.py show "
                               "RUN_DIR STEP, the number of an update")
         from tools.show import show
@@ -105,7 +99,7 @@ def prepare(inputs: list[str], options: Options) -> str:
     out, counts = Path(options.out).expanduser(), Counter()
     files = find_inputs(inputs, out, counts)
     if options.train_tokenizer or options.tokenizer != "bytes":
-        require_ours(out / "tokenizer")
+        tokenizers.require_ours(out / "tokenizer")
     work = out / ".preparing"
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -175,7 +169,7 @@ def publish(draft: Path, out: Path):
         for suffix in ("", ".json", ".docs", ".mask"):
             (out / f"{split}.bin{suffix}").unlink(missing_ok=True)
     with suppress(ConfigError):  # somebody else's, unused with --tokenizer bytes
-        delete_tokenizer(out / "tokenizer")
+        tokenizers.delete_tokenizer(out / "tokenizer")
     for new in sorted(draft.iterdir(), key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
         new.rename(out / new.name)
 
@@ -190,19 +184,19 @@ def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
         yield from map(encoder, chunks)
         return
     context, pending = multiprocessing.get_context(FORK), deque()
-    with ProcessPoolExecutor(workers, context, start_worker, (encoder,)) as pool:
-        try:
-            for chunk in chunks:
-                pending.append(pool.submit(encode_in_worker, chunk))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
+    pool = ProcessPoolExecutor(workers, context, start_worker, (encoder,))
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(encode_in_worker, chunk))
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
-        except BrokenProcessPool:
-            raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
-                              "--workers need less") from None
-        finally:
-            pool.shutdown(cancel_futures=True)  # wait=False would race with the exit
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
+                          "--workers need less") from None
+    finally:
+        pool.shutdown(cancel_futures=True)  # wait=False would race with the exit
 
 
 def start_worker(encoder: Encoder):
@@ -234,9 +228,9 @@ def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[P
         return None, "bytes"
     else:
         # by its folder: by name, transformers retries the hub for a minute, with warnings
-        keep_tokenizer(fetch_files(options.tokenizer, weights=False), folder)
+        tokenizers.keep_tokenizer(fetch_files(options.tokenizer, weights=False), folder)
         name = Path(options.tokenizer).name
-    (folder / MADE).touch()
+    (folder / tokenizers.MADE).touch()
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*token*.json")))
     return folder, f"{name}@{hashlib.sha256(content).hexdigest()[:12]}"
 
@@ -247,7 +241,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
 
     reader = Encoder(None, options)
     check(files, reader)
-    tokenizer = byte_level_bpe(models.BPE())
+    tokenizer = tokenizers.byte_level_bpe(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
@@ -262,4 +256,4 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
 
     tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save_pretrained(folder)
-    serve_version_4(folder)
+    tokenizers.serve_version_4(folder)

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from steady.tokens.files import share_of
 
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".csv": "csv",
          ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-BY_LIBRARY = ("parquet", "arrow", "saved", "hub")  # kinds that `datasets` reads
 COMPRESSED = (".gz", ".zst")  # a second suffix
 HUB = "hf:"  # begins the name of a data set on the hub
 RECORDS = {  # keys that hold a document: optional keys read with them
@@ -78,15 +77,12 @@ def suffixes(path: Path) -> list[str]:
 
 
 def kind_of(path: Path) -> str | None:
-    """A value of KINDS, "saved", "hub", or None for a file that cannot be read."""
+    """A value of KINDS, "saved", "hub", or None for anything else, such as a pipe."""
     if str(path).startswith(HUB):
         return "hub"
-    return "saved" if is_saved(path) else KINDS.get(suffixes(path)[0])
-
-
-def is_saved(folder: Path) -> bool:
-    """Whether datasets.save_to_disk made this folder."""
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return "saved"  # by datasets.save_to_disk
+    return KINDS.get(suffixes(path)[0]) if path.is_file() else None
 
 
 def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
@@ -96,20 +92,16 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
         path = Path(name).expanduser()
         if path.resolve() == out.resolve():
             raise ConfigError(f"{name}: is what --out names; expected another folder there")
-        if name.startswith(HUB):
-            files = [Path(name)]
-        elif path.is_dir():
+        if path.is_dir():
             files = files_in(path, out.resolve(), counts)
+        elif path.exists() or name.startswith(HUB):
+            files = [path]
         else:
-            files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+            files = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(files)
-        if not files:
-            raise ConfigError(f"{name}: no such file, or no file in it that ends in "
-                              f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
-        for file in files:
-            kind = kind_of(file)
-            if not kind or kind not in ("saved", "hub") and not file.is_file():  # as a pipe
-                raise ConfigError(f"{file}: expected a regular file that ends in {' '.join(KINDS)}")
+        if odd := [file for file in files if not kind_of(file)] or [name] * (not files):
+            raise ConfigError(f"{odd[0]}: expected regular files that end in {' '.join(KINDS)}, "
+                              f"with or without {' or '.join(COMPRESSED)}")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -119,14 +111,14 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
     files, found, skipped = [], [], []
     for directory, folders, names in os.walk(folder):
         here = Path(directory)
-        if is_saved(here):
-            found.append(here)
-        if is_saved(here) or here.resolve() == out:
+        if kind_of(here) == "saved":
+            files.append(here)
+        if kind_of(here) == "saved" or here.resolve() == out:
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in map(here.joinpath, names):
-            if kind_of(path) and path.is_file():
+            if kind_of(path):
                 files.append(path)
             else:
                 skipped.append("".join(suffixes(path)) or path.name)
@@ -165,55 +157,46 @@ def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
 
 
 def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
-    """The pieces of one source. large: cut a text in two, whatever its size. Raises ConfigError."""
-    first = 1
+    """The pieces of one source, those before an error, too. Raises ConfigError.
+
+    large: cut a text in two, whatever its size.
+    """
+    records, size, first, error = [], 0, 1, None
     try:
         if kind_of(path) == "text":
             yield from read_text(path, options.val_fraction, large)
             return
-        for records in grouped(itertools.islice(read_records(path, options), options.limit)):
-            yield Chunk(str(path), records, first)
-            first += len(records)
-    except ConfigError:
-        raise
-    except ImportError as e:
-        package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
-        raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
-    except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
-        reason = " ".join(str(e).split()) or type(e).__name__
-        place = f" (after record {first - 1:,})" if first > 1 else ""
-        raise ConfigError(f"{path}: cannot be read: {reason:.300}{place}") from None
-
-
-def grouped(records: Iterable) -> Iterator[list]:
-    """Records, about CHUNK_BYTES at a time; those before an error are not lost."""
-    found, size = [], 0
-    try:
-        for record in records:
-            found.append(record)
+        for record in itertools.islice(read_records(path, options), options.limit):
+            records.append(record)
             size += len(record if isinstance(record, bytes) else repr(record))
             if size >= CHUNK_BYTES:
-                yield found
-                found, size = [], 0
-    except Exception:
-        if found:
-            yield found
-        raise
-    if found:
-        yield found
+                yield Chunk(str(path), records, first)
+                records, size, first = [], 0, first + len(records)
+    except ConfigError as e:
+        error = e
+    except ImportError as e:
+        package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
+        error = ConfigError(f"{path}: needs {package}: pip install {package}")
+        error.__cause__ = e
+    except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
+        reason = " ".join(str(e).split()) or type(e).__name__
+        n = first - 1 + len(records)
+        place = f" (after record {n:,})" if n else ""
+        error = ConfigError(f"{path}: cannot be read: {reason:.300}{place}")
+    if records:
+        yield Chunk(str(path), records, first)
+    if error:
+        raise error
 
 
 @contextlib.contextmanager
 def opened(path: Path):
     """The content of a file, decompressed according to its name, after its byte order mark."""
-    with open(path, "rb") as raw:
-        file = raw
-        if path.suffix.lower() == ".gz":
-            file = gzip.open(raw)
-        elif path.suffix.lower() == ".zst":
-            new = sys.version_info >= (3, 14)
-            zstd = importlib.import_module("compression.zstd" if new else "backports.zstd")
-            file = zstd.open(raw)
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    if path.suffix.lower() == ".zst":
+        new = sys.version_info >= (3, 14)
+        opener = importlib.import_module("compression.zstd" if new else "backports.zstd").open
+    with opener(path, "rb") as file:
         start = file.read(1024)
         utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         if utf16 or 8 * start.count(0) > len(start):
@@ -228,7 +211,7 @@ def opened(path: Path):
 def read_records(path: Path, options) -> Iterator:
     """Records as objects, or as undecoded lines of JSON."""
     kind = kind_of(path)
-    if kind in BY_LIBRARY:
+    if kind not in ("lines", "json", "csv"):
         yield from read_rows(path, kind, options)
         return
     with opened(path) as file:
@@ -240,7 +223,10 @@ def read_records(path: Path, options) -> Iterator:
         elif kind == "json" and spans_lines(file):
             yield from read_values(file.read().decode().lstrip())
         else:
-            yield from read_lines(path, file)
+            while line := file.readline(LINE_BYTES):
+                if len(line) == LINE_BYTES:
+                    raise ValueError(f"a line of {LINE_BYTES:,} bytes or more")
+                yield line
 
 
 def spans_lines(file) -> bool:
@@ -258,18 +244,6 @@ def read_values(text: str) -> Iterator:
         value, at = decoder.raw_decode(text, at)
         yield from value if isinstance(value, list) else [value]
         at = json.decoder.WHITESPACE.match(text, at).end()
-
-
-def read_lines(path: Path, file) -> Iterator[bytes]:
-    """Raises ConfigError for a line that is too long."""
-    for number in itertools.count(1):
-        line = file.readline(LINE_BYTES)
-        if len(line) == LINE_BYTES:
-            raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; expected "
-                              "shorter documents")
-        if not line:
-            return
-        yield line
 
 
 def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
