@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,10 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
     Path("questions.txt").write_text("1 + 1?\n2 + 20?\n")
     few = "--seq_len 192 --batch_size 2 --max_steps 4 --eval_steps 1 --precision fp32".split()
     page = (ROOT / "docs/finetuning.md").read_text()
+    Path("tasks").mkdir()
+    Path("tasks/mine.yaml").write_text(page.split("```yaml\n")[1].split("```")[0].replace(
+        "/absolute/path", str(tmp_path)))
+    Path("mine.jsonl").write_text('{"question": "1 + 1 =", "choices": [" 2", " 3"], "answer": 0}\n')
     done = []
     for block in re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         _, script, *argv = shlex.split(block.replace("Qwen/Qwen3-0.6B", "base"))
@@ -102,10 +107,10 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
             assert re.search(r"validation loss \S+ \([\d,]+ tokens\) ", told)
         elif script == "train.py":
             assert "step 4/4" in run(*argv, *few, bare=True)
-        else:
+        elif argv[0] != "eval" or find_spec("lm_eval"):
             assert (prepare if script == "data.py" else generation).main(argv) == 0
         if "--prompt_file" in argv:
             assert "--- 2 of 2" in capsys.readouterr().out
     assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
-                    "model.py generate", "model.py export", "train.py --eval_only"]
+                    "model.py generate", "model.py export", "train.py --eval_only", "model.py eval"]
     assert AutoTokenizer.from_pretrained("out").chat_template

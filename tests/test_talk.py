@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 from tools import prepare
-from tools import talk as talk_module
 
 
 def folder_of(path, family: str, **generation_config):
@@ -61,7 +60,7 @@ def test_several_prompts_are_answered_as_alone(tmp_path, capsys, family):
 def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
     """Of a tokenizer that puts tokens around a text, which its chat template does not write."""
     folder = folder_of(tmp_path / "m", "qwen3")
-    tokenizer = generation.load_tokenizer(str(folder))
+    tokenizer = generation.tokenizers.load_tokenizer(str(folder))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "<t>"]})
     begin, again = tokenizer.convert_tokens_to_ids(["<s>", "<t>"])
     end = tokenizer.eos_token_id
@@ -69,7 +68,7 @@ def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
         single="<s> <t> $A <|im_end|>", pair="$A $B",
         special_tokens=[("<s>", begin), ("<t>", again), ("<|im_end|>", end)])
     tokenizer.save_pretrained(folder)
-    assert generation.load_tokenizer(str(folder))("")["input_ids"] == [begin, again, end]
+    assert generation.tokenizers.load_tokenizer(str(folder))("")["input_ids"] == [begin, again, end]
     chat = [dict(role=role, content="The cat") for role in ("user", "assistant")]
     records = dict(text="The cat"), dict(messages=chat), dict(prompt="The", completion=" cat")
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -117,7 +116,7 @@ def talk(monkeypatch, capsys):
 
     def talk(folder, *lines, flags=(), answer="Hi 猫."):
         prompts, rest = [], iter(lines)
-        tokenizer = generation.load_tokenizer(str(folder), needs_end=False)
+        tokenizer = generation.tokenizers.load_tokenizer(str(folder), needs_end=False)
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
 
         def generate(model, tokens, max_new_tokens, *, on_token, **how):
@@ -161,7 +160,7 @@ def test_a_talk_remembers_and_forgets(tmp_path, talk):
         written("system: Be brief.", "user: Again", "assistant: Hi 猫.", "user: So?"),
         written("user: Last"),
     ]
-    assert out.out.count("Hi 猫.\n") == 5 and out.out.count(talk_module.HELP) == 3
+    assert out.out.count("Hi 猫.\n") == 5 and out.out.count(generation.HELP) == 3
     prompts, out = talk(folder, "Hello", "And?", flags=["--system", "Be kind."], answer="stopped")
     assert prompts[1] == written("system: Be kind.", "user: Hello", "assistant: stopped",
                                  "user: And?")

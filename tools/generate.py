@@ -1,5 +1,7 @@
-"""python model.py generate|chat|export: text from a model; its weights in Hugging Face's format."""
+"""python model.py generate|chat|eval|export: a model's text, its scores, its weights for others."""
 
+import contextlib
+import io
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -15,28 +17,29 @@ from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
-from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, reading_paths
 from steady.ranks.parallel import Shards
-from steady.tokens.tokenizers import (
-    byte_tokenizer,
-    end_of_text_ids,
-    load_tokenizer,
-    read_json,
-    serve_version_4,
-    text_start,
-)
+from steady.tokens import tokenizers
 from tools.chat import apply, end_of_turn
-from tools.talk import Answer, talk
+from tools.evaluate import evaluate
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
+       model.py eval RUN_DIR_OR_CHECKPOINT_OR_FOLDER --tasks TASK [TASK ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
-ABOUT = "Generate text with a model, talk to it, or export it to Hugging Face's format."
+ABOUT = "Generate text with a model, talk to it, score it, or export it to Hugging Face's format."
 SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # defaults of the defaults
+HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D quits"
 
 
 @dataclass
-class SamplingOptions:
+class ModelOptions:
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
+    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
+
+
+@dataclass
+class SamplingOptions(ModelOptions):
     max_new_tokens: int = option(200, "tokens to write, at most", at_least=1)
     temperature: float | None = option(
         None, "0 takes the likeliest token, 1 samples from the model's distribution (default of "
@@ -46,8 +49,6 @@ class SamplingOptions:
     top_p: float | None = option(
         None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
-    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "where to compute")
-    trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
 @dataclass
@@ -65,13 +66,24 @@ class ChatOptions(SamplingOptions):
 
 
 @dataclass
+class EvalOptions(ModelOptions):
+    tasks: list[str] = option(
+        [], "tasks of lm-evaluation-harness, or files (.yaml) and folders of your own")
+    num_fewshot: int | None = option(
+        None, "examples before each question (default: the task's)", at_least=0)
+    limit: int | None = option(None, "documents of each task, at most", at_least=1)
+    batch_size: int = option(8, "requests computed together", at_least=1)
+    json: bool = option(False, "print the scores as JSON")
+
+
+@dataclass
 class ExportOptions:
     dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "dtype of the weights in the files")
     adapter: bool = option(False, "write only the adapters of --lora_rank, in peft's format")
     trust_remote_code: bool = option(False, "run the code that comes with a model of the hub")
 
 
-COMMANDS = dict(generate=GenerateOptions, chat=ChatOptions, export=ExportOptions)
+COMMANDS = dict(generate=GenerateOptions, chat=ChatOptions, eval=EvalOptions, export=ExportOptions)
 
 
 def main(argv: list[str]) -> int:
@@ -87,37 +99,36 @@ def run(argv: list[str]):
     if kind is ExportOptions:
         parser.add_argument("out", help="folder to make")
     given = vars(read_flags(parser, argv))
-    command, source = given.pop("command"), Path(given.pop("source"))
-    if command == "export":
-        given |= dict(out=Path(given["out"]), dtype=DTYPES[given["dtype"]])
-        print(export(source, **given))
-        return
+    command, source, out = given.pop("command"), Path(given.pop("source")), given.pop("out", None)
     options = kind(**given)
     check_bounds(options)
-    writer, chats = Writer(source, options), command == "chat"
-    if (chats or options.chat) and not writer.tokenizer.chat_template:
-        raise ConfigError(f"{source}: its tokenizer has no chat template; generate continues text")
-    if chats:
-        talk(writer, options.system)
+    if command == "export":
+        print(export(source, Path(out), options))
     else:
-        write_text(writer, options)
+        writer = Writer(source, options)
+        if getattr(options, "chat", command == "chat") and not writer.tokenizer.chat_template:
+            raise ConfigError(f"{source}: its tokenizer has no chat template; generate continues "
+                              "text")
+        torch.manual_seed(getattr(options, "seed", 0))
+        dict(generate=write_text, chat=talk, eval=evaluate)[command](writer, options)
 
 
 # --- text from a model -----------------------------------------------------------------------
 
 
 class Writer:
-    """A model (of a run, a checkpoint or a Hugging Face folder) with its sampling options."""
+    """A model (of a run, a checkpoint or a Hugging Face folder) and how to sample from it."""
 
-    def __init__(self, source: Path, options: SamplingOptions):
-        self.source, self.max_new_tokens = source, options.max_new_tokens
+    def __init__(self, source: Path, options: ModelOptions):
+        self.source, self.options = source, options
         self.device = pick_device(options.device, 0)
         self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
-        self.stop = tuple(ends_of(self.tokenizer, folder))
-        given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
-        self.sampling = SAMPLING | usual_sampling(folder) | given
         self.model.to(self.device).eval()
-        torch.manual_seed(options.seed)
+        ours = isinstance(self.model, Transformer)
+        self.context = self.model.cfg.seq_len if ours else self.model.context()  # in tokens
+        self.stop = tuple(ends_of(self.tokenizer, folder))
+        self.sampling = SAMPLING | usual_sampling(folder) | {
+            name: x for name, x in vars(options).items() if name in SAMPLING and x is not None}
 
     def chat_ids(self, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to the start of the answer. Raises ConfigError."""
@@ -133,45 +144,118 @@ class Writer:
         ids = ids if ids[: len(start)] == start else start + ids
         return ids or [self.tokenizer.eos_token_id or 0]
 
-    def context(self) -> int:
-        """The most tokens the model sees at once."""
-        ours = isinstance(self.model, Transformer)
-        return self.model.cfg.seq_len if ours else self.model.context()
+    def write(self, prompt: list[int]):
+        """Continue a prompt: print complete characters as they come, and keep them in self.text."""
+        if len(prompt) >= self.context:  # `generate` keeps its newer half
+            print(f"warning: the prompt has {len(prompt):,} tokens, the model sees "
+                  f"{self.context:,} at most: its beginning is left out", file=sys.stderr)
+        # decoded after the prompt: SentencePiece's decoders drop a space at the beginning
+        self.text, self.written = "", prompt[-32:]
+        self.begin, self.done = 0, len(self.written)  # start of the text decoded again; printed
+        try:
+            generate(self.model, torch.tensor([prompt], device=self.device),
+                     self.options.max_new_tokens, **self.sampling, stop=self.stop,
+                     on_token=self.add)
+            self.show(complete=False)
+        finally:
+            print(flush=True)
 
-    def write(self, ids: list[int], on_token):
-        """Continue a prompt; on_token is called with each new id."""
-        if len(ids) >= self.context():  # `generate` keeps its newer half
-            print(f"warning: the prompt has {len(ids):,} tokens, the model sees "
-                  f"{self.context():,} at most: its beginning is left out",
-                  file=sys.stderr, flush=True)
-        generate(self.model, torch.tensor([ids], device=self.device), self.max_new_tokens,
-                 **self.sampling, stop=self.stop, on_token=lambda new: on_token(int(new[0])))
+    def add(self, new: torch.Tensor):
+        if int(new[0]) not in self.stop:
+            self.written.append(int(new[0]))
+            self.show()
+
+    def show(self, complete: bool = True):
+        decode = self.tokenizer.decode
+        old = decode(self.written[self.begin : self.done], skip_special_tokens=True)
+        new = decode(self.written[self.begin :], skip_special_tokens=True)
+        if new.endswith("\ufffd") and complete:  # inside a character
+            return
+        self.text += new[len(old) :]
+        print(new[len(old) :], end="", flush=True)
+        self.begin, self.done = self.done, len(self.written)
 
 
 def write_text(writer: Writer, options: GenerateOptions):
     """Continue all prompts, one after another. Raises ConfigError."""
     prompts = options.prompt
     if options.prompt_file:
-        try:
-            text = Path(options.prompt_file).read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
+        with reading_paths():
+            text = Path(options.prompt_file).read_text("utf-8-sig", "replace")
         prompts = prompts + text.removesuffix("\n").split("\n")
-    prompts = prompts or ["\n"]
-    for i, prompt in enumerate(prompts, 1):
+    for i, prompt in enumerate(prompts or ["\n"], 1):
+        if len(prompts) > 1:
+            print(f"--- {i} of {len(prompts)}")
         if options.chat:
             ids = writer.chat_ids([dict(role="user", content=prompt)])
         else:
-            ids = writer.ids(prompt, text_start(writer.tokenizer))
-        if len(prompts) > 1:
-            print(f"--- {i} of {len(prompts)}")
-        print("" if options.chat else prompt, end="", flush=True)
-        Answer(writer, ids).write()
+            ids = writer.ids(prompt, tokenizers.text_start(writer.tokenizer))
+            print(prompt, end="", flush=True)
+        writer.write(ids)
+
+
+# --- a talk ----------------------------------------------------------------------------------
+
+
+def talk(writer: Writer, options: ChatOptions):
+    """A conversation; input from a pipe or a file is one prompt, and only its answer is printed."""
+    system, history = options.system, []  # messages
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stdin.isatty():
+        said = dict(role="user", content=sys.stdin.read().strip())
+        writer.write(fit(writer, system, [said]))
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # lets `input` edit and recall lines
+    print(HELP)
+    while True:
+        try:
+            said = input("> ").strip()
+        except KeyboardInterrupt:
+            said = "/help"
+            print()
+        except EOFError:
+            print()
+            return
+        command, _, text = said.partition(" ")
+        if command == "/system":
+            system = text.strip()
+        elif command == "/reset":
+            history = []
+        elif command.startswith("/"):
+            print(HELP)
+        elif said:
+            history.append(dict(role="user", content=said))
+            try:
+                ids = fit(writer, system, history)
+            except ConfigError as e:  # of a template without system prompts, say
+                print(f"error: {e}", file=sys.stderr)
+                history.pop()
+                continue
+            with contextlib.suppress(KeyboardInterrupt):
+                writer.write(ids)
+            history.append(dict(role="assistant", content=writer.text))
+
+
+def fit(writer: Writer, system: str, history: list[dict]) -> list[int]:
+    """The ids of the conversation; drops the oldest turns until there is room for an answer."""
+    room = min(writer.options.max_new_tokens, writer.context // 2)
+    first = [dict(role="system", content=system)] if system else []
+    while True:
+        ids = writer.chat_ids(first + history)
+        if len(history) == 1 or len(ids) + room <= writer.context:
+            return ids
+        del history[:2]
+        print("note: the oldest question is forgotten, to make room", file=sys.stderr)
+
+
+# --- opening a model -------------------------------------------------------------------------
 
 
 def ends_of(tokenizer, folder: Path | None) -> list[int]:
     """All ids that end an answer: of the tokenizer, its chat template and the model's files."""
-    ends = end_of_text_ids(folder) if folder else []
+    ends = tokenizers.end_of_text_ids(folder) if folder else []
     if tokenizer:
         ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
     return list(dict.fromkeys(i for i in ends if i is not None))
@@ -179,7 +263,7 @@ def ends_of(tokenizer, folder: Path | None) -> list[int]:
 
 def usual_sampling(folder: Path | None) -> dict[str, float]:
     """SAMPLING in the generation_config.json of a model; {} if a value is out of bounds."""
-    found = read_json(folder / "generation_config.json") if folder else {}
+    found = tokenizers.read_json(folder / "generation_config.json") if folder else {}
     if found.get("do_sample") is False:
         return dict(temperature=0)
     try:
@@ -196,32 +280,26 @@ def open_model(source: Path, trust_remote_code: bool = False):
 
     folder: the model's own files, of a run those of --init_from, or None. Raises ConfigError.
     """
-    if not is_run(source):
+    state, theirs = None, (source / "config.json").exists() or lora.is_adapter_folder(source)
+    if source.is_dir() and theirs or not source.exists():
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         cfg = huggingface.config_from_hf(cfg)
-        cfg.seq_len = cfg.max_position
-        folder = huggingface.tokenizer_folder(str(source))
-        return base_of(cfg), load_tokenizer(str(folder), needs_end=False), source_folder(cfg)
-    checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
+        name = str(huggingface.tokenizer_folder(str(source)))
+        tokenizer = tokenizers.load_tokenizer(name, needs_end=False)
+    else:
+        checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
+        tokenizer = tokenizer_of(state, checkpoint.run_dir)
+        if not tokenizer:
+            raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
     cfg.seq_len = cfg.max_position or cfg.seq_len  # the base may have seen longer texts
-    tokenizer = tokenizer_of(state, checkpoint.run_dir)
-    if not tokenizer:
-        raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
-    return model_of(state, cfg), tokenizer, source_folder(cfg)
-
-
-def is_run(source: Path) -> bool:
-    """Whether it is a run or a checkpoint, not a Hugging Face folder or name."""
-    theirs = (source / "config.json").exists() or lora.is_adapter_folder(source)
-    return source.exists() and not (source.is_dir() and theirs)
+    return build(cfg, state), tokenizer, source_folder(cfg)
 
 
 def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, dict, Config]:
     """The checkpoint, verified, of a run or a file; its state and options. Raises ConfigError."""
     checkpoint = find_checkpoint(source)
     if not checkpoint:
-        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
-        raise ConfigError(f"{source}: expected {expected}")
+        raise ConfigError(f"{source}: expected a run or a checkpoint")
     state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)
@@ -241,63 +319,53 @@ def source_folder(cfg: Config) -> Path | None:
 def tokenizer_of(state: dict, run_dir: Path | None):
     """The tokenizer of a checkpoint in a run directory; None if there is none."""
     if state["tokenizer"] == "bytes":
-        return byte_tokenizer()
-    folder = run_dir and run_dir / "tokenizer"
-    return load_tokenizer(str(folder), needs_end=False) if folder and folder.is_dir() else None
+        return tokenizers.byte_tokenizer()
+    if not run_dir or not (run_dir / "tokenizer").is_dir():
+        return None
+    return tokenizers.load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
 
 
-def base_of(cfg: Config):
-    """The model that --init_from names."""
-    if cfg.model == "transformers":
-        return foreign.HFModel(cfg)
-    model = Transformer(cfg)
-    huggingface.load_initial(model, cfg.init_from, Shards())
-    return model
-
-
-def model_of(state: dict, cfg: Config):
-    """The model of a checkpoint, with its adapters merged if it has any. Raises ConfigError."""
-    if cfg.lora_rank:
-        model = base_of(cfg)
-        huggingface.merge_checkpoint(model, state, cfg)
-        return model
+def build(cfg: Config, state: dict | None = None):
+    """The model of a checkpoint, adapters merged; without one that of --init_from. Raises
+    ConfigError.
+    """
     model = foreign.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
-    model.load_state_dict(state["model"])
+    if cfg.model != "transformers" and (state is None or cfg.lora_rank):
+        huggingface.load_initial(model, cfg.init_from, Shards())
+    if cfg.lora_rank:
+        huggingface.merge_checkpoint(model, state, cfg)
+    elif state:
+        model.load_state_dict(state["model"])
     return model
 
 
 # --- export ----------------------------------------------------------------------------------
 
 
-def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool = False,
-           adapter: bool = False) -> str:
+def export(source: Path, out: Path, options: ExportOptions) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
-    adapter: write only the adapters of --lora_rank, in peft's format. Raises ConfigError.
+    With options.adapter only adapters, in peft's format. Raises ConfigError.
     """
     from safetensors import SafetensorError
 
-    checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
+    checkpoint, state, cfg = open_checkpoint(source, options.trust_remote_code)
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
-    if adapter and not cfg.lora_rank:
+    if options.adapter and not cfg.lora_rank:
         raise ConfigError(f"{checkpoint}: --adapter: it was trained without --lora_rank")
     if cfg.qk_norm and cfg.qkv_bias:
         raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
-    is_foreign, weights = cfg.model == "transformers", state["model"]
-    if adapter:
-        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
-            model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
-    elif is_foreign or cfg.lora_rank:
-        model = model_of(state, cfg)
-        weights = dict(model.named_parameters(remove_duplicate=False))
+    is_foreign, weights, dtype = cfg.model == "transformers", state["model"], DTYPES[options.dtype]
+    if is_foreign or cfg.lora_rank:
+        model = build(cfg, state)
+        weights = weights if options.adapter else dict(
+            model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
         if not tensor.to(dtype).isfinite().all():
-            raise ConfigError(f"{checkpoint}: weights in {name} are too large for this --dtype; "
-                              "choose bf16 or fp32")
+            raise ConfigError(f"{checkpoint}: weights in {name} are not finite, or too large for "
+                              f"--dtype {options.dtype}; not exported")
     folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -305,11 +373,11 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             print("note: without a tokenizer, as the run has none", file=sys.stderr)
         elif state["tokenizer"] == "bytes":
             tokenizer.save_pretrained(out)
-            serve_version_4(out)
+            tokenizers.serve_version_4(out)
         else:
-            shutil.copytree(checkpoint.run_dir / "tokenizer", out, dirs_exist_ok=True)
-            serve_version_4(out)
-        if adapter:
+            shutil.copytree(checkpoint.run_dir / "tokenizer", out, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns(tokenizers.MADE))
+        if options.adapter:
             pairs = lora.pairs_of(weights, huggingface.linear_parts(model), cfg)
             lora.save(out, pairs, cfg, dtype)
         else:
@@ -320,8 +388,6 @@ def export(source: Path, out: Path, dtype: torch.dtype, trust_remote_code: bool 
             ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
             huggingface.save_config(cfg, folder, out, dtype, ends)
-            if tokenizer and not trust_remote_code:  # transformers would ask whether to run it
-                load_tokenizer(str(out), needs_end=False)  # prints a note if it loads differently
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None

@@ -1,0 +1,136 @@
+"""`python model.py eval`: the scores that lm-evaluation-harness gives the exported model."""
+
+# ruff: noqa: F401, F811 -- fixtures of another file
+
+import json
+import sys
+
+import pytest
+import torch
+from test_huggingface import FINE, GPT2Config, run_of_60_steps, save_random, trained, tune
+
+from steady.tokens.tokenizers import byte_tokenizer
+from tools import generate as generation
+from tools import prepare
+from tools.evaluate import harness_model
+
+CHOICE = """
+task: sums
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+TEXT = """
+task: text
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}} {{choices[0]}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+"""
+WRITTEN = """
+task: written
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n", "7"], max_gen_toks: 6}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+DATA = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIR/sums.jsonl}}
+test_split: test
+doc_to_text: "{{question}}"
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A folder with three tasks, one of each kind of request."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    docs = [dict(question=f"{a} + {b} =", choices=[f" {a + b + i}" for i in range(3)], answer=0)
+            for a in range(6) for b in range(5)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for i, task in enumerate((CHOICE, TEXT, WRITTEN)):
+        (folder / f"{i}.yaml").write_text(task + DATA.replace("DIR", str(tmp_path)))
+    return folder
+
+
+def test_what_cannot_be_evaluated_is_one_line(trained, tasks, capsys, monkeypatch):
+    def refused(*flags):
+        assert generation.main(["eval", "r", *flags]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        return told
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lm_eval", None)
+        assert "pip install 'lm_eval[hf]'" in refused("--tasks", str(tasks))
+    assert "--tasks: expected names" in refused()
+    assert "--batch_size 0" in refused("--batch_size", "0")
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_harness_for_an_export(trained, tasks, capsys):
+    lm_eval = pytest.importorskip("lm_eval")
+    assert generation.main(["export", "r", "out"]) == 0
+    flags = ["--limit", "20", "--num_fewshot", "1", "--json", "--tasks"]
+    capsys.readouterr()
+    assert generation.main(["eval", "r", *flags, str(tasks)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = lm_eval.simple_evaluate(
+        "hf", dict(pretrained="out", device="cpu"), tasks=["sums", "text", "written"], limit=20,
+        num_fewshot=1, task_manager=lm_eval.tasks.TaskManager(
+            include_path=str(tasks), include_defaults=False))["results"]
+    assert found.keys() == expected.keys() == {"sums", "text", "written"}
+    for task, scores in expected.items():
+        numbers = {name: x for name, x in scores.items() if isinstance(x, float)}
+        assert len(numbers) >= 2 and numbers == pytest.approx(
+            {name: found[task][name] for name in numbers}, rel=1e-5, nan_ok=True)
+    assert 0 < found["sums"]["acc,none"] < 1
+    capsys.readouterr()
+    assert generation.main(["eval", "r/checkpoints/best.pt", "--limit", "9", "--tasks",
+                            f"{tasks / '0.yaml'},{tasks / '1.yaml'}"]) == 0
+    table = capsys.readouterr().out
+    assert "|sums" in table and "|text" in table and "written" not in table
+    assert generation.main(["eval", "out", "--tasks", "suns"]) == 2
+    assert "--tasks suns: " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bytes", "trained tokenizer", "gpt2"])
+def test_answers_are_those_of_the_harness_for_an_export(tmp_path, trained, tune, kind):
+    """In batches of prompts of several lengths, some longer than the model can see."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    if kind == "trained tokenizer":
+        (tmp_path / "a.txt").write_text("".join(f"{i} and then {i * i}, a line\n"
+                                                for i in range(2000)))
+        assert prepare.main(["a.txt", "--out", "o", "--train_tokenizer", "300"]) == 0
+        tune("--data", "o", "--out_dir", "r", "--overwrite", "--max_steps", 40)
+    elif kind == "gpt2":
+        save_random(tmp_path / "m", GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4,
+                                               n_positions=64, eos_token_id=256))
+        tune("--init_from", "m", "--out_dir", "r", "--overwrite")
+    assert generation.main(["export", "r", "out"]) == 0
+    writer = generation.Writer(tmp_path / "r", generation.EvalOptions(device="cpu"))
+    ours = harness_model(writer, 4)
+    theirs = HFLM("out", device="cpu", batch_size=4)
+    texts = ["12 + 3 =", "a", "and then 8 lines\n", "x" * 80, "1 + 1 = 2\n2 + 2 =", "naïve 猫"]
+
+    def ask(kind: str, *arguments: tuple):
+        requests = [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+        return [getattr(model, kind)(requests) for model in (ours, theirs)]
+
+    for found, expected in (
+        ask("loglikelihood", *((text, end) for text in texts for end in (" 4", " the end"))),
+        ask("loglikelihood", ("", "text"), ("a ", "b")),
+        ask("loglikelihood_rolling", *((text * 3,) for text in texts)),
+    ):
+        assert torch.tensor(found) == pytest.approx(torch.tensor(expected), rel=1e-4)
+    how = [dict(until=["\n"], max_gen_toks=20), dict(until=["1", " a"], max_gen_toks=9),
+           dict(until=[], max_gen_toks=20, do_sample=False, temperature=0.0)]
+    found, expected = ask("generate_until", *((text, each) for text in texts for each in how))
+    assert found == expected and len({*found}) > (2 if kind == "gpt2" else 5)
