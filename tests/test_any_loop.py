@@ -250,6 +250,7 @@ def test_slower_from_a_step_on(loop):
     assert "slow" not in [f["code"] for f in found]
 
 
+@pytest.mark.slow
 def test_a_loop_that_dies_is_continued_or_begun_again(loop):
     """Without a call of close."""
     run_dir, _, _ = loop(10**6, 1, 60, 34)

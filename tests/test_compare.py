@@ -157,6 +157,7 @@ def test_arms_that_cannot_be_compared_are_refused(call, pretended):
     assert "A is better by 0.1 ±" in printed and "speed" in printed
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
     """A real process."""
     arm = " ".join([*TINY, "--data", str(corpus), "--no_compile", "--max_steps=9999999"])

@@ -47,6 +47,7 @@ def test_several_processes_need_cpus_or_nvidia():
         gloo_group(2, torch.device("mps"))
 
 
+@pytest.mark.slow
 def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):
     """Set before the first parallel operation, or only one of the threads has it."""
     program = ("import torch, train; torch.set_num_threads(2); train.set_up(train.config.resolve("

@@ -104,6 +104,7 @@ def test_packed_rows_without_a_mask_take_what_a_stream_takes():
     assert varlen == pytest.approx(stream, rel=0.03) and masked > varlen + 2 * 512**2
 
 
+@pytest.mark.slow
 def test_what_fits(monkeypatch):
     monkeypatch.setattr(estimate, "DEVICE_GB", 8)
     cfg = parsed(*SHAPE, "--batch_size", 8, "--micro_batch_size", 2, "--shard_size", 1,

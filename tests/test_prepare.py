@@ -385,6 +385,7 @@ def test_a_damaged_file_of_the_library_is_left_out_from_the_damage_on(tmp_path, 
     assert f"left out         {source}: cannot be read" in told
 
 
+@pytest.mark.slow
 def test_it_works_without_torch(tmp_path, made, chats):
     """As it does from the command line: torch takes most of the start and of the memory."""
     sources = [write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": CHAT}]),

@@ -243,6 +243,7 @@ def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags):
         assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
 
 
+@pytest.mark.slow
 def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
     """Rank 0 would wait for ever."""
     def hook(rank):
