@@ -142,7 +142,7 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
     told = made(folder / "pipe.txt", expect=2)
-    assert f"{folder / 'pipe.txt'}: expected regular files" in told
+    assert f"{folder / 'pipe.txt'}: expected a regular file" in told
 
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
@@ -248,8 +248,9 @@ def test_a_foreign_file_among_many_is_found_before_the_work(tmp_path, made, monk
     FOREIGN[name](folder / name)
     flags = [folder, "--workers", 1, *["--train_tokenizer", 300] * train]
     with monkeypatch.context() as patch:
-        for where, work in ((Encoder, "encode"), (prepare.tokenizers, "byte_level_bpe")):
-            patch.setattr(where, work, lambda *args: pytest.fail("it has begun"))
+        patch.setattr(Encoder, "encode", lambda *args: pytest.fail("it has begun"))
+        patch.setattr(prepare.tokenizers, "byte_level_bpe",
+                      lambda *args: pytest.fail("it has begun"))
         told = made(*flags, expect=2)
     assert str(folder / name) in told and told.count("\n") == 1
     told = made(*flags, "--skip_bad")
@@ -271,15 +272,22 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
 
 def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch):
     """With the ids, and with the vocabulary, of the whole."""
-    long, short = "\n".join(texts(300)), texts(3)
+    long, short, sizes, plain = "\n".join(texts(300)), texts(3), [], Encoder.tokenize
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
     made(source, "--workers", 1, "--train_tokenizer", 400)
     whole = (tmp_path / "o/tokenizer/tokenizer.json").read_bytes()
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     made(source, "--workers", 1, "--train_tokenizer", 400)
     assert (tmp_path / "o/tokenizer/tokenizer.json").read_bytes() == whole
+
+    def tokenize(encoder, texts, *args):
+        sizes.extend(map(len, texts))
+        return plain(encoder, texts, *args)
+
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
     made(source, "--workers", 1, "--tokenizer", tokenizer)
     alone = load_tokenizer(str(tokenizer))
+    assert len(long) > 20_000 and max(sizes) < 4000
     assert [ids[:-1] for ids, _ in read(tmp_path / "o")] == [
         alone(text)["input_ids"] for text in [*short, long, *short]]
 
@@ -291,15 +299,16 @@ def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypat
     monkeypatch.setattr(Encoder, "tokenize", lambda encoder, texts, *args: (
         sizes.extend(len(text.encode()) for text in texts) or plain(encoder, texts, *args)))
     (tmp_path / "a.txt").write_text(text)
-    made(tmp_path / "a.txt", "--workers", 1)
-    assert strings(tmp_path / "o") == [text] and max(sizes) <= 64 + 16
+    write_jsonl(tmp_path / "b.jsonl", [{"text": text}])
+    made(tmp_path / "a.txt", tmp_path / "b.jsonl", "--workers", 1)
+    assert strings(tmp_path / "o") == [text, text] and max(sizes) <= 64 + 16
     assert max(map(len, IN_PIECES.findall("x" * 100_000))) < 10_000
 
 
 def test_a_line_that_is_too_long_is_not_read(tmp_path, made, monkeypatch):
     monkeypatch.setattr(read_module, "LINE_BYTES", 1000)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "short"}, {"text": "x" * 2000}])
-    assert "a line of 1,000 bytes or more (after record 1)" in made(source, expect=2)
+    assert "a.jsonl:2: a line of 1,000 bytes or more" in made(source, expect=2)
     made(source, "--skip_bad")
     assert strings(tmp_path / "o") == ["short"]
 

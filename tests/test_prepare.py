@@ -197,6 +197,18 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
 
 
+def test_a_tokenizer_whose_tokens_span_words_gets_a_record_whole(tmp_path):
+    """As some that put a space before a text: of pieces, the ids at the cuts would be others."""
+    text = "".join(np.random.default_rng(0).choice(["the cat ", "sat on ", "a mat.\n"], 5000))
+    bpe = Tokenizer(models.BPE(unk_token="<end>"))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    bpe.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<end>"], show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>").save_pretrained(tmp_path)
+    [found] = Encoder(tmp_path, prepare.Options()).tokenize((text,), False, True)
+    assert found.tolist() == bpe.encode(text).ids
+
+
 @pytest.mark.parametrize("as_spaces", [True, False])
 def test_no_word_is_lost_where_a_long_text_is_cut(tmp_path, made, monkeypatch, as_spaces):
     """With a space before each text: line ends are spaces as for T5, or begin tokens."""
@@ -432,8 +444,8 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     for arguments, words in (
         ([], "required: INPUT"),
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
-        ([tmp_path / "*.md"], "*.md: expected regular files that end in"),
-        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected regular files that end in"),
+        ([tmp_path / "*.md"], "no such file"),
+        ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
         ([source, "--out", tmp_path / "empty.txt"], "cannot be made"),
         ([tmp_path, "--out", tmp_path], f"{tmp_path}: is what --out names"),
         ([source, "--tokenizer", tmp_path], "cannot be loaded"),

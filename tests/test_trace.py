@@ -3,10 +3,14 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import TINY, after_updates, processes, rows
+
+from steady.watch.sampler import Tracer
 
 
 @pytest.fixture
@@ -74,3 +78,18 @@ def test_a_trace_of_one_of_several_ranks(corpus, tmp_path):
                                     "--log_interval", "2"], hook)
     assert [process.code() for process in group] == [0, 0], group[0].text()
     assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_6.json"]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_the_warnings_of_waits_end_with_the_trace(tmp_path, monkeypatch, last):
+    """Also where the run ends in the middle of it."""
+    modes = [2]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Mock())
+    tracer = Tracer(tmp_path, SimpleNamespace(type="cuda"), at=2)
+    for step in range(1, last + 1):
+        tracer.step(step)
+    assert modes == ([2, "warn"] if last == 3 else [2, "warn", 2])
+    tracer.close()
+    assert modes == [2, "warn", 2]

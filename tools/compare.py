@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data import eval_samples, load_data
+from data import load_data, what_is_evaluated
 from steady.options import ConfigError, Failed, Parser, read_flags
 from train import choose_run
 
@@ -64,7 +64,7 @@ def verdict(differences: list[float]) -> tuple[str, int]:
     return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", code
 
 
-def open_arm(text: str, steps: int | None) -> tuple[list[str], str, list]:
+def open_arm(text: str, steps: int | None) -> tuple[list[str], str, dict]:
     """(flags, name of the compared loss, its validation samples) of a YAML file or flags."""
     try:
         flags = ["--config", text] if text.endswith((".yaml", ".yml")) else shlex.split(text)
@@ -79,8 +79,7 @@ def open_arm(text: str, steps: int | None) -> tuple[list[str], str, list]:
     val_data = load_data(cfg)[1]
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
-    evaluated = [val_data.fingerprint, [d.weight for d in val_data.datasets], val_data.mode,
-                 cfg.seq_len, eval_samples(cfg, val_data)]
+    evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
     return flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated
 
 

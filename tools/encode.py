@@ -1,9 +1,12 @@
 """Records and texts become token ids, for `python data.py`."""
 
+import io
 import json
+import math
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +15,12 @@ import numpy as np
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT, share_of
 from steady.tokens.tokenizers import load_tokenizer, text_start
+from tools import read
 from tools.chat import Part, chat_documents, expect
-from tools.read import LINE, SPACE, Chunk, find_keys
+from tools.read import Chunk, find_keys
 
 # The tokenizers library takes 200 times the size of a text, and is slower beyond the cache.
-IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{LINE}|{SPACE})|.{{1,4096}}", re.DOTALL)
+IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
 UNKNOWN = "unknown tokens"
 
 
@@ -32,6 +36,7 @@ class Encoder:
     def __init__(self, folder: Path | None, options):
         self.options, self.tokenizer, self.prefix = options, None, []
         self.adds_space = False  # before every text, as SentencePiece's do
+        self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         self.unknown, self.dropped = None, {}  # id; character → whether it gets no token
         if folder:
@@ -42,7 +47,10 @@ class Encoder:
                                   "tokenizer.json")
             self.end = self.tokenizer.eos_token_id
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith(("▁", "Ġ"))
+            tokenize = self.tokenizer.tokenize
+            self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
+            if tokenize("a") == tokenize("\na"):  # T5's turns a line end into that space
+                self.before = ""
             self.prefix = text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
             unknown = getattr(model, "unk_token", self.tokenizer.unk_token)  # Unigram's has none
@@ -115,57 +123,60 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, counts, last, n_bytes = [], [], [], 0
+        ids, counts, last, n_ids, n_bytes = [np.empty(0)], [], [], 0, 0
         for document in documents:
-            texts, counted = zip(*document.parts, strict=True)
-            found = self.tokenize(texts, document.is_chat, chunk.begins)
-            start = [] if document.is_chat else self.prefix  # templates write it
-            if chunk.begins and found[0][: len(start)].tolist() != start:
-                found[0] = np.append(start, found[0])
-            if chunk.ends and found[-1][-1:].tolist() != [self.end]:
-                found[-1] = np.append(found[-1], self.end)
-            ids += found
-            counts += counted
-            last += [len(ids) - 1] * chunk.ends
-            n_bytes += sum(len(text.encode()) for text in texts)
-        sizes = [len(part) for part in ids]
+            for parts, begins, ends in pieces_of(document, chunk):
+                texts, counted = zip(*parts, strict=True)
+                found = self.tokenize(texts, document.is_chat, begins)
+                start = [] if document.is_chat else self.prefix  # templates write it
+                if begins and found[0][: len(start)].tolist() != start:
+                    found[0] = np.append(start, found[0])
+                if ends and found[-1][-1:].tolist() != [self.end]:
+                    found[-1] = np.append(found[-1], self.end)
+                ids += found
+                counts += counted
+                n_ids += sum(map(len, found))
+                n_bytes += sum(len(text.encode()) for text in texts)
+                if ends:
+                    last.append(n_ids)
+        sizes = [len(part) for part in ids[1:]]
         mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
-        ends = np.cumsum(sizes)[np.array(last, np.int64)]
-        return np.concatenate(ids, dtype=np.uint32, casting="unsafe"), ends, mask, n_bytes
+        ids = np.concatenate(ids, dtype=np.uint32, casting="unsafe")
+        return ids, np.array(last, np.int64), mask, n_bytes
 
     def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[np.ndarray]:
-        """The ids of each text, in pieces: not of a chat, or where each text would get a space.
+        """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
 
-        begins: False for a continued document.
+        There a token belongs to the text it begins in. begins: False for a continued document,
+        tokenized after a line end; a token of both belongs to the text.
         """
         if self.tokenizer is None:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-        if is_chat or self.adds_space and len(texts) > 1:
-            return self.together("", *texts)
-        found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
-        for text in texts:
-            pieces = [np.empty(0, np.uint32)]
-            for piece in IN_PIECES.finditer(text):
-                if self.adds_space:  # not to a piece behind a line end
-                    pieces += self.together("" if begins else "\n", piece[0])
-                    begins = False
-                else:
-                    ids = encode([piece[0]], add_special_tokens=False)[0].ids
-                    pieces.append(np.array(ids, np.uint32))
-            found.append(np.concatenate(pieces, dtype=np.uint32, casting="unsafe"))
-        return found
-
-    def together(self, before: str, *texts: str) -> list[np.ndarray]:
-        """The ids of each text, tokenized as one with `before` in front.
-
-        A token belongs to the text it begins in; one of `before` and a text belongs to the text.
-        """
-        whole = before + "".join(texts)
-        encoding = self.tokenizer.backend_tokenizer.encode(whole, add_special_tokens=False)
-        ends, ids = np.cumsum([len(text) for text in (before, *texts)]), np.array(encoding.ids)
+        if not (is_chat or self.adds_space):
+            return [self.ids(text) for text in texts]
+        texts = ["" if begins else self.before, *texts]
+        encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
+        ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
-        part = np.maximum(ends.searchsorted(starts, "right"), stops > len(before))
-        return [ids[part == k] for k in range(1, len(ends))]
+        part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
+        return [ids[part == k] for k in range(1, len(texts))]
+
+    def ids(self, text: str) -> np.ndarray:
+        found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
+        for piece in IN_PIECES.findall(text):
+            found += encode([piece], add_special_tokens=False)[0].ids
+        return np.array(found, np.uint32)
+
+
+def pieces_of(document: Document, chunk: Chunk) -> Iterator[tuple[list[Part], bool, bool]]:
+    """(parts, begins, ends) of a document; a long plain text comes in several pieces."""
+    [(text, counted), *more] = document.parts
+    if more or document.is_chat or isinstance(chunk.data, str) or len(text) <= read.CHUNK_BYTES:
+        yield document.parts, chunk.begins, chunk.ends
+        return
+    file = io.BytesIO(text.encode())
+    for piece in read.pieces(chunk.file, file, 0, math.inf, document.split):
+        yield [(piece.data, counted)], piece.begins, piece.ends
 
 
 def reason(error: Exception) -> str:

@@ -175,8 +175,7 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
     if cfg.vocab_size is None or cfg.epochs:
         load_data(cfg)
     # auto is bf16, even if the CPU at hand is slow at it: the run is for another machine
-    precision = "bf16" if cfg.precision == "auto" else cfg.precision
-    dtype = pick_dtype(precision, torch.device("cpu"))
+    dtype = pick_dtype(cfg.precision.replace("auto", "bf16"), torch.device("cpu"))
     found = estimate(cfg, cfg.estimate, dtype, make_optimizers)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in found["memory"].items())
     fits = f"micro-batches of up to {found['fits']}" if found["fits"] else "no micro-batch"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from model import Transformer, generate
+from model import generate
 from steady.options import ConfigError
 
 
@@ -70,8 +70,6 @@ def harness_model(writer, batch_size: int):
                 rows.append(torch.tensor(new, device=ids.device))
             return torch.cat((context, pad_sequence(rows, True, self.tokenizer.pad_token_id)), 1)
 
-    how = dict(tokenizer=writer.tokenizer, backend="causal", batch_size=batch_size)
-    if not isinstance(writer.model, Transformer):
-        return HFLM(writer.model.module, **how)
     stand_in = SimpleNamespace(device=writer.device, config=None)
-    return Ours(stand_in, max_length=writer.context, **how)
+    return Ours(stand_in, tokenizer=writer.tokenizer, backend="causal", batch_size=batch_size,
+                max_length=writer.context)

@@ -17,7 +17,7 @@ from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
 from steady.models.device import DTYPES, pick_device
-from steady.options import ConfigError, check_bounds, make_parser, option, read_flags, reading_paths
+from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.ranks.parallel import Shards
 from steady.tokens import tokenizers
 from tools.chat import apply, end_of_turn
@@ -180,8 +180,10 @@ def write_text(writer: Writer, options: GenerateOptions):
     """Continue all prompts, one after another. Raises ConfigError."""
     prompts = options.prompt
     if options.prompt_file:
-        with reading_paths():
-            text = Path(options.prompt_file).read_text("utf-8-sig", "replace")
+        try:
+            text = Path(options.prompt_file).read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
         prompts = prompts + text.removesuffix("\n").split("\n")
     for i, prompt in enumerate(prompts or ["\n"], 1):
         if len(prompts) > 1:
@@ -299,7 +301,8 @@ def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, 
     """The checkpoint, verified, of a run or a file; its state and options. Raises ConfigError."""
     checkpoint = find_checkpoint(source)
     if not checkpoint:
-        raise ConfigError(f"{source}: expected a run or a checkpoint")
+        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
+        raise ConfigError(f"{source}: expected {expected}")
     state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)
@@ -326,9 +329,7 @@ def tokenizer_of(state: dict, run_dir: Path | None):
 
 
 def build(cfg: Config, state: dict | None = None):
-    """The model of a checkpoint, adapters merged; without one that of --init_from. Raises
-    ConfigError.
-    """
+    """The model of a checkpoint, adapters merged, or of --init_from. Raises ConfigError."""
     model = foreign.HFModel(cfg) if cfg.model == "transformers" else Transformer(cfg)
     if cfg.model != "transformers" and (state is None or cfg.lora_rank):
         huggingface.load_initial(model, cfg.init_from, Shards())
@@ -358,14 +359,18 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
                           "--qkv_bias; not exported")
     is_foreign, weights, dtype = cfg.model == "transformers", state["model"], DTYPES[options.dtype]
-    if is_foreign or cfg.lora_rank:
+    if options.adapter:
+        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
+            model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
+    elif is_foreign or cfg.lora_rank:
         model = build(cfg, state)
-        weights = weights if options.adapter else dict(
-            model.named_parameters(remove_duplicate=False))
+        weights = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
         if not tensor.to(dtype).isfinite().all():
-            raise ConfigError(f"{checkpoint}: weights in {name} are not finite, or too large for "
-                              f"--dtype {options.dtype}; not exported")
+            raise ConfigError(f"{checkpoint}: weights in {name} are too large for this --dtype; "
+                              "choose bf16 or fp32")
     folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -377,6 +382,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         else:
             shutil.copytree(checkpoint.run_dir / "tokenizer", out, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns(tokenizers.MADE))
+            tokenizers.serve_version_4(out)
         if options.adapter:
             pairs = lora.pairs_of(weights, huggingface.linear_parts(model), cfg)
             lora.save(out, pairs, cfg, dtype)
@@ -388,6 +394,8 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
             ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
             ends = [i for i in ends if i is not None and i < cfg.vocab_size]
             huggingface.save_config(cfg, folder, out, dtype, ends)
+            if tokenizer and not options.trust_remote_code:  # transformers would ask to run it
+                tokenizers.load_tokenizer(str(out), needs_end=False)  # prints a note if it differs
     except (OSError, SafetensorError) as e:
         raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
                           "and export again") from None

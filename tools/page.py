@@ -32,35 +32,28 @@ DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema
                    rf"perf/(tokens_per_second|step_ms|({'|'.join(STEP_PHASES)})_ms)$")
 
 
-# --- a run -----------------------------------------------------------------------------------
+def run_data(run_dir: Path, points: int) -> dict:
+    """A run for page.js, its lines of at most so many points; keeps no rows."""
+    columns, samples, starts = {}, [], []  # name → (steps, values); first steps of processes
 
-
-class Charts:
-    """Collects, row by row, the parts of the page that the report lacks."""
-
-    def __init__(self):
-        self.columns = {}  # name → (steps, values)
-        self.starts, self.samples = [], []  # starts: the first step of each process
-
-    def add(self, row: dict):
+    def add(row: dict):
         first = "perf/startup_s" in row  # the first step of a process, too slow to draw
         for name, value in row.items():
             drawn = DRAWN.match(name) and not (first and name.startswith("perf/"))
             if drawn and isinstance(value, (int, float)):
-                steps, values = self.columns.setdefault(name, (array("d"), array("d")))
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
                 steps.append(row["step"])
                 values.append(value)
         if "sample" in row:
-            self.samples.append({"step": row["step"], "text": row["sample"][:2000]})
+            samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if first:
-            self.starts.append(row["step"])
+            starts.append(row["step"])
 
-    def data(self, found: dict, points: int) -> dict:
-        """A run for page.js; found: its report."""
-        return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
-            name=found["run"], events=events_of(found, self.starts),
-            lines={name: thin(*column, points) for name, column in self.columns.items()},
-            samples=self.samples[-MOST_SAMPLES:], config=read_config(Path(found["run"])))
+    found = report(run_dir, add)
+    return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
+        name=found["run"], events=events_of(found, starts), config=read_config(run_dir),
+        lines={name: thin(*column, points) for name, column in columns.items()},
+        samples=samples[-MOST_SAMPLES:])
 
 
 def thin(steps: array, values: array, points: int) -> list[list]:
@@ -96,16 +89,9 @@ def read_config(run_dir: Path) -> dict[str, str]:
         return {}
 
 
-# --- the page --------------------------------------------------------------------------------
-
-
 def page_data(run_dirs: list[Path]) -> dict:
     """The data for page.js."""
-    runs = []
-    for run_dir in run_dirs:
-        charts = Charts()
-        found = report(run_dir, charts.add)
-        runs.append(charts.data(found, POINTS // len(run_dirs)))
+    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
     return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": STEP_PHASES}
 
 

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
-        if len(argv) != 3 or not re.fullmatch("[1-9][0-9]{,11}", argv[2]):
+        if len(argv) != 3 or not argv[2].isdecimal():
             raise ConfigError("expected: data.py show DIR N, a number of samples, or data.py show "
                               "RUN_DIR STEP, the number of an update")
         from tools.show import show

@@ -99,9 +99,11 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
         else:
             files = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(files)
-        if odd := [file for file in files if not kind_of(file)] or [name] * (not files):
-            raise ConfigError(f"{odd[0]}: expected regular files that end in {' '.join(KINDS)}, "
-                              f"with or without {' or '.join(COMPRESSED)}")
+        if not files:
+            raise ConfigError(f"{name}: no such file, or no file in it that ends in "
+                              f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
+        if odd := [file for file in files if not kind_of(file)]:
+            raise ConfigError(f"{odd[0]}: expected a regular file that ends in {' '.join(KINDS)}")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -111,9 +113,9 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
     files, found, skipped = [], [], []
     for directory, folders, names in os.walk(folder):
         here = Path(directory)
-        if kind_of(here) == "saved":
-            files.append(here)
-        if kind_of(here) == "saved" or here.resolve() == out:
+        is_saved = kind_of(here) == "saved"
+        found += [here] * is_saved
+        if is_saved or here.resolve() == out:
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -223,9 +225,10 @@ def read_records(path: Path, options) -> Iterator:
         elif kind == "json" and spans_lines(file):
             yield from read_values(file.read().decode().lstrip())
         else:
-            while line := file.readline(LINE_BYTES):
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
                 if len(line) == LINE_BYTES:
-                    raise ValueError(f"a line of {LINE_BYTES:,} bytes or more")
+                    raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; "
+                                      "expected shorter documents")
                 yield line
 
 

@@ -7,6 +7,7 @@
 
 import json
 import math
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -37,12 +38,10 @@ def side_by_side(reports: list[dict]) -> str:
 
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read."""
-    if argv[:1] == ["compare"]:
-        from tools.compare import compare  # imports all of training
-        return run_command("monitor.py compare", compare, argv[1:])
-    if argv[:1] == ["try"]:
-        from tools.trial import main as trial
-        return run_command("monitor.py try", trial, argv[1:])
+    others = {"compare": "tools.compare:compare", "try": "tools.trial:main"}
+    if argv and argv[0] in others:  # imports all of training
+        other = pkgutil.resolve_name(others[argv[0]])
+        return run_command(f"monitor.py {argv[0]}", other, argv[1:])
     return run_command("monitor.py", print_reports, argv)
 
 

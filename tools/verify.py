@@ -11,13 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from config import Config
-from steady.checkpoints.checkpoint import (
-    Checkpoint,
-    best_checkpoint,
-    checkpoint_at,
-    compare,
-    list_checkpoints,
-)
+from steady.checkpoints import checkpoint as checkpoints
 from steady.options import ConfigError
 from steady.ranks.ranks import from_rank0, meet, rank_and_world
 from steady.ranks.watchdog import patience
@@ -42,8 +36,9 @@ def check_checkpoints(run_dir: Path) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     folder, damaged = run_dir / "checkpoints", False
-    aside = map(Checkpoint, sorted(folder.glob("*.set-aside*")))
-    found = [*list_checkpoints(folder), *filter(None, [best_checkpoint(folder)]), *aside]
+    aside = map(checkpoints.Checkpoint, sorted(folder.glob("*.set-aside*")))
+    best = filter(None, [checkpoints.best_checkpoint(folder)])
+    found = [*checkpoints.list_checkpoints(folder), *best, *aside]
     if not found:
         raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
                           "directory such as runs/001")
@@ -79,14 +74,14 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     meet(rank, world_size, patience(0))
     folder = Path(from_rank0(lambda: tempfile.mkdtemp(prefix="steady-verify-")))
 
-    def saved(run: str, step: int) -> Checkpoint:
-        if checkpoint := checkpoint_at(folder / run / "checkpoints", step):
+    def saved(run: str, step: int) -> checkpoints.Checkpoint:
+        if checkpoint := checkpoints.checkpoint_at(folder / run / "checkpoints", step):
             return checkpoint
         raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
 
     def compare_ends() -> tuple[int, list[str]]:
         ends = [saved(run, 2 * k).state() for run in ("whole", "resumed")]
-        return compare(*({name: end[name] for name in COMPARED} for end in ends))
+        return checkpoints.compare(*({name: end[name] for name in COMPARED} for end in ends))
 
     try:
         if code := train([*flags, f"--out_dir={folder / 'whole'}"]):

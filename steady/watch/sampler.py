@@ -75,10 +75,9 @@ class Sampler:
             pause /= HURRY if self.hurry else 1
             time.sleep(pause)
             late = time.perf_counter() - began - pause
-            # A thread that computes keeps Python's lock for sys.getswitchinterval(), or until a
-            # function in C returns. A look as late as that falls on the line that kept it; an
-            # earlier one would fall on the line after, so it waits for another moment, with a
-            # shorter interval only meanwhile: other threads pay for that.
+            # A thread keeps Python's lock for sys.getswitchinterval(), or until a function in C
+            # returns. A look as late as that falls on the line that kept it; an earlier one would
+            # fall on the next line: it waits a moment, with a shorter interval only for so long.
             with LOOK:
                 before = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_SECONDS)
@@ -174,7 +173,7 @@ class Tracer:
     """Writes a trace of three steps by torch.profiler to out_dir/traces at a SIGUSR2.
 
     https://ui.perfetto.dev opens it. On CUDA, Python warns of each line that waits for the device.
-    `step` is called after each step. at: from this step on, too.
+    at: from this step on, too.
     """
 
     def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
@@ -207,11 +206,14 @@ class Tracer:
             self.at = 0
         self.wanted = False
 
-    def end(self, step: int):
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
+    def stop(self):
+        self.profiler.stop()
         if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(self.sync_mode)
+
+    def end(self, step: int):
+        self.stop()
+        profiler, self.profiler = self.profiler, None
         file = self.folder / f"step_{self.first}.json"
         with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)
@@ -227,5 +229,5 @@ class Tracer:
 
     def close(self):
         if self.profiler:
-            self.profiler.stop()
+            self.stop()
         give_back_signal(signal.SIGUSR2, self.want, self.before)

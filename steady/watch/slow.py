@@ -58,6 +58,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
         return []
     gc_ms = mean.get("perf/gc_ms", 0.0)  # first: the sampler does not see a collection
     left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0, sorted(ms, key=lambda p: -ms[p]))
+    # in a GPU's compute phases the host waits for kernels that have to run in any case
     on_gpu = any("memory/allocated_gb" in row for row in rows)
     take_lines(left, profile, history.sources, HOST_PHASES if on_gpu else STEP_PHASES)
     take_rank(left, mean, rows)
@@ -93,10 +94,7 @@ def eager(history: History) -> list[Finding]:
 
 
 def take_lines(left: Left, profile: dict, sources: dict[str, str], phases):
-    """Take functions in phases of host work, and elsewhere lines known to be avoidable.
-
-    phases: HOST_PHASES on a GPU, where the host waits for kernels that have to run in any case.
-    """
+    """Take functions in phases of host work, and in other `phases` lines known to be avoidable."""
     for phase, lines in profile.items():
         looks, ms = sum(lines.values()), left.ms.get(phase, 0.0)
         if phase not in (*phases, "logging") or looks == 0:  # evaluation is meant to take time
