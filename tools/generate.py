@@ -161,9 +161,8 @@ class Writer:
             print(flush=True)
 
     def add(self, new: torch.Tensor):
-        if int(new[0]) not in self.stop:
-            self.written.append(int(new[0]))
-            self.show()
+        self.written += [token for token in new.tolist() if token not in self.stop]
+        self.show()
 
     def show(self, complete: bool = True):
         decode = self.tokenizer.decode
