@@ -2,16 +2,18 @@
 
 import gc
 import json
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, rows, until
+from conftest import ROOT, environment, rows, until
 
 from steady.watch import sampler as profile
 from steady.watch.history import PHASES
@@ -119,22 +121,71 @@ def test_which_libraries_are_named(file, library):
     assert profile.library_name(file) == library
 
 
-def test_collections_are_on_again_after_a_look(monkeypatch):
-    """A look switches them off: before Python 3.12 one that begins inside it may crash."""
-    seen = []
-    monkeypatch.setattr(profile.sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
-    profile.current_frames()
-    assert set(seen) == {False} and gc.isenabled()
-    gc.disable()
+DEEP = """
+import gc, sys, threading, time
+from types import SimpleNamespace
+from steady.watch import sampler
+
+def on_collection(phase, info):
+    if threading.current_thread().name == "sampler":
+        time.sleep(2e-4)  # lets the main thread run on
+
+def worth(file):  # none: a look walks the whole stack
+    gc.set_threshold(1)
+    return False
+
+def deep(n):
+    gc.set_threshold(700)
+    return deep(n - 1) if n else sum(range(9000))
+
+gc.callbacks.append(on_collection)
+sampler.SECONDS = sampler.MOMENT = 1e-4
+sampler.worth_naming = worth
+looks = sampler.Sampler(SimpleNamespace(current="data"))
+end = time.time() + 60
+while looks.counts.total() < 100 and time.time() < end:
+    deep(400)
+print(looks.counts.total() >= 100, gc.isenabled())
+"""
+
+
+def test_a_look_beside_collections_does_not_crash():
+    """Before Python 3.12 one that begins as a frame object is made crashes."""
+    done = subprocess.run([sys.executable, "-c", DEEP], env=environment(), text=True,
+                          capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr[-2000:]
+
+
+def test_a_look_keeps_no_tensor_alive(monkeypatch):
+    def step():
+        tensor = torch.ones(1)
+        assert until(lambda: sampler.counts.total() > 1)
+        seen = sampler.counts.total()
+        monkeypatch.setattr(profile, "SECONDS", 600)  # after the next look
+        assert until(lambda: sampler.counts.total() > seen)
+        time.sleep(0.1)
+        return weakref.ref(tensor)
+
+    monkeypatch.setattr(profile, "SECONDS", 0.001)
+    sampler = Sampler(SimpleNamespace(current="forward"))
+    assert step()() is None
+    sampler.close()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collections_are_as_before_after_a_look(collects):
+    if not collects:
+        gc.disable()
     try:
-        profile.current_frames()
-        assert not gc.isenabled()
+        with profile.frame_of(threading.get_ident()) as frame:
+            assert frame and not gc.isenabled()
+        assert gc.isenabled() == collects
     finally:
         gc.enable()
 
 
 def test_nothing_else_asks_for_the_frames_of_another_thread():
-    """The rule of `current_frames` holds for all: the watchdog looks while set-up collects."""
+    """The rule of `frame_of` holds for all: the watchdog looks while set-up collects."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("steady/**/*.py"), *ROOT.glob("tools/*.py")]
     asking = [path.name for path in files if "_current_frames()" in path.read_text()]
     assert asking == ["sampler.py"]

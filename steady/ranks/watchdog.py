@@ -17,7 +17,7 @@ import time
 from steady.ranks.ranks import rank_and_world, rank_list, shared_notes
 from steady.watch.findings import duration
 from steady.watch.history import OUTSIDE_PHASES
-from steady.watch.sampler import current_frames, short, worth_naming
+from steady.watch.sampler import frame_of, short, worth_naming
 from steady.watch.sinks import alert
 
 PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
@@ -93,9 +93,8 @@ class Watchdog:
 
     def measure(self, passed: float):
         """Count the seconds of the training thread in its phase."""
-        place = self.place
-        if self.progress:
-            place = self.progress.step, self.clock.current, self.clock.since
+        place = self.place if not self.progress else (
+            self.progress.step, self.clock.current, self.clock.since)
         self.age = self.age + passed if place == self.place else 0.0
         self.place, self.awake = place, self.awake + passed
 
@@ -104,12 +103,13 @@ class Watchdog:
 
         A line in torch or the standard library is "".
         """
-        frame, found = current_frames().get(self.thread), []
-        while frame:
-            file, function = frame.f_code.co_filename, frame.f_code.co_name
-            line = f"{short(file)}:{frame.f_lineno} in {function}" if worth_naming(file) else ""
-            found.append((str(frame.f_globals.get("__name__")), line))
-            frame = frame.f_back
+        found = []
+        with frame_of(self.thread) as frame:
+            while frame:
+                file, function = frame.f_code.co_filename, frame.f_code.co_name
+                line = f"{short(file)}:{frame.f_lineno} in {function}" if worth_naming(file) else ""
+                found.append((str(frame.f_globals.get("__name__")), line))
+                frame = frame.f_back
         return found
 
     def note(self) -> dict:

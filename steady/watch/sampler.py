@@ -6,6 +6,7 @@ waiting for it. A look costs 0.05 to 0.13 ms of a core, most of it to wake up.
 """
 
 import contextlib
+import functools
 import gc
 import linecache
 import os
@@ -42,19 +43,20 @@ FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
-def current_frames() -> dict:
-    """sys._current_frames(), safe while collections are on.
+@contextlib.contextmanager
+def frame_of(thread_id: int):
+    """The innermost frame of a thread, or None; collections are off meanwhile.
 
-    Before Python 3.12 a collection that begins inside it may crash: another thread runs on while
-    its frame objects are made.
+    Before Python 3.12 one may begin as a frame object is made, here and in `f_back`. It lets the
+    thread run on, and the object would describe a frame that has ended: a crash.
     """
-    if not gc.isenabled():
-        return sys._current_frames()
+    collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()
+        yield sys._current_frames().get(thread_id)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 class Sampler:
@@ -63,7 +65,6 @@ class Sampler:
     def __init__(self, clock):
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, ((code, line), the caller's), library)
-        self.worth = {}  # code → whether its file is worth naming
         self.named = set()  # "FILE:LINE" of the sources already in the file
         self.hurry, self.ended = True, False
         threading.Thread(target=self.run, name="sampler", daemon=True).start()
@@ -84,34 +85,25 @@ class Sampler:
                 try:
                     if late < before:
                         time.sleep(MOMENT * jitter())
-                    self.look(current_frames().get(self.thread_id))
+                    with frame_of(self.thread_id) as frame:
+                        self.look(frame)
                 except AttributeError:  # the frame has ended meanwhile
                     continue
                 except Exception as e:
                     say(f"warning: no more lines are named, after {type(e).__name__}: {e}")
                     return
                 finally:
+                    frame = None  # or the tensors in it would outlive it
                     if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody's since
                         sys.setswitchinterval(before)
 
     def look(self, frame):
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
-        inner = self.innermost(frame)
-        caller = self.innermost(inner.f_back) if inner else None
+        inner = innermost(frame)
+        caller = innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
         library = "" if inner is frame else library_name(frame.f_code.co_filename)
         self.counts[self.clock.current, place, library] += 1
-
-    def innermost(self, frame):
-        """The first frame from this one outwards that is worth naming."""
-        while frame:
-            code = frame.f_code
-            if code not in self.worth:
-                self.worth[code] = worth_naming(code.co_filename)
-            if self.worth[code]:
-                return frame
-            frame = frame.f_back
-        return None
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
@@ -144,6 +136,14 @@ class Sampler:
         self.ended = True
 
 
+def innermost(frame):
+    """The first frame from this one outwards that is worth naming."""
+    while frame and not worth_naming(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+@functools.cache
 def worth_naming(file: str) -> bool:
     """Whether it belongs neither to torch nor to the standard library."""
     library = file.startswith(LIBRARY) and "-packages" not in file
