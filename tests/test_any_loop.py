@@ -170,7 +170,8 @@ LOOPS = {"plain": (PLAIN, "load"), "nanogpt": (NANOGPT, "noise"),
          "trainer": (TRAINER, "Rows.__getitem__")}
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=["plain", *(pytest.param(name, marks=pytest.mark.slow)
+                                   for name in ("nanogpt", "trainer"))])
 def loop(request, tmp_path):
     """loop(planted, first, last, die_at=0) → (run directory, printed, the function to be named)."""
     if request.param == "trainer" and not importlib.util.find_spec("accelerate"):

@@ -544,7 +544,7 @@ def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
         prepare.prepare([str(source)], prepare.Options(out=str(tmp_path / "o"), workers=1))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[2] < 1.1 * peaks[1] < 1e6, peaks
+    assert peaks[2] < 1.5 * peaks[1] < 1e6, peaks  # held whole, it would be 4 times
 
 
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
