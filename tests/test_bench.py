@@ -102,6 +102,7 @@ def test_a_step_on_a_card_that_fails_says_why_in_a_line(tmp_path):
     assert attempt("import time; time.sleep(99)", 0.2) == "not finished after 0 s"
 
 
+@pytest.mark.slow
 def test_whatever_happens_on_a_card_is_an_entry(tmp_path, monkeypatch, capsys):
     """The figures of a step before it failed are kept; a step without time left is skipped."""
     clock = [0.0]

@@ -127,6 +127,7 @@ def test_same_arms_differ_by_nothing(call, in_process):
     assert os.listdir(".") == []  # no runs
 
 
+@pytest.mark.slow
 def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     slow = tmp_path / "slow.yaml"
     lines = [f"{name[2:]}: {value}" for name, value in zip(TINY[::2], TINY[1::2], strict=False)]

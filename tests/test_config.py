@@ -173,6 +173,7 @@ def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, 
     assert memory.usual_micro_batch(cfg, gigabytes * 10**9) == sequences
 
 
+@pytest.mark.slow
 def test_larger_micro_batches_take_less_than_half_of_the_memory():
     cfg = parsed("--model", "gpt2-124m", "--vocab_size", "50257")
     size = memory.usual_micro_batch(cfg, 141 * 10**9)

@@ -37,6 +37,7 @@ def assert_same_end(a, b, step):
 # --- a longer run ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_learning_rate_is_said(run, tmp_path):
     """Not where a run goes on as it was: here in its warm-up, at its peak and as it decays."""
     flags = ["--out_dir", "r", "--eval_interval", 0, "--learning_rate", 0.01, "--warmup_steps", 3]
@@ -91,7 +92,7 @@ def test_averages_follow_the_weights_and_are_evaluated_and_resumed(run, tmp_path
     assert_same_end(tmp_path / "r", tmp_path / "s", 12)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero3"])
+@pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_averages_on_two_ranks_are_those_of_one(run, tmp_path, way):
     flags = ["--ema", 0.9, "--eval_interval", 6, "--optimizer", "adamw", "--save_interval", 6]
     run(*flags, "--out_dir", "one")
@@ -278,6 +279,7 @@ def test_the_configuration_of_a_run_by_the_clock_starts_another_one(run, corpus,
     assert "--max_minutes: not with --verify_resume" in told
 
 
+@pytest.mark.slow
 def test_the_line_for_programs_comes_also_from_odd_runs(run, monkeypatch):
     told = run("--out_dir", "r", "--parallel", "zero3", "--json", ranks=2)
     (line,) = re.findall("^{.*}$", told, re.M)

@@ -662,10 +662,8 @@ def test_a_rank_that_raises(corpus, tmp_path):
     assert steps(tmp_path / "r") == [3]
 
 
-@pytest.mark.parametrize("backend", [
-    "eager",
-    pytest.param("inductor", marks=pytest.mark.slow),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypatch, backend):
     """1 rank, 2 ranks, 1 rank compiled, 1 rank: the same samples, so the same losses."""
     monkeypatch.setattr(Transformer, "compile", partialmethod(nn.Module.compile, backend=backend))

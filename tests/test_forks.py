@@ -192,6 +192,7 @@ def two_ranks(clone: Path, flags: list) -> list[int]:
     return [process.code() for process in group]
 
 
+@pytest.mark.slow
 def test_a_second_backward_pass_is_shared_by_all_ranks(tmp_path, corpus):
     """Or the refusal says why."""
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--overwrite", "--max_steps", 4,
@@ -234,6 +235,7 @@ def log_p(net, prompt: str, answer: str) -> torch.Tensor:
     return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]][len(prompt) - 1 :].sum()
 
 
+@pytest.mark.slow
 def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
     """Equation 7 of arXiv:2305.18290, on any number of ranks; the reference is not saved."""
     clone = copy_files(tmp_path / "clone")
@@ -289,6 +291,7 @@ def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):
         assert "init_weights: does not set blocks.0.mlp.scale and " in run(*flags, expect=2, **how)
 
 
+@pytest.mark.slow
 def test_experts_go_to_muon_and_decay(run, tmp_path, monkeypatch):
     """Sharded as whole, where not each rank has one; kernels of convolutions do not."""
     class Experts(model.FeedForward):

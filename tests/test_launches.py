@@ -167,11 +167,11 @@ def test_tasks_without_torchrun_are_refused(run, tmp_path, monkeypatch, name, la
     ["train.py"], pytest.param(["model.py", "generate"], marks=slow)])
 @pytest.mark.parametrize("runnable, given, spins", [
     (1, {}, "20000"),
-    (1 + (os.cpu_count() + 3) // 4, {}, "0"),  # others want a quarter of the cores
+    pytest.param(1 + (os.cpu_count() + 3) // 4, {}, "0", marks=slow),  # a quarter of the cores
     (9999, {}, "0"),
-    (9999, {"LOCAL_WORLD_SIZE": "9999", "RANK": "0"}, "20000"),  # its other ranks
+    pytest.param(9999, {"LOCAL_WORLD_SIZE": "9999", "RANK": "0"}, "20000", marks=slow),  # its own
     (9999, {"GOMP_SPINCOUNT": "7"}, "7"),
-    (1, {"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
+    pytest.param(1, {"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=slow),
 ])
 def test_threads_that_wait_sleep_soon_or_at_once_unless_the_user_says_otherwise(
         tmp_path, command, runnable, given, spins):

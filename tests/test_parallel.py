@@ -53,7 +53,8 @@ def assert_equal_runs(one, other, rel=0.0):
 
 @pytest.mark.parametrize("way, flags", [
     ("zero3", ["--optimizer", "muon", "--dropout", "0.1", "--activation_checkpointing", "full"]),
-    ("zero2", ["--optimizer", "muon", "--monitoring", "full", "--tie_embeddings"]),
+    pytest.param("zero2", ["--optimizer", "muon", "--monitoring", "full", "--tie_embeddings"],
+                 marks=pytest.mark.slow),
     ("zero2", ["--optimizer", "adamw", "--micro_batch_size", "1"]),
 ], ids=["zero3", "tied", "accumulation"])
 def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
@@ -69,7 +70,8 @@ def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
 
 @pytest.mark.parametrize("ranks, flags", [
     (3, ["--parallel", "zero3", "--optimizer", "muon"]),  # no number of rows divides by 3
-    (4, ["--parallel", "zero3", "--optimizer", "muon", "--shard_size", "2"]),
+    pytest.param(4, ["--parallel", "zero3", "--optimizer", "muon", "--shard_size", "2"],
+                 marks=pytest.mark.slow),
     pytest.param(4, ["--parallel", "zero2", "--shard_size", "2", "--micro_batch_size", "1",
                      "--tie_embeddings"], marks=pytest.mark.slow),
 ])
@@ -80,7 +82,8 @@ def test_any_number_of_ranks_trains_as_one_process(run, tmp_path, ranks, flags):
     assert_equal_runs(tmp_path / "one", tmp_path / "many", rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision):
     flags = [*FLAGS, "--precision", precision, "--learning_rate", 1e-3]
     run(*flags, "--out_dir", "ddp", ranks=2)
@@ -88,7 +91,8 @@ def test_half_precision_is_that_of_ddp_within_rounding(run, tmp_path, precision)
     assert_equal_runs(tmp_path / "ddp", tmp_path / "zero3", rel=5e-3)
 
 
-@pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
 def test_three_ranks_resume_bit_for_bit(run, tmp_path, way):
     flags = ["--batch_size", "6", "--parallel", way, "--save_interval", "5", "--eval_interval", "0",
              "--max_steps", "8"]
@@ -117,6 +121,7 @@ def test_initial_values_do_not_depend_on_the_ranks(run, tmp_path):
             assert torch.allclose(tensor, other[name], rtol=0, atol=1e-20), name
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_sharded_otherwise(run, tmp_path):
     """One process, then 2 ranks, 4, 3 and one again: the same samples and losses throughout."""
     flags = [*FLAGS, "--batch_size", 12, "--eval_interval", 0, "--lr_schedule", "constant",
@@ -180,6 +185,7 @@ def test_a_new_run_whose_batch_does_not_divide_is_refused(run):
     assert "--batch_size 8: expected a multiple of 3 (3 processes); the nearest is 6 or 9" in told
 
 
+@pytest.mark.slow
 def test_what_else_a_run_does(run, tmp_path):
     """Sampling, evaluation, the best checkpoint, its rotation, packing; tools that read it."""
     flags = [*FLAGS, "--parallel", "zero3", "--sample_interval", 3, "--save_interval", 1,
@@ -226,6 +232,7 @@ def test_the_loss_is_divided_by_the_targets_counted(run, tmp_path, monkeypatch):
     assert row["perf/tokens_per_second"] * row["perf/step_ms"] / 1e3 == pytest.approx(8 * 16)
 
 
+@pytest.mark.slow
 def test_copies_of_a_model_sum_their_gradients_once_a_step(monkeypatch):
     """With --shard_size, whatever the number of micro-batches."""
     cfg = config.resolve(config.parse([*TINY, "--vocab_size", "257", "--shard_size", "2"]))
@@ -326,6 +333,7 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(corpus, tmp_path):
     assert scales[2] == scales[1] / 2 == scales[0] / 2
 
 
+@pytest.mark.slow
 def test_a_process_can_train_twice(run, corpus, tmp_path):
     """The second group does not look for the connections of the first."""
     flags = [*TINY, *FLAGS, "--data", corpus, "--parallel", "zero2"]
@@ -372,7 +380,8 @@ def test_sizes_that_do_not_divide_are_refused(run):
                                           expect=2)
 
 
-@pytest.mark.parametrize("unlucky", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unlucky", [0, 1])
 def test_an_error_on_one_rank_loses_no_step(run, tmp_path, unlucky):
     """Each rank saves its part of the last completed step; together they are a checkpoint.
 
@@ -426,7 +435,7 @@ def test_stacks_of_muon_have_matrices_for_every_rank():
     assert all(len(group["params"]) % 8 == 0 for group in groups) and len(groups) > 4
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_with_the_same_weights_share_muons_work(run, tmp_path, ranks):
     """5 layers: not every rank has as many matrices of a stack. The update stays the same bits."""
     flags = ["--n_layer", 5, "--batch_size", 6, "--max_steps", 4, "--micro_batch_size", 1]

@@ -150,6 +150,7 @@ def test_weights_of_one_rank_that_are_not_finite_are_saved_by_none(run, tmp_path
     assert [each.step for each in list_checkpoints(tmp_path / "r/checkpoints")] == [4, 6]
 
 
+@pytest.mark.slow
 def test_a_disk_error_of_one_rank_passes(run, tmp_path):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
     def fails(path, state):
@@ -169,6 +170,7 @@ def test_a_disk_error_of_one_rank_passes(run, tmp_path):
     assert "rank_1_of_2.pt" in told
 
 
+@pytest.mark.slow
 def test_a_backup_in_parts_can_be_resumed(run, tmp_path):
     url = f"file://{tmp_path}/disk2"
     run(*FLAGS, "--backup_to", url, "--out_dir", "r", "--keep_checkpoints", 1, ranks=2)
@@ -208,6 +210,7 @@ def test_a_file_takes_the_place_of_parts_and_the_best_parts(copy):
     assert not (folder / "step_00000006").exists()
 
 
+@pytest.mark.slow
 def test_resume_is_verified_in_parts(run):
     def hook(rank):
         plain = verify.from_rank0  # which rank 1 reads late: it must still be there

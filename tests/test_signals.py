@@ -61,7 +61,7 @@ def finish_and_compare(run, flags=(), ranks=1):
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (1, ["--ema", 0.9]), (2, []),
+    (1, ["--ema", 0.9]), pytest.param(2, [], marks=pytest.mark.slow),
     pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
 ])
 def test_a_signal_in_an_evaluation_ends_it_and_costs_no_step(run, tmp_path, ranks, flags):
@@ -116,9 +116,8 @@ def test_the_last_evaluation_is_made_up_for_once(run, tmp_path):
     assert [state[name] for name in ("evaluated_step", "best_step", "waited")] == [12, 6, 1]
 
 
-@pytest.mark.parametrize("ranks, flags", [
-    (2, []), pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, flags", [(2, []), (2, ["--parallel", "zero3"])])
 def test_a_signal_in_a_sample_cuts_it_short(run, tmp_path, ranks, flags):
     def hook(rank):
         plain = train.generate

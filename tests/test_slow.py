@@ -107,6 +107,7 @@ def test_a_function_left_to_run_eagerly_is_named_once():
     assert news(again) == []
 
 
+@pytest.mark.slow
 def test_a_compiled_function_that_reaches_the_limit_of_recompilations_is_counted():
     """In a process of its own: the counters are the process's."""
     code = """

@@ -252,6 +252,7 @@ def test_cpu_contention_and_its_end(drive, clock, monkeypatch, tmp_path, capsys)
 # --- the detector alone ---
 
 
+@pytest.mark.slow
 def test_simulated_runs():
     """The benchmark has more of them; python -m tests.bench slowdowns."""
     from tests.bench import slowdowns

@@ -142,6 +142,7 @@ def test_a_second_change_on_top_of_the_first_is_found():
     assert abs(second.since - 90 * EVERY) <= 3 * EVERY
 
 
+@pytest.mark.slow
 def test_a_change_long_ago_keeps_its_beginning_and_is_reported_once():
     rows = made(phase="data", share=0.3, wobbles=0.05, logs=300)
     (event,) = detect(rows)  # and not the machine's 5 % up and down
@@ -316,6 +317,7 @@ def quiet_row(step: int, ms: float) -> dict:
                   "perf/tflops": 1 / ms, "perf/forward_ms": ms}
 
 
+@pytest.mark.slow
 def test_two_rises_that_end_are_both_reported_to_have_ended():
     """10 ms, then 20, then 40, then 10 again: as where one cause came on top of another."""
     ms = [10.0] * 30 + [20.0] * 40 + [40.0] * 40 + [10.0] * 40

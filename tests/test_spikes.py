@@ -65,10 +65,9 @@ def sgd(model, cfg, device, parameters=None, shards=None):
 
 
 @pytest.mark.parametrize("how, flags", [
-    (higher_loss, []),
     (steeper, ["--optimizer", "adamw", "--grad_clip", 0, "--micro_batch_size", 2]),
-    (higher_loss, ["--precision", "fp16", "--grad_clip", 0]),
-    (higher_loss, ["an optimizer without found_inf"]),
+    *(pytest.param(higher_loss, flags, marks=pytest.mark.slow) for flags in (
+        [], ["--precision", "fp16", "--grad_clip", 0], ["an optimizer without found_inf"])),
 ])
 def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how, flags):
     if "an optimizer without found_inf" in flags:
@@ -86,6 +85,7 @@ def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how,
     assert "warning: step 25: spikes, the updates were skipped: step 25 (loss " in output
 
 
+@pytest.mark.slow
 def test_an_ordinary_run_skips_nothing(run, tmp_path):
     flags = ["--max_steps", 90, "--save_interval", 90, "--eval_interval", 0]
     run("--out_dir", "on", *flags, "--skip_spikes", 6)
@@ -113,6 +113,7 @@ def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
     assert int(state(tmp_path / "back", 30)["spikes"].isfinite().all(1).sum()) == 30
 
 
+@pytest.mark.slow
 def test_ranks_agree_where_the_loss_of_one_is_bad(run, tmp_path, plant):
     plant(21, how=higher_loss)
     run("--out_dir", "r", *FLAGS, "--max_steps", 24, "--parallel", "zero3", "--save_interval", 1,

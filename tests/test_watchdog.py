@@ -289,6 +289,7 @@ def test_a_collective_that_one_rank_skips(corpus, tmp_path):
     assert "saved the last completed step" not in printed  # sums may be of different steps
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     def hook(rank):
         if rank == 1:
