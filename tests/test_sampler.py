@@ -138,14 +138,15 @@ def deep(n):
     gc.set_threshold(700)
     return deep(n - 1) if n else sum(range(9000))
 
+gc.freeze()  # a collection is short
 gc.callbacks.append(on_collection)
 sampler.SECONDS = sampler.MOMENT = 1e-4
 sampler.worth_naming = worth
 looks = sampler.Sampler(SimpleNamespace(current="data"))
 end = time.time() + 60
-while looks.counts.total() < 100 and time.time() < end:
+while looks.counts.total() < 30 and time.time() < end:
     deep(400)
-print(looks.counts.total() >= 100, gc.isenabled())
+print(looks.counts.total() >= 30, gc.isenabled())
 """
 
 
