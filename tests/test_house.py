@@ -99,19 +99,19 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 548,
+    "train.py": 544,
     "model.py": 261,
     "data.py": 343,
     "monitor.py": 314,
-    "config.py": 294,
+    "config.py": 293,
     "steady/checkpoints": 1400,
     "steady/ranks": 1153,
-    "steady/guard": 792,
-    "steady/watch": 2530,
+    "steady/guard": 788,
+    "steady/watch": 2529,
     "steady/tokens": 889,
     "steady/models": 1325,
-    "steady": 413,
-    "tools": 2459,
+    "steady": 410,
+    "tools": 2458,
 }
 
 

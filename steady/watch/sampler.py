@@ -5,7 +5,6 @@ caller. So time in torch counts for the line that called torch, and a backward p
 waiting for it. A look costs 0.05 to 0.13 ms of a core, most of it to wake up.
 """
 
-import contextlib
 import functools
 import gc
 import linecache
@@ -17,6 +16,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -43,15 +43,16 @@ FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
-@contextlib.contextmanager
+@contextmanager
 def frame_of(thread_id: int):
-    """The innermost frame of a thread, or None; collections are off meanwhile.
+    """The innermost frame of a thread, or None; before Python 3.12, with collections off.
 
-    Before Python 3.12 one may begin as a frame object is made, here and in `f_back`. It lets the
-    thread run on, and the object would describe a frame that has ended: a crash.
+    There one may begin as a frame object is made, here and in `f_back`. It lets the thread run on,
+    and the object would describe a frame that has ended: a crash.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
     try:
         yield sys._current_frames().get(thread_id)
     finally:
@@ -85,10 +86,8 @@ class Sampler:
                 try:
                     if late < before:
                         time.sleep(MOMENT * jitter())
-                    with frame_of(self.thread_id) as frame:
+                    with frame_of(self.thread_id) as frame, suppress(AttributeError):  # has ended
                         self.look(frame)
-                except AttributeError:  # the frame has ended meanwhile
-                    continue
                 except Exception as e:
                     say(f"warning: no more lines are named, after {type(e).__name__}: {e}")
                     return
@@ -215,7 +214,7 @@ class Tracer:
         self.stop()
         profiler, self.profiler = self.profiler, None
         file = self.folder / f"step_{self.first}.json"
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk: training matters more
+        with suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
             shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
