@@ -169,3 +169,15 @@ def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     assert not os.path.exists(f"/proc/{child}") and os.listdir(tmp_path) == []
+
+
+def test_a_reader_that_leaves_early_does_not_change_the_verdict():
+    """`monitor.py compare A B | head`: 0 would mean that B is better."""
+    code = ("import sys; from steady.guard.process import run_command\n"
+            "sys.exit(run_command('monitor.py', lambda argv: print('verdict') or 3, []))")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, cwd=ROOT,
+                          env=environment() | {"PYTHONUNBUFFERED": ""})
+    os.close(writer)
+    assert done.returncode == 3

@@ -89,13 +89,13 @@ def run(main):
 def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
     """The exit code of another command. `| head` may close its output early."""
     def print_all(argv: list[str]) -> int:
+        code = 0
         try:
             code = main(argv) or 0
             sys.stdout.flush()
-            return code
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
-            return 0
+        return code
 
     with (contextlib.redirect_stdout(Printable(sys.stdout)),
           contextlib.redirect_stderr(Printable(sys.stderr))):
