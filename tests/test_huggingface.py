@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import TINY, column
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -197,6 +198,32 @@ def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
     for name, tensor in ours.state_dict().items():
         rows = slice(size) if name in ("embedding.weight", "head.weight") else slice(None)
         assert torch.equal(tensor[rows], state["model"][name][rows]), name
+
+
+# what vLLM and llama.cpp's converter read
+READ = ("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "hidden_act",
+        "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_parameters",
+        "eos_token_id", "dtype")
+
+
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+def test_an_export_has_the_fields_of_its_family(tmp_path, flags):
+    """As a folder of that shape that the family's own configuration has written."""
+    cfg = config.resolve(config.parse([*TINY, "--vocab_size", "257", *map(str, flags)]))
+    huggingface.save_config(cfg, None, tmp_path, torch.bfloat16, [256])
+    found = json.loads((tmp_path / "config.json").read_text())
+    shape = {name: found[name] for name in READ if name not in ("architectures", "model_type")}
+    theirs = AutoConfig.for_model(found["model_type"], **shape)
+    theirs.architectures = [f"{found['model_type'].capitalize()}ForCausalLM"]
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert {name: found[name] for name in READ} == {name: expected[name] for name in READ}
+    rope = expected["rope_parameters"]
+    assert found["rope_theta"] == rope["rope_theta"] and found["torch_dtype"] == "bfloat16"
+    assert (found.get("rope_scaling") or {}).get("factor") == rope.get("factor")
+    assert (found["head_dim"], found["num_key_value_heads"]) == (cfg.head_dim, cfg.n_kv_head)
+    assert (found["hidden_size"], found["vocab_size"]) == (cfg.d_model, 257)
 
 
 def test_transformers_loads_what_is_exported(run, tmp_path):

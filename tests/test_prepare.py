@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from functools import partial
 from types import SimpleNamespace
+from unicodedata import ucd_3_2_0
 
 import numpy as np
 import pytest
@@ -545,6 +546,23 @@ def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.5 * peaks[1] < 1e6, peaks  # held whole, it would be 4 times
+
+
+# GPT-2's words, as llama.cpp has them under the pre-tokenizer "gpt-2"
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def test_a_trained_tokenizer_splits_text_as_gpt2_does(tmp_path, made):
+    regex = pytest.importorskip("regex")
+    (tmp_path / "a.txt").write_text("\n".join(texts(800)))
+    made(tmp_path / "a.txt", "--train_tokenizer", 300)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "o/tokenizer")
+    splits = loaded.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    known = filter(lambda c: ucd_3_2_0.category(c) != "Cn", map(chr, range(0x3000)))  # of old
+    for text in ("it's 12 o'clock,  isn't it?\n\n\tx = {'a': 1.5e-3}  ", "naïve 猫 𝛼²½ I’ll we'LL",
+                 " \r\n  end\u3000of\u00a0it", "".join(known)):
+        found = [text[begin:end] for _, (begin, end) in splits(text)]
+        assert found == regex.findall(GPT2_WORDS, text)
 
 
 def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
