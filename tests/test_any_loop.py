@@ -170,8 +170,7 @@ LOOPS = {"plain": (PLAIN, "load"), "nanogpt": (NANOGPT, "noise"),
          "trainer": (TRAINER, "Rows.__getitem__")}
 
 
-@pytest.fixture(params=["plain", *(pytest.param(name, marks=pytest.mark.slow)
-                                   for name in ("nanogpt", "trainer"))])
+@pytest.fixture(params=LOOPS)
 def loop(request, tmp_path):
     """loop(planted, first, last, die_at=0) → (run directory, printed, the function to be named)."""
     if request.param == "trainer" and not importlib.util.find_spec("accelerate"):
@@ -219,6 +218,8 @@ def check_columns(run_dir):
     assert shown == pytest.approx(column(run_dir, "train/loss"), rel=1e-5)
 
 
+@pytest.mark.parametrize("loop", ["plain", *(pytest.param(name, marks=pytest.mark.slow)
+                                             for name in ("nanogpt", "trainer"))], indirect=True)
 def test_its_rows_and_its_lines(loop):
     run_dir, _, function = loop(0, 0, STEPS)  # as nanoGPT counts; a Trainer from 1
     check_columns(run_dir)

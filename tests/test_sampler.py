@@ -157,6 +157,15 @@ def test_a_look_beside_collections_does_not_crash():
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr[-2000:]
 
 
+def test_an_instruction_without_a_line_counts_for_the_first_of_its_function(sampler):
+    """As the beginning of a generator: there Python says None."""
+    code = test_a_look_skips_torch_and_the_standard_library.__code__
+    for _ in range(LEAST):
+        sampler.look(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
+    (place,) = sampler.read(1)["profile"]["forward"]
+    assert place.startswith(f"tests/test_sampler.py:{code.co_firstlineno} ")
+
+
 def test_a_look_keeps_no_tensor_alive(monkeypatch):
     def step():
         tensor = torch.ones(1)

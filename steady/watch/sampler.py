@@ -123,6 +123,7 @@ class Sampler:
 
     def name(self, code, line: int, sources: dict) -> str:
         """Its place; adds its text to the sources if it is new."""
+        line = line or code.co_firstlineno  # an instruction may have none
         where = f"{short(code.co_filename)}:{line}"
         if where not in self.named:
             self.named.add(where)
