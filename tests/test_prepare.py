@@ -539,13 +539,13 @@ def write_large(path, mb):
 def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1 << 14)
     peaks = []
-    for mb in (0.5, 0.5, 2):  # the first time also imports
+    for mb in (0.5, 0.5, 0.5, 2, 2):  # the first time also imports; twice: garbage waits at times
         source = write_large(tmp_path / "a.jsonl.gz", mb)
         tracemalloc.start()
         prepare.prepare([str(source)], prepare.Options(out=str(tmp_path / "o"), workers=1))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[2] < 1.5 * peaks[1] < 1e6, peaks  # held whole, it would be 4 times
+    assert min(peaks[3:]) < 1.1 * max(peaks[1:3]) < 1e6, peaks
 
 
 # GPT-2's words, as llama.cpp has them under the pre-tokenizer "gpt-2"
