@@ -11,6 +11,7 @@ differ by rounding.
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,8 +131,9 @@ def trials(kind, options, kills: int, dropout: float, ranks: int) -> Counter:
     found, when = Counter(), random.Random(0)
     with tempfile.TemporaryDirectory() as place:
         folders = [Path(place, str(i)) for i in range(kills + 1)]
-        for folder in folders:
-            write_characters(some_text(options), folder / "data/shakespeare_char")
+        write_characters(some_text(options), folders[0] / "data/shakespeare_char")
+        for folder in folders[1:]:
+            shutil.copytree(folders[0], folder)
         program = kind(folders[0], options)
         process, began = start(program, dropout, 1, False), time.monotonic()
         assert finish(process) == 0, f"{program.name} does not run"
