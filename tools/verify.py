@@ -4,17 +4,13 @@ The first reads the files of a run. The second trains twice in a temporary folde
 final checkpoints bit for bit. The third is tools/estimate.py.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
-
-import torch.distributed as dist
 
 from config import Config
 from steady.checkpoints import checkpoint as checkpoints
 from steady.options import ConfigError
-from steady.ranks.ranks import from_rank0, meet, rank_and_world
-from steady.ranks.watchdog import patience
+from steady.ranks.ranks import from_rank0, rank_and_world
 from tools.estimate import estimate_run
 
 COMPARED = ("step", "position", "tokens", "model", "ema", "optimizers", "scaler", "nonfinite",
@@ -33,15 +29,14 @@ def inspect(argv: list[str], cfg: Config, train, make_optimizers) -> int:
 
 def check_checkpoints(run_dir: Path) -> int:
     """Print a line for each checkpoint; returns 1 if any is damaged."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"--check_checkpoints {run_dir}: no such directory")
     folder, damaged = run_dir / "checkpoints", False
     aside = map(checkpoints.Checkpoint, sorted(folder.glob("*.set-aside*")))
     best = filter(None, [checkpoints.best_checkpoint(folder)])
     found = [*checkpoints.list_checkpoints(folder), *best, *aside]
     if not found:
-        raise ConfigError(f"--check_checkpoints {run_dir}: has no checkpoints; expected a run "
-                          "directory such as runs/001")
+        wrong = "has no checkpoints" if run_dir.is_dir() else "no such directory"
+        raise ConfigError(f"--check_checkpoints {run_dir}: {wrong}; expected a run directory such "
+                          "as runs/001")
     for checkpoint in found:
         damage = checkpoint.find_damage()
         if not checkpoint.path.exists():
@@ -70,33 +65,27 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
              "--deterministic", "--no_tensorboard", "--tracker=none",
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
-    rank, _, world_size, _ = rank_and_world()
-    meet(rank, world_size, patience(0))
-    folder = Path(from_rank0(lambda: tempfile.mkdtemp(prefix="steady-verify-")))
-
-    def saved(run: str, step: int) -> checkpoints.Checkpoint:
-        if checkpoint := checkpoints.checkpoint_at(folder / run / "checkpoints", step):
-            return checkpoint
-        raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
-
-    def compare_ends() -> tuple[int, list[str]]:
-        ends = [saved(run, 2 * k).state() for run in ("whole", "resumed")]
-        return checkpoints.compare(*({name: end[name] for name in COMPARED} for end in ends))
-
-    try:
-        if code := train([*flags, f"--out_dir={folder / 'whole'}"]):
+    # only the names on rank 0 count: the folders of other ranks stay empty
+    with tempfile.TemporaryDirectory(prefix="steady-verify-", ignore_cleanup_errors=True) as folder:
+        whole, resumed = Path(folder, "whole"), Path(folder, "resumed")
+        if code := train([*flags, f"--out_dir={whole}"]):
             return code
-        middle = from_rank0(lambda: saved("whole", k))
-        if code := train([*flags, f"--out_dir={folder / 'resumed'}", f"--resume={middle}"]):
+        middle = from_rank0(lambda: saved(whole, k))
+        if code := train([*flags, f"--out_dir={resumed}", f"--resume={middle}"]):
             return code
-        n, differing = from_rank0(compare_ends)
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 may hold the store and leaves next
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if rank == 0:
-        result = f"{len(differing)} of {n} values differ, as {differing[0]}" if differing else (
-            f"{n} values same")
-        print(f"verify  steps {k} to {2 * k} resumed: {result}")
+        if rank_and_world()[0] != 0:
+            return 0
+        ends = [saved(run_dir, 2 * k).state() for run_dir in (whole, resumed)]
+        ends = [{name: end[name] for name in COMPARED} for end in ends]
+        n, differing = checkpoints.compare(*ends)
+    result = f"{n} values same"
+    if differing:
+        result = f"{len(differing)} of {n} values differ, as {differing[0]}"
+    print(f"verify  steps {k} to {2 * k} resumed: {result}")
     return int(bool(differing))
+
+
+def saved(run_dir: Path, step: int) -> checkpoints.Checkpoint:
+    if checkpoint := checkpoints.checkpoint_at(run_dir / "checkpoints", step):
+        return checkpoint
+    raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
