@@ -25,7 +25,7 @@ from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_var
 from steady.models.huggingface import adapt, config_from_hf
 from steady.options import ConfigError
 from steady.private import use_fake_backend
-from steady.ranks.parallel import Shards, check_shard_size, local_part
+from steady.ranks.parallel import Shards, check_shard_size
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import duration
 
@@ -110,8 +110,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
 def two_steps(cfg, model, shards, live, dtype, micro_batch, accumulation, make_optimizers):
     """Bytes by purpose; the first step makes the optimizer's state."""
     held = list(shards.parameters.values())
-    frozen = [local_part(p) for p in model.parameters() if not p.requires_grad]
-    for tensor in [*held, *frozen, *model.buffers()]:
+    for tensor in [*shards.tensors.values(), *model.buffers()]:
         live.see(tensor.untyped_storage())
     need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
     optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
