@@ -18,9 +18,9 @@ from array import array
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from steady.checkpoints.disk import atomic_write
+from steady.options import ConfigError, read_yaml
 from steady.watch.findings import describe_anomaly
 from steady.watch.history import STEP_PHASES
 from steady.watch.report import report
@@ -83,20 +83,13 @@ def events_of(found: dict, starts: list[int]) -> list[dict]:
 def read_config(run_dir: Path) -> dict[str, str]:
     """The options of config.yaml as text; {} if it cannot be read."""
     try:
-        text = (run_dir / "config.yaml").read_text("utf-8", errors="replace")
-        return {name: str(value) for name, value in (yaml.safe_load(text) or {}).items()}
-    except (OSError, yaml.YAMLError, ValueError, AttributeError, RecursionError):
+        return {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()}
+    except ConfigError:
         return {}
 
 
-def page_data(run_dirs: list[Path]) -> dict:
-    """The data for page.js."""
-    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
-    return {"runs": runs, "made": time.strftime("%Y-%m-%d %H:%M"), "phases": STEP_PHASES}
-
-
 def page(data: dict) -> str:
-    """The page as HTML: runs its own script only, loads nothing."""
+    """The page as HTML, with data for page.js: runs its own script only, loads nothing."""
     license, library, own = ((PARTS / name).read_text("utf-8") for name in (
         "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
     script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
@@ -117,7 +110,8 @@ def write_page(run_dirs: list[Path], file: Path) -> str:
     """Returns a line for the screen. Raises OSError, also if another kind of file is there."""
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
         raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
-    text = page(page_data(run_dirs))
+    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
+    text = page(dict(runs=runs, made=time.strftime("%Y-%m-%d %H:%M"), phases=STEP_PHASES))
     with atomic_write(file) as draft:
         draft.write_text(text, "utf-8")
     return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
