@@ -55,9 +55,8 @@ def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
     reply = messages[-1]
     if reply["content"].strip() or reply.get("tool_calls"):
         return False
-    bare = dict(role="assistant", content=reply["content"])
-    return (apply(tokenizer, [*messages[:-1], bare], tools)
-            == apply(tokenizer, messages, tools))
+    bare = [*messages[:-1], dict(role="assistant", content=reply["content"])]
+    return apply(tokenizer, bare, tools) == apply(tokenizer, messages, tools)
 
 
 def left_out(messages: list[dict], text: str) -> Iterator[str]:
