@@ -117,10 +117,11 @@ def prepare(inputs: list[str], options: Options) -> str:
 
 def check(files: list[Path], encoder: Encoder):
     """Read the beginning of each file, unless --skip_bad. Raises ConfigError."""
-    options = replace(encoder.options, val_fraction=0.0)  # no search for a place to cut
+    # a record of each file; of a text no search for a place to cut
+    options = replace(encoder.options, limit=1, val_fraction=0.0)
     for path in [] if options.skip_bad else files:
         for chunk in itertools.islice(read_file(path, options), 1):
-            encoder.documents(chunk if chunk.split else chunk._replace(data=chunk.data[:1]))
+            encoder.documents(chunk)
 
 
 def write_dataset(files: list[Path], options: Options, draft: Path, counts: Counter) -> str:
