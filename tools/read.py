@@ -110,7 +110,7 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
 
 def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
     """The sources in a folder, none hidden or in `out`; of the hub's no README or test split."""
-    files, found, skipped = [], [], []
+    files, found = [], []
     for directory, folders, names in os.walk(folder):
         here = Path(directory)
         is_saved = kind_of(here) == "saved"
@@ -123,18 +123,17 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
             if kind_of(path):
                 files.append(path)
             else:
-                skipped.append("".join(suffixes(path)) or path.name)
+                counts["skipped", "".join(suffixes(path)) or path.name] += 1
     words = {path: {*re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())} for path in files}
     has_records = any(kind_of(path) != "text" for path in files)
     has_training = any(TRAINING & words[path] for path in files)
     for path in files:
         if has_records and path.name.lower() in CARDS:
-            skipped.append(path.name)
+            counts["skipped", path.name] += 1
         elif has_training and OTHERS & words[path] and not TRAINING & words[path]:
-            skipped.append(f"{min(OTHERS & words[path])} split")
+            counts["skipped", f"{min(OTHERS & words[path])} split"] += 1
         else:
             found.append(path)
-    counts.update(("skipped", reason) for reason in skipped)
     return found
 
 
