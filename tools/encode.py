@@ -64,9 +64,8 @@ class Encoder:
         if self.tokenizer:
             counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
             text = "".join(text for document in documents for text, _ in document.parts)
-            letters = np.bincount(np.frombuffer(text.encode("utf-32-le"), np.uint32))
-            counts.update({("no token for", repr(chr(i))): int(letters[i])
-                           for i in np.flatnonzero(letters) if self.drops(chr(i))})
+            counts.update({("no token for", repr(letter)): text.count(letter)
+                           for letter in sorted(set(text)) if self.drops(letter)})
         return found, counts
 
     def drops(self, letter: str) -> bool:
@@ -123,7 +122,7 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, counts, last, n_ids, n_bytes = [np.empty(0)], [], [], 0, 0
+        ids, counts, last, n_bytes = [np.empty(0)], [], [], 0  # last: index of a document's end
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
@@ -135,14 +134,13 @@ class Encoder:
                     found[-1] = np.append(found[-1], self.end)
                 ids += found
                 counts += counted
-                n_ids += sum(map(len, found))
                 n_bytes += sum(len(text.encode()) for text in texts)
                 if ends:
-                    last.append(n_ids)
-        sizes = [len(part) for part in ids[1:]]
-        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
+                    last.append(len(counts))
+        sizes = [len(part) for part in ids]
+        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes[1:])
         ids = np.concatenate(ids, dtype=np.uint32, casting="unsafe")
-        return ids, np.array(last, np.int64), mask, n_bytes
+        return ids, np.cumsum(sizes)[last], mask, n_bytes
 
     def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[np.ndarray]:
         """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
