@@ -155,9 +155,8 @@ def tried(run_dir: Path) -> Finding:
     clear = (max(turns[:, 1].mean(), np.median(waits or 0.0)) <= MOST_QUEUED
              and now["cfg"].data_mode != "documents")  # their rows are shorter
     step = float(np.median([row["perf/step_ms"] for row in logs]))
-    values = dict(own_ms=ours, alone_ms=alone[1], added_ms=None)
-    if clear and low > APART * alone[2]:
-        values["added_ms"] = ours - alone[1]
+    added = ours - alone[1] if clear and low > APART * alone[2] else None
+    values = dict(own_ms=ours, alone_ms=alone[1], added_ms=added)
     parts.sort(key=lambda part: -(part.ms or 0.0))
     return finding("trial", logs[-1]["step"], values, of=step, parts=tuple(parts))
 
