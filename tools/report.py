@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from steady.guard.process import run_command
-from steady.options import ConfigError, Parser, read_flags
+from steady.options import ConfigError, Parser, read_flags, reading_paths
 from steady.watch.findings import Finding
 from steady.watch.report import report, report_text
 from tools.page import write_page
@@ -59,10 +59,8 @@ def print_reports(argv: list[str]) -> int:
     for path in run_dirs:
         if not (path / "metrics.jsonl").is_file():  # a FIFO would block
             raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
-    try:
+    with reading_paths():
         reports = [report(path) for path in run_dirs]
-    except OSError as e:
-        raise ConfigError(f"not a run directory that can be read: {e}") from e
     if args.json:
         text = json.dumps(reports, default=Finding.row)
         finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
