@@ -61,8 +61,8 @@ class Live(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined(world_size: int, dtype: torch.dtype, live: Live):
-    """A group of ranks with collectives that do nothing, and layers as on a GPU."""
+def imagined(way: str, world_size: int, shard_size: int, dtype: torch.dtype, live: Live):
+    """Fake tensors, shards for ranks whose collectives do nothing, and layers as on a GPU."""
     resize = torch.UntypedStorage.resize_
 
     def seen(storage, size: int):  # fully_shard frees whole weights like this
@@ -74,9 +74,10 @@ def imagined(world_size: int, dtype: torch.dtype, live: Live):
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     on_cpu = layers.on_cpu if dtype == torch.float32 else lambda x: False
     try:
+        shards = Shards(way, world_size, shard_size)
         with (patch.object(torch.UntypedStorage, "resize_", seen),
-              patch.object(layers, "on_cpu", on_cpu)):
-            yield
+              patch.object(layers, "on_cpu", on_cpu), FakeTensorMode()):
+            yield shards
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -90,52 +91,42 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
     """
     way = cfg.parallel if (cfg.shard_size or world_size) > 1 else "ddp"
     live, n = Live(), world_size if way != "ddp" else 1
-    with imagined(n, dtype, live):
-        shards = Shards(way, n, cfg.shard_size)
-        with FakeTensorMode():
-            with torch.device("meta" if n > 1 else "cpu"):
-                model = adapt(Transformer(cfg), cfg, dtype)
-            shards.shard(model, dtype)
-            if n > 1:
-                model.to_empty(device="cpu")
-            shards.hold(model)
-            with live:
-                need = two_steps(cfg, model, shards, live, dtype, micro_batch,
-                                 min(2, accumulation), make_optimizers)
+    with imagined(way, n, cfg.shard_size, dtype, live) as shards:
+        with torch.device("meta" if n > 1 else "cpu"):
+            model = adapt(Transformer(cfg), cfg, dtype)
+        shards.shard(model, dtype)
+        if n > 1:
+            model.to_empty(device="cpu")
+        shards.hold(model)
+        for tensor in [*shards.tensors.values(), *model.buffers()]:
+            live.see(tensor.untyped_storage())
+        held = list(shards.parameters.values())
+        need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
+        with live:
+            optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
+            tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
+            packed = cfg.data_mode == "packed"
+            documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if packed else None
+            for micro_batches in (1, min(2, accumulation)):  # the first makes the optimizers' state
+                live.peak = live.bytes
+                for i in range(micro_batches):
+                    with (shards.micro_batch(model, last=i == micro_batches - 1),
+                          torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
+                        loss = model(tokens, tokens, documents).sum()
+                    loss.backward()
+                    del loss
+                shards.move_gradients()
+                shards.norms([p.grad for p in held])
+                for optimizer in optimizers:
+                    optimizer.step()
+                for p in held:
+                    p.grad = None
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        need["optimizer"] = sum(t.nbytes for state in states for t in state.values()
+                                if isinstance(t, torch.Tensor))
+        need["activations"] = live.peak - sum(need.values())
     if world_size > n and accumulation > 1:  # ddp keeps the sum beside its buckets
         need["gradients"] *= 2
-    return need
-
-
-def two_steps(cfg, model, shards, live, dtype, micro_batch, accumulation, make_optimizers):
-    """Bytes by purpose; the first step makes the optimizer's state."""
-    held = list(shards.parameters.values())
-    for tensor in [*shards.tensors.values(), *model.buffers()]:
-        live.see(tensor.untyped_storage())
-    need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
-    optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
-    tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
-    documents = None
-    if cfg.data_mode == "packed":
-        documents = trial_documents(tokens, takes_varlen(cfg, dtype))
-    for micro_batches in (1, accumulation):
-        live.peak = live.bytes
-        for i in range(micro_batches):
-            with (shards.micro_batch(model, last=i == micro_batches - 1),
-                  torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
-                loss = model(tokens, tokens, documents).sum()
-            loss.backward()
-            del loss
-        shards.move_gradients()
-        shards.norms([p.grad for p in held])
-        for optimizer in optimizers:
-            optimizer.step()
-        for p in held:
-            p.grad = None
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    need["optimizer"] = sum(t.nbytes for state in states for t in state.values()
-                            if isinstance(t, torch.Tensor))
-    need["activations"] = live.peak - sum(need.values())
     return need
 
 
