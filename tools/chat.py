@@ -183,14 +183,12 @@ def without_none(x):
 # --- templates -------------------------------------------------------------------------------
 
 
-def apply(tokenizer, messages: list[dict], tools: list | None, tokenize=False, **options):
+def apply(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     except (TemplateError, ArithmeticError, TypeError) as e:
-        if tokenize and isinstance(e, TypeError):
-            raise  # of the tokenizer
         raise ValueError(f"the chat template refuses it: {e}") from None
 
 
@@ -210,9 +208,9 @@ def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
     """Parts by the template's {% generation %} marks; None without marks."""
     if not MARKED.search(tokenizer.get_chat_template(tools=tools)):
         return None
-    encoded = apply(tokenizer, messages, tools, tokenize=True, return_dict=True,
-                    return_assistant_tokens_mask=True,
-                    tokenizer_kwargs=dict(return_offsets_mapping=True))
+    encoded = tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
+        tokenizer_kwargs=dict(return_offsets_mapping=True))
     mask, offsets = encoded["assistant_masks"], encoded["offset_mapping"]
     parts, done = [], 0
     for counted, tokens in groupby(zip(mask, offsets, strict=True), key=lambda pair: pair[0]):
