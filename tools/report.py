@@ -67,8 +67,7 @@ def print_reports(argv: list[str]) -> int:
         print(json.dumps(finite, indent=1))
     else:
         for r in reports:
-            text = f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n"
-            print(text.encode(errors="backslashreplace").decode())  # names may be no UTF-8
+            print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
         if len(reports) > 1:
             print(side_by_side(reports))
     if args.html is not None:
