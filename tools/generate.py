@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 
 from config import Config
 from model import Transformer, generate
@@ -339,16 +340,11 @@ def build(cfg: Config, state: dict | None = None):
     return model
 
 
-# --- export ----------------------------------------------------------------------------------
-
-
 def export(source: Path, out: Path, options: ExportOptions) -> str:
     """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
 
     With options.adapter only adapters, in peft's format. Raises ConfigError.
     """
-    from safetensors import SafetensorError
-
     checkpoint, state, cfg = open_checkpoint(source, options.trust_remote_code)
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
