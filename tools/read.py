@@ -314,21 +314,18 @@ def find_cut(file, start: int, share: float) -> int:
 LINE, SPACE = r"\S\n(?=\w)", r"[^\s>](?= \w)"
 
 
-def last_cut(text: str) -> int:
-    """The last LINE or, without one, the last SPACE; 0 without either."""
-    found = re.match(f"(?s:.*){LINE}", text) or re.match(f"(?s:.*){SPACE}", text)
-    return found.end() if found else 0
-
-
 def pieces(path: Path, file, start: int, stop: float, split: str) -> Iterator[Chunk]:
-    """The document in bytes `start` to `stop`, with `file` at its start, cut at `last_cut`, or
-    after PIECE_BYTES without such a place."""
+    """The document in bytes `start` to `stop`, with `file` at its start, cut at the last LINE or,
+    without one, the last SPACE, or after PIECE_BYTES without either."""
     at, block, more = start, b"", True
     while more:
         more = file.read(min(CHUNK_BYTES, stop - at - len(block)))
         block += more
         text = block.decode(errors="surrogateescape")
-        end = last_cut(text) if more else len(text)
+        end = len(text)
+        if more:
+            cut = re.match(f"(?s:.*){LINE}", text) or re.match(f"(?s:.*){SPACE}", text)
+            end = cut.end() if cut else 0
         if not end and len(block) >= PIECE_BYTES:
             end = len(text) - 4  # the last character may be incomplete: 3 escaped bytes at most
         if not end:
