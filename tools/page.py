@@ -7,6 +7,7 @@ as in its npm package. SHA-256 of uPlot.iife.min.js:
 """
 
 import base64
+import contextlib
 import errno
 import hashlib
 import json
@@ -49,9 +50,11 @@ def run_data(run_dir: Path, points: int) -> dict:
         if first:
             starts.append(row["step"])
 
-    found = report(run_dir, add)
+    found, config = report(run_dir, add), {}
+    with contextlib.suppress(ConfigError):  # it cannot be read
+        config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()}
     return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
-        name=found["run"], events=events_of(found, starts), config=read_config(run_dir),
+        name=found["run"], events=events_of(found, starts), config=config,
         lines={name: thin(*column, points) for name, column in columns.items()},
         samples=samples[-MOST_SAMPLES:])
 
@@ -80,21 +83,20 @@ def events_of(found: dict, starts: list[int]) -> list[dict]:
     return sorted(out, key=lambda event: event["step"])
 
 
-def read_config(run_dir: Path) -> dict[str, str]:
-    """The options of config.yaml as text; {} if it cannot be read."""
-    try:
-        return {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()}
-    except ConfigError:
-        return {}
+def write_page(run_dirs: list[Path], file: Path) -> str:
+    """Returns a line for the screen. Raises OSError, also if another kind of file is there.
 
-
-def page(data: dict) -> str:
-    """The page as HTML, with data for page.js: runs its own script only, loads nothing."""
+    The page runs its own script only.
+    """
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
+        raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
+    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
+    data = dict(runs=runs, made=time.strftime("%Y-%m-%d %H:%M"), phases=STEP_PHASES)
     license, library, own = ((PARTS / name).read_text("utf-8") for name in (
         "uPlot.LICENSE", "uPlot.iife.min.js", "page.js"))
     script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    out = (PARTS / "page.html").read_text("utf-8")
+    page = (PARTS / "page.html").read_text("utf-8")
     for mark, text in {
         "{{digest}}": digest,
         "{{style}}": (PARTS / "uPlot.min.css").read_text("utf-8"),
@@ -102,19 +104,10 @@ def page(data: dict) -> str:
         # ends no element and begins no comment; last, since it may contain any text
         "{{data}}": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     }.items():
-        out = out.replace(mark, text)
-    return out
-
-
-def write_page(run_dirs: list[Path], file: Path) -> str:
-    """Returns a line for the screen. Raises OSError, also if another kind of file is there."""
-    if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
-        raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
-    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
-    text = page(dict(runs=runs, made=time.strftime("%Y-%m-%d %H:%M"), phases=STEP_PHASES))
+        page = page.replace(mark, text)
     with atomic_write(file) as draft:
-        draft.write_text(text, "utf-8")
-    return f"page    {file} ({len(text.encode()) / 1e3:.0f} kB)"
+        draft.write_text(page, "utf-8")
+    return f"page    {file} ({len(page.encode()) / 1e3:.0f} kB)"
 
 
 def is_page(file: Path) -> bool:
