@@ -222,7 +222,12 @@ def read_records(path: Path, options) -> Iterator:
             delimiter = "\t" if ".tsv" in suffixes(path) else ","
             yield from csv.DictReader(text, delimiter=delimiter, strict=True)
         elif kind == "json" and spans_lines(file):
-            yield from read_values(file.read().decode().lstrip())
+            # the objects of arrays, or objects one after another
+            text, at, decoder = file.read().decode().lstrip(), 0, json.JSONDecoder()
+            while at < len(text):
+                value, at = decoder.raw_decode(text, at)
+                yield from value if isinstance(value, list) else [value]
+                at = json.decoder.WHITESPACE.match(text, at).end()
         else:
             for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
                 if len(line) == LINE_BYTES:
@@ -237,15 +242,6 @@ def spans_lines(file) -> bool:
     line, end, _ = file.read(1024).lstrip().partition(b"\n")
     file.seek(at)
     return line.startswith(b"[") or bool(end) and not line.rstrip().endswith(b"}")
-
-
-def read_values(text: str) -> Iterator:
-    """The objects of arrays, or objects one after another."""
-    at, decoder = 0, json.JSONDecoder()
-    while at < len(text):
-        value, at = decoder.raw_decode(text, at)
-        yield from value if isinstance(value, list) else [value]
-        at = json.decoder.WHITESPACE.match(text, at).end()
 
 
 def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
