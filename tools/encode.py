@@ -38,7 +38,7 @@ class Encoder:
         self.adds_space = False  # before every text, as SentencePiece's do
         self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
-        self.unknown, self.dropped = None, {}  # id; character → whether it gets no token
+        self.unknown, self.known = None, set()  # an id; characters that get tokens
         if folder:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
             self.tokenizer = load_tokenizer(str(folder))
@@ -64,15 +64,13 @@ class Encoder:
         if self.tokenizer:
             counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
             text = "".join(text for document in documents for text, _ in document.parts)
-            counts.update({("no token for", repr(letter)): text.count(letter)
-                           for letter in sorted(set(text)) if self.drops(letter)})
+            encode = self.tokenizer.backend_tokenizer.encode
+            for letter in sorted(set(text) - self.known):
+                if encode(letter, add_special_tokens=False).ids or letter.isspace():
+                    self.known.add(letter)
+                else:
+                    counts["no token for", repr(letter)] += text.count(letter)
         return found, counts
-
-    def drops(self, letter: str) -> bool:
-        if letter not in self.dropped:
-            ids = self.tokenizer.backend_tokenizer.encode(letter, add_special_tokens=False).ids
-            self.dropped[letter] = not ids and not letter.isspace()
-        return self.dropped[letter]
 
     def documents(self, chunk: Chunk) -> tuple[list[Document], Counter]:
         """The documents of a chunk, and counts for the summary. Raises ConfigError."""
@@ -122,7 +120,7 @@ class Encoder:
 
     def encode(self, documents: list[Document], chunk: Chunk) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, counts, last, n_bytes = [np.empty(0)], [], [], 0  # last: index of a document's end
+        ids, counts, last, n_bytes = [], [], [], 0  # last: indices of the parts that end
         for document in documents:
             for parts, begins, ends in pieces_of(document, chunk):
                 texts, counted = zip(*parts, strict=True)
@@ -136,9 +134,9 @@ class Encoder:
                 counts += counted
                 n_bytes += sum(len(text.encode()) for text in texts)
                 if ends:
-                    last.append(len(counts))
+                    last.append(len(ids) - 1)
         sizes = [len(part) for part in ids]
-        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes[1:])
+        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
         ids = np.concatenate(ids, dtype=np.uint32, casting="unsafe")
         return ids, np.cumsum(sizes)[last], mask, n_bytes
 
