@@ -73,11 +73,10 @@ def marked(ids: list[int], counted: list[bool], to_text) -> str:
     """The text, with counted stretches in brackets unless all of it counts."""
     if all(counted):
         return to_text(ids)
-    text = done = ""
-    at = 0
+    text, at = "", 0
     for counts, stretch in groupby(map(bool, counted)):
-        at += len(list(stretch))
-        so_far = to_text(ids[:at])  # some tokenizers drop a space at the beginning
-        new, done = so_far[len(done) :], so_far
+        begin, at = at, at + len(list(stretch))
+        # after the text before it: some tokenizers drop a space at the beginning
+        new = to_text(ids[:at])[len(to_text(ids[:begin])) :]
         text += f"⟦{new}⟧" if counts else new
     return text
