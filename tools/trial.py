@@ -67,8 +67,7 @@ class Trial:
                 losses = self.model(self.tokens, self.tokens, self.documents)
             losses.mean().backward()
             times.append(self.now())
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(parameters, self.cfg.grad_clip or torch.inf)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or torch.inf)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
