@@ -121,9 +121,8 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                     optimizer.step()
                 for p in held:
                     p.grad = None
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        need["optimizer"] = sum(t.nbytes for state in states for t in state.values()
-                                if isinstance(t, torch.Tensor))
+        states = tree_leaves([optimizer.state for optimizer in optimizers])
+        need["optimizer"] = sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
         need["activations"] = live.peak - sum(need.values())
     if world_size > n and accumulation > 1:  # ddp keeps the sum beside its buckets
         need["gradients"] *= 2
