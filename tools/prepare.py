@@ -117,8 +117,7 @@ def prepare(inputs: list[str], options: Options) -> str:
 
 def check(files: list[Path], encoder: Encoder):
     """Read the beginning of each file, unless --skip_bad. Raises ConfigError."""
-    # a record of each file; of a text no search for a place to cut
-    options = replace(encoder.options, limit=1, val_fraction=0.0)
+    options = replace(encoder.options, limit=1, val_fraction=0.0)  # no search for a place to cut
     for path in [] if options.skip_bad else files:
         for chunk in itertools.islice(read_file(path, options), 1):
             encoder.documents(chunk)
@@ -247,13 +246,9 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )
     every = 1 + sum(file.stat().st_size for file in files if file.is_file()) // TRAINING_BYTES
-
-    def texts():
-        for chunk in itertools.islice(read_chunks(files, options, Counter()), 0, None, every):
-            for document in reader.documents(chunk)[0]:
-                for text, _ in document.parts:
-                    yield IN_PIECES.findall(text)
-
-    tokenizer.backend_tokenizer.train_from_iterator(texts(), trainer)
+    chunks = itertools.islice(read_chunks(files, options, Counter()), 0, None, every)
+    texts = (text for chunk in chunks for document in reader.documents(chunk)[0]
+             for text, _ in document.parts)
+    tokenizer.backend_tokenizer.train_from_iterator(map(IN_PIECES.findall, texts), trainer)
     tokenizer.save_pretrained(folder)
     tokenizers.serve_version_4(folder)
