@@ -177,8 +177,7 @@ def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
         error = e
     except ImportError as e:
         package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
-        error = ConfigError(f"{path}: needs {package}: pip install {package}")
-        error.__cause__ = e
+        raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
     except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
         reason = " ".join(str(e).split()) or type(e).__name__
         n = first - 1 + len(records)
