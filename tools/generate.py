@@ -252,7 +252,7 @@ def fit(writer: Writer, system: str, history: list[dict]) -> list[int]:
         print("note: the oldest question is forgotten, to make room", file=sys.stderr)
 
 
-# --- opening a model -------------------------------------------------------------------------
+# --- opening a model, and exporting it -------------------------------------------------------
 
 
 def ends_of(tokenizer, folder: Path | None) -> list[int]:
