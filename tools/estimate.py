@@ -119,8 +119,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                 shards.norms([p.grad for p in held])
                 for optimizer in optimizers:
                     optimizer.step()
-                for p in held:
-                    p.grad = None
+                    optimizer.zero_grad()
         states = tree_leaves([optimizer.state for optimizer in optimizers])
         need["optimizer"] = sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
         need["activations"] = live.peak - sum(need.values())
