@@ -21,8 +21,13 @@ def show(path: str, n: int):
         raise ConfigError(f"{n}: expected 1 or more, a number of samples or of a step")
     samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
     for title, ids, counted, to_text in samples(path, n):
-        print(f"--- {title}")
-        print(marked(ids, counted, to_text))
+        text, at, all_count = "", 0, all(counted)  # then brackets would say nothing
+        for counts, stretch in groupby(map(bool, counted)):
+            begin, at = at, at + len(list(stretch))
+            # after the text before it: some tokenizers drop a space at the beginning
+            new = to_text(ids[:at])[len(to_text(ids[:begin])) :]
+            text += f"⟦{new}⟧" if counts and not all_count else new
+        print(f"--- {title}\n{text}")
 
 
 def first_documents(path: str, n: int):
@@ -67,16 +72,3 @@ def samples_of_step(run_dir: str, step: int):
         file, token = dataset.find(sample[i])
         yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
                data.decode)
-
-
-def marked(ids: list[int], counted: list[bool], to_text) -> str:
-    """The text, with counted stretches in brackets unless all of it counts."""
-    if all(counted):
-        return to_text(ids)
-    text, at = "", 0
-    for counts, stretch in groupby(map(bool, counted)):
-        begin, at = at, at + len(list(stretch))
-        # after the text before it: some tokenizers drop a space at the beginning
-        new = to_text(ids[:at])[len(to_text(ids[:begin])) :]
-        text += f"⟦{new}⟧" if counts else new
-    return text
