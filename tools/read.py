@@ -285,24 +285,20 @@ def read_text(path: Path, share: float, large: bool) -> Iterator[Chunk]:
     """Pieces of one document, or of two if the end of the file is for validation."""
     with opened(path) as file:
         start = file.tell()
-        if share and (large or path.stat().st_size >= CUT_BYTES):
-            cut = find_cut(file, start, share)
-            file.seek(start)
-            yield from pieces(path, file, start, cut, "train")
-            yield from pieces(path, file, cut, math.inf, "val")
-        else:
+        if not share or not large and path.stat().st_size < CUT_BYTES:
             split = "val" if share_of(os.fsencode(path.name)) < share else "train"
             yield from pieces(path, file, start, math.inf, split)
-
-
-def find_cut(file, start: int, share: float) -> int:
-    """A byte in the first half of the last `share`, after a line or before a space if possible."""
-    size = file.seek(0, io.SEEK_END)
-    at = file.seek(max(start, int(size * (1 - share))))
-    text = file.read(min(CHUNK_BYTES, max(4, (size - at) // 2)))
-    inside = bytes(range(0x80, 0xC0))  # bytes within a character of UTF-8
-    places = text.find(b"\n") + 1 or -1, text.find(b" "), len(text) - len(text.lstrip(inside))
-    return at + next(place for place in places if place >= 0)
+            return
+        # cut in the first half of the last `share`, after a line or before a space if possible
+        size = file.seek(0, io.SEEK_END)
+        at = file.seek(max(start, int(size * (1 - share))))
+        text = file.read(min(CHUNK_BYTES, max(4, (size - at) // 2)))
+        inside = bytes(range(0x80, 0xC0))  # bytes within a character of UTF-8
+        places = text.find(b"\n") + 1 or -1, text.find(b" "), len(text) - len(text.lstrip(inside))
+        cut = at + next(place for place in places if place >= 0)
+        file.seek(start)
+        yield from pieces(path, file, start, cut, "train")
+        yield from pieces(path, file, cut, math.inf, "val")
 
 
 # Places that no token of a tokenizer in use spans: after a line end, before a space.
