@@ -50,17 +50,16 @@ def print_reports(argv: list[str]) -> int:
                     "the time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
                     "`monitor.py try RUN` measures what other options would gain.")
-    parser.add_argument("run_dir", nargs="+", help="two or more are shown side by side")
+    parser.add_argument("run_dir", nargs="+", type=Path, help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
                         "that opens without a network; runs lie on top of one another")
     args = read_flags(parser, argv)
-    run_dirs = [Path(path) for path in args.run_dir]
-    for path in run_dirs:
+    for path in args.run_dir:
         if not (path / "metrics.jsonl").is_file():  # a FIFO would block
             raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
     with reading_paths():
-        reports = [report(path) for path in run_dirs]
+        reports = [report(path) for path in args.run_dir]
     if args.json:
         text = json.dumps(reports, default=Finding.row)
         finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
@@ -72,7 +71,7 @@ def print_reports(argv: list[str]) -> int:
             print(side_by_side(reports))
     if args.html is not None:
         try:
-            print(write_page(run_dirs, Path(args.html)), file=sys.stderr, flush=True)
+            print(write_page(args.run_dir, Path(args.html)), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     return 0
