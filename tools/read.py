@@ -97,8 +97,7 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
         elif path.exists() or name.startswith(HUB):
             files = [path]
         else:
-            files = map(Path, glob.glob(str(path), recursive=True))
-        files = sorted(files)
+            files = sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not files:
             raise ConfigError(f"{name}: no such file, or no file in it that ends in "
                               f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
@@ -134,7 +133,7 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
             counts["skipped", f"{min(OTHERS & words[path])} split"] += 1
         else:
             found.append(path)
-    return found
+    return sorted(found)
 
 
 # --- reading them ----------------------------------------------------------------------------
