@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, column, environment, tidy, until
+from test_house import TOP
 
 import train
 from steady.guard.process import exit_code
@@ -20,36 +22,51 @@ from tools import compare, report
 # --- the statistics --------------------------------------------------------------------------
 
 
-def first_finds(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of pairs at which each row ends, or 0; which sign it found) as `interval` does."""
-    n = np.arange(1, differences.shape[1] + 1)
-    mean = differences.cumsum(1) / n
-    squares = (differences**2).cumsum(1) - n * mean**2
-    critical = np.array([compare.CRITICAL.get(k, np.inf) for k in n])
-    half = critical[2:] * np.sqrt(squares[:, 2:] / (n - 1)[2:] / n[2:])
-    found = np.abs(mean[:, 2:]) > half
-    first = found.argmax(1)
-    return np.where(found.any(1), first + 3, 0), np.sign(mean[np.arange(len(mean)), first + 2])
+def test_critical_values_are_those_of_tables():
+    found = [compare.critical(n, level) for n, level in
+             ((3, 0.01), (5, 0.01), (8, 0.01), (20, 0.01), (8, 1e-6), (20, 1e-6))]
+    assert found == pytest.approx([9.925, 4.604, 3.499, 2.861, 15.767, 7.069], rel=1e-3)
+
+
+def ends(differences: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    """(whether each row finds a difference, whether it prefers B), as `settled` does."""
+    found, preferred = np.zeros((2, len(differences)), bool)
+    for n in compare.LOOKS:
+        part = differences[:, :n]
+        if part.shape[1] == n:
+            t = part.mean(1) / part.std(1, ddof=1) * np.sqrt(n)
+            new = ~found & (abs(t) > compare.critical(n, level / len(compare.LOOKS)))
+            preferred |= new & (t < 0)
+            found |= new
+    return found, preferred
 
 
 def test_rows_end_as_comparisons_do():
-    differences = np.random.default_rng(1).standard_normal((300, 12)) + 1
-    for row, end, sign in zip(differences.tolist(), *first_finds(differences), strict=True):
-        looks = (n for n in range(1, 13) if compare.settled(row[:n]))
-        assert next(looks, 0) == end
-        code = compare.verdict(row[: end or 12])[1]
-        expected = compare.A_IS_BETTER if sign > 0 else compare.B_IS_BETTER
-        assert code == (expected if end else compare.NEITHER)
+    differences = np.random.default_rng(1).standard_normal((300, 13)) + 1
+    expected = ends(differences, 0.05)
+    for row, found, prefers_b in zip(differences.tolist(), *expected, strict=True):
+        at = next((n for n in range(1, 14) if compare.settled(row[:n], 0.05)), None)
+        better = compare.verdict(row[: at or 13], 0.05)[1]
+        assert (at is not None, better == "B") == (found, prefers_b)
+    assert 0.3 < expected[0].mean() < 0.95
 
 
-def test_error_over_all_looks_is_at_most_5_percent():
-    """Also with heavier tails; and whatever number of pairs was planned."""
-    random = np.random.default_rng(2)
-    for draw in (random.standard_normal, random.laplace, lambda size: random.standard_t(4, size)):
-        ends, _ = first_finds(draw(size=(100_000, 20)))
-        for seeds, limit in ((5, 0.0333), (10, 0.0444), (20, 0.05)):
-            share = ((ends > 0) & (ends <= seeds)).mean()
-            assert share <= limit + 3 * np.sqrt(limit / 100_000), (draw, seeds)
+def test_the_errors_of_all_comparisons_sum_to_that_of_one():
+    levels = [compare.level_of(k) for k in range(1, 10_000)]
+    assert levels == sorted(levels, reverse=True) and 0.0999 < sum(levels) < compare.ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["normal", "laplace", "t"])
+def test_a_night_of_harmless_changes_keeps_none_in_19_of_20(kind):
+    """1,000 nights of 100 comparisons each; differences around 0, normal or of heavier tails."""
+    random, nights = np.random.default_rng(2), 1000
+    draw = dict(normal=random.standard_normal, laplace=random.laplace,
+                t=lambda size: random.standard_t(3, size))
+    kept = np.zeros(nights, bool)
+    for k in range(1, 101):
+        kept |= ends(draw[kind](size=(nights, 20)), compare.level_of(k))[1]
+    assert kept.mean() <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / nights)
 
 
 # --- pairs -----------------------------------------------------------------------------------
@@ -63,7 +80,8 @@ def call(corpus, tmp_path, monkeypatch, capsys):
     flags = [*TINY, "--data", str(corpus)]
 
     def call(a, b, *more, expect):
-        arms = [arm if arm.endswith(".yaml") else " ".join([*flags, arm]) for arm in (a, b)]
+        arms = [arm if arm.endswith((".yaml", "--ledger")) else " ".join([*flags, arm])
+                for arm in (a, b) if arm is not None]
         assert report.main(["compare", *arms, *more]) == expect, capsys.readouterr()
         return capsys.readouterr()
 
@@ -97,7 +115,8 @@ def pretended(monkeypatch):
         flags.append(command[2:])
         result = results.pop(0)
         code = result if isinstance(result, int) else 0
-        said = json.dumps(dict(val_loss=None if code else result, step_ms=2.0 + len(flags)))
+        said = json.dumps(dict(val_loss=None if code else result, step_ms=2.0 + len(flags),
+                               peak_gb=None, rss_gb=1.0))
         return SimpleNamespace(returncode=code, stdout=f"first\n{said}\n", stderr="the reason\n")
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
@@ -120,11 +139,12 @@ def test_same_arms_differ_by_nothing(call, in_process):
     found = call("--dropout 0.1", "--dropout 0.1 --log_interval 3", "--json", "--seeds", "9",
                  expect=4)
     said = json.loads(found.out)
-    assert said["interval"] == [0, 0] and said["better"] is None and "same" in said["verdict"]
-    assert len({a for a, _ in said["losses"]}) == 3 and all(a == b for a, b in said["losses"])
+    assert said["difference_interval"] == [0, 0] and said["better"] is None
+    assert "same" in said["verdict"] and len({pair["A"]["loss"] for pair in said["pairs"]}) == 3
+    assert all(pair["A"]["loss"] == pair["B"]["loss"] for pair in said["pairs"])
     arms = ["--log_interval 3" in " ".join(flags) for flags in in_process]
     assert arms == [False, True, True, False, False, True]
-    assert os.listdir(".") == []  # no runs
+    assert os.listdir(".") == ["experiments.jsonl"]  # no runs
 
 
 @pytest.mark.slow
@@ -133,10 +153,12 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     lines = [f"{name[2:]}: {value}" for name, value in zip(TINY[::2], TINY[1::2], strict=False)]
     slow.write_text("\n".join([*lines, "learning_rate: 1e-5", f"data: ['{corpus}']", "ema: 0.5"]))
     printed = call("", str(slow), "--steps", "8", expect=3).out
-    assert printed.splitlines()[-1].startswith("verdict A is better by")
+    assert printed.splitlines()[-1].split()[:5] == "verdict A is better by".split()
     said = json.loads(call(str(slow), "", "--steps", "8", "--json", expect=0).out)
     assert said["better"] == "B" and said["compared"] == ["val_loss_ema", "val_loss"]
-    assert said["interval"][1] < 0 and len(said["losses"]) == 3 and len(in_process) == 12
+    assert said["difference_interval"][1] < 0
+    assert len(in_process) % 2 == 0 and 12 <= len(in_process) <= 32
+    assert call("--ledger", None, expect=0).out.count("is better by") == 2
 
 
 def test_a_failed_run_ends_it(call, pretended):
@@ -149,13 +171,68 @@ def test_a_failed_run_ends_it(call, pretended):
 
 def test_arms_that_cannot_be_compared_are_refused(call, pretended):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
-                    ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0"))):
+                    ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
+                    ("--patience 3", ()), ("", ("--learning_rat", "1"))):
         said = call("", b, *more, expect=2).err
         assert said.count("\n") == 1, said
     _, results = pretended
-    results += [2.0, 2.1, 2.11, 2.01, 2.02, 2.12]
-    printed = call("", "--batch_size 4 --eval_steps 4", expect=3).out
-    assert "A is better by 0.1 ±" in printed and "speed" in printed
+    assert not os.path.exists("experiments.jsonl")
+    results += [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
+    printed = call("", "--batch_size 4 --eval_steps 4", "--beta2", "0.9", expect=3).out
+    assert "A is better by 0.1 ±" in printed and "step_ms_ratio" in printed
+    assert all("--beta2" in run for run in pretended[0][-6:])
+
+
+def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
+    """Also after one that failed."""
+    flags, results = pretended
+    pairs = [2.0, 1.8, 1.87, 2.01, 2.0, 1.81, 1.76, 2.02, 2.01, 1.8]
+    for k, others, expect in ((1, 0, 0), (30, 28, 4)):
+        with open("experiments.jsonl", "a") as file:
+            file.write('{"begun": 0}\n' * others)
+        results[:] = pairs
+        said = json.loads(call("", "", "--json", "--seeds", "5", expect=expect).out)
+        assert said["comparison"] == k and len(said["pairs"]) == 5
+        assert said["level"] == compare.level_of(k)
+    results[:] = [2.0, 7]
+    call("", "", expect=1)
+    results[:] = pairs
+    assert json.loads(call("", "", "--json", "--seeds", "5", expect=4).out)["comparison"] == 32
+    first, *others = call("--ledger", None, expect=0).out.splitlines()
+    assert "B is better" in first and len(others) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_revisions_and_the_working_tree(corpus, tmp_path):
+    """A real repository: a commit that never updates is worse, and mending it is better."""
+    work, files = tmp_path / "work", (*TOP, "steady", "tools")
+    work.mkdir()
+    for name in files:
+        path = ROOT / name if (ROOT / name).is_dir() else ROOT / f"{name}.py"
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, work / path.name)
+    plain = (work / "train.py").read_text()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for text, message in ((plain, "good"), (plain.replace("= lr * group", "= 0 * group"), "bad")):
+        (work / "train.py").write_text(text)
+        for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", message]):
+            subprocess.run([*git, *command], cwd=work, check=True)
+    flags = [*TINY, "--data", str(corpus), "--steps", "8", "--json"]
+
+    def call(a: str, b: str, expect: int) -> dict:
+        done = subprocess.run([sys.executable, "monitor.py", "compare", a, b, *flags], cwd=work,
+                              env=environment(), capture_output=True, text=True)
+        assert done.returncode == expect, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
+
+    found = call("HEAD~1", "HEAD", 3)
+    assert found["better"] == "A" and found["A"].endswith(" good") and found["B"].endswith(" bad")
+    (work / "train.py").write_text(plain)
+    assert call("HEAD", ".", 0)["B"].startswith("the files after")
+    assert "git log" in call("HEAD", "nothing", 2)
+    assert len((work / "experiments.jsonl").read_text().splitlines()) == 4
+    assert not [*work.glob("compare-*")]
 
 
 @pytest.mark.slow
@@ -168,7 +245,7 @@ def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
     child = int(next(tmp_path.glob("compare-*/lock")).read_text().split()[1])
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
-    assert not os.path.exists(f"/proc/{child}") and os.listdir(tmp_path) == []
+    assert not os.path.exists(f"/proc/{child}") and not [*tmp_path.glob("compare-*")]
 
 
 def test_a_reader_that_leaves_early_does_not_change_the_verdict():

@@ -1,7 +1,7 @@
 """python monitor.py compare A B: is B better than A, or is it the seed?
 
-    python monitor.py compare "--learning_rate 0.01" "--learning_rate 0.02 --ema 0.99" --steps 300
-    python monitor.py compare runs/001/config.yaml new.yaml --seeds 10 --json
+    python monitor.py compare HEAD . --steps 200
+    python monitor.py compare "" "--learning_rate 0.02" --data tokens --json
 
 Trains both arms with one seed after another. The same seed gives both the same samples, dropout and
 initial weights (up to the first tensor of another shape), so the difference within a pair varies
@@ -12,143 +12,220 @@ import json
 import math
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from data import load_data, what_is_evaluated
-from steady.options import ConfigError, Failed, Parser, read_flags
+from steady.options import ConfigError, Failed, Parser, normal_form
 from train import choose_run
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-B_IS_BETTER, A_IS_BETTER, NEITHER = 0, 3, 4  # exit codes
+ROOT = Path(__file__).resolve().parent.parent
+LEDGER = Path("experiments.jsonl")
+EXIT_CODES = {"B": 0, "A": 3, None: 4}  # by the better arm
 
-# After n pairs, n = 3 … 20, a difference is found if |t| exceeds this. Without a true difference
-# the first n looks find one with a probability of 5 % x (1 - 2/n) / (1 - 2/20), however many pairs
-# were planned: alpha spending (Lan and DeMets 1983, Biometrika 70, 659), calibrated on 16 million
-# series of normal differences. Heavier tails err less often, strongly skewed ones up to 17 %.
-CRITICAL = {3: 7.25, 4: 5.11, 5: 4.43, 6: 4.11, 7: 3.93, 8: 3.82, 9: 3.75, 10: 3.70, 11: 3.67,
-            12: 3.64, 13: 3.62, 14: 3.60, 15: 3.59, 16: 3.59, 17: 3.58, 18: 3.58, 19: 3.58,
-            20: 3.58}
+# All comparisons of a ledger together find a difference that is not there with a probability of
+# at most 10 %, so B is wrongly preferred in 5 %. Comparison k gets 5 / ((k + 4) (k + 5)) of this
+# error, and each of these numbers of pairs a fifth of that: differences are tested after so many.
+ERROR, LOOKS = 0.1, (3, 5, 8, 13, 20)
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
-               "--tracker=none", "--no_auto_resume", "--no_overwrite"]
-ONLY_AT_THE_END = 10**12  # steps between evaluations
+               "--tracker=none", "--no_auto_resume", "--no_overwrite",
+               f"--eval_interval={10**12}"]  # only at the end
 
 
-def interval(differences: list[float]) -> tuple[float, float]:
-    """The mean and half the width of its 95 % interval, valid over all looks; infinite below 3."""
-    mean, n = statistics.fmean(differences), len(differences)
-    if n not in CRITICAL:
-        return mean, math.inf
-    return mean, CRITICAL[n] * statistics.stdev(differences) / math.sqrt(n)
+def level_of(k: int) -> float:
+    """The error of comparison k = 1, 2, … of a ledger."""
+    return ERROR * 5 / ((k + 4) * (k + 5))
 
 
-def settled(differences: list[float]) -> bool:
+def critical(n: int, level: float) -> float:
+    """|t| exceeds this with probability `level`: Student's t of n normal values around 0.
+
+    With t = sqrt(n - 1) / tan(u), the density of u is proportional to sin(u)^(n - 2).
+    """
+    u = np.geomspace(1e-8, math.pi / 2, 100_000)
+    tail = np.cumsum(np.sin(u) ** (n - 2) * u)
+    return math.sqrt(n - 1) / math.tan(np.interp(level * tail[-1], tail, u))
+
+
+def interval(values: list[float], level: float) -> tuple[float, float]:
+    """The mean of 2 or more and half the width of its interval, valid over all looks."""
+    n, error = len(values), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return float(np.mean(values)), critical(n, level / len(LOOKS)) * error
+
+
+def settled(differences: list[float], level: float) -> bool:
     """True once a difference is found, or three pairs show none at all."""
-    mean, half = interval(differences)
-    return abs(mean) > half or len(differences) in CRITICAL and not any(differences)
+    if len(differences) not in LOOKS:
+        return False
+    return not any(differences) or verdict(differences, level)[1] is not None
 
 
-def verdict(differences: list[float]) -> tuple[str, int]:
-    """(one line, exit code) for differences of the losses, B - A."""
-    mean, half = interval(differences)
+def verdict(differences: list[float], level: float) -> tuple[str, str | None]:
+    """(one line, "A", "B" or None: the better one) for differences of the losses, B - A."""
+    mean, half = interval(differences, level)
     n = f"({len(differences)} pairs)"
     if not any(differences):
-        return f"A and B are the same: no difference at all {n}", NEITHER
+        return f"A and B are the same: no difference at all {n}", None
     if abs(mean) <= half:
-        return f"no difference larger than {abs(mean) + half:.2g} nats is seen {n}", NEITHER
-    better, code = ("B", B_IS_BETTER) if mean < 0 else ("A", A_IS_BETTER)
-    return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", code
+        return f"no difference larger than {abs(mean) + half:.2g} nats is seen {n}", None
+    better = "B" if mean < 0 else "A"
+    return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", better
 
 
-def open_arm(text: str, steps: int | None) -> tuple[list[str], str, dict]:
-    """(flags, name of the compared loss, its validation samples) of a YAML file or flags."""
+class Arm(NamedTuple):
+    title: str  # in the ledger
+    code: Path  # folder
+    flags: list[str]
+    loss: str  # the name of the compared loss
+    evaluated: dict  # the validation samples
+
+
+def git(*command: str | Path) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"git {command[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()
+
+
+def open_arm(text: str, more: list[str], folder: Path) -> Arm:
+    """An arm of a revision, checked out into `folder`, a YAML file or flags. Raises ConfigError."""
+    title, code, flags = text, ROOT, []
     try:
-        flags = ["--config", text] if text.endswith((".yaml", ".yml")) else shlex.split(text)
+        if text.endswith((".yaml", ".yml")):
+            flags = ["--config", text]
+        elif text.startswith("-"):
+            flags = shlex.split(text)
+        elif text == ".":
+            title = f"the files after {git('log', '-1', '--format=%h %s')}"
+        elif text:
+            title, code = git("log", "-1", "--format=%h %s", text), folder
+            git("worktree", "prune")  # those of earlier comparisons
+            git("worktree", "add", "--detach", folder, text)
     except ValueError as e:
         raise ConfigError(f"{text}: {e}") from None
-    flags += [*FIXED_FLAGS, *([f"--max_steps={steps}"] if steps is not None else [])]
+    flags = [*FIXED_FLAGS, *flags, *more]
     cfg, _ = choose_run(flags)
-    if cfg.resume or cfg.backup_to or cfg.eval_only:
-        raise ConfigError(f"{text}: --resume, --backup_to and --eval_only cannot be compared")
-    if not cfg.patience:  # needs evaluations on the way
-        flags.append(f"--eval_interval={ONLY_AT_THE_END}")
+    if cfg.resume or cfg.backup_to or cfg.eval_only or cfg.patience:
+        raise ConfigError(f"{text}: --resume, --backup_to, --eval_only and --patience cannot be "
+                          "compared")
     val_data = load_data(cfg)[1]
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
-    return flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated
+    flags.append(f"--eval_steps={cfg.eval_steps}")  # whatever the default of a revision
+    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated)
 
 
-def train_once(name: str, flags: list[str], loss: str, seed: int) -> tuple[float, float | None]:
-    """(loss, ms/step) at the end of a run. Raises Failed."""
+def train_once(name: str, arm: Arm, seed: int) -> dict:
+    """The loss, ms/step and GB of memory of a run. Raises Failed."""
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
-        command = [sys.executable, str(TRAIN), *flags, f"--seed={seed}", f"--out_dir={folder}"]
+        command = [sys.executable, str(arm.code / "train.py"), *arm.flags, f"--seed={seed}",
+                   f"--out_dir={folder}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    result = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
-    if result.get(loss) is None:  # a non-finite loss is null
+    end = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    if end.get(arm.loss) is None:  # a non-finite loss is null
         last = (done.stdout + done.stderr).splitlines()[-12:]
         raise Failed("\n".join([f"{name} with --seed {seed}: exit code {done.returncode}, no "
-                                f"{loss}; its last lines:", *last]))
-    return result[loss], result["step_ms"]
+                                f"{arm.loss}; its last lines:", *last]))
+    return dict(loss=end[arm.loss], step_ms=end["step_ms"], memory=end["peak_gb"] or end["rss_gb"])
+
+
+def read_ledger() -> list[dict]:
+    lines = LEDGER.read_text("utf-8").splitlines() if LEDGER.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def note(row: dict):
+    with open(LEDGER, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def table() -> str:
+    """All comparisons that ended, the largest gain of B first."""
+    rows = sorted((row for row in read_ledger() if "verdict" in row), key=lambda r: r["difference"])
+    return "\n".join(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
+                     f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}" for row in rows)
 
 
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
+    if argv == ["--ledger"]:
+        print(table())
+        return 0
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
                     "Trains both with the same seeds, and compares validation losses in pairs.",
-                    epilog="It ends as soon as a difference is found, with an error of at most 5 % "
-                    "over all looks, or after three pairs without any. Exit codes: 0 B is better, "
-                    "3 A is, 4 neither is known to be; 1 a run failed, 2 wrong usage.")
-    parser.add_argument("A", help="a YAML file of options, or flags of train.py in quotes")
+                    epilog="Other flags are for both. It ends as soon as a difference is found, or "
+                    "after three pairs without any. `compare --ledger` prints all comparisons so "
+                    "far. Exit codes: 0 B is better, 3 A is, 4 neither is known to be; 1 a run "
+                    "failed, 2 wrong usage.")
+    parser.add_argument("A", help="a git revision, . for the files as they are, a YAML file, or "
+                        "flags of train.py in quotes")
     parser.add_argument("B", help="another")
     parser.add_argument("--steps", type=int, metavar="N",
                         help="--max_steps of both (default: as in their options)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N",
-                        help="pairs at most, 3 to 20 (default: 5)")
+    parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
+                        help="pairs at most, 3 to 20 (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     if argv[:1] not in (["-h"], ["--help"]):  # argparse takes flags after a space for values
         argv = [*(f" {arm}" for arm in argv[:2]), *argv[2:]]
-    args = read_flags(parser, argv)
-    if args.seeds not in CRITICAL:
-        raise ConfigError(f"--seeds {args.seeds}: expected 3 to 20")
+    args, more = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run, too
-    arms = {"A": open_arm(args.A.strip(), args.steps), "B": open_arm(args.B.strip(), args.steps)}
-    if arms["A"][2] != arms["B"][2]:
-        raise ConfigError("A and B have different validation samples; expected the same "
-                          "--val_data, --seq_len and --data_mode, and the same product of "
-                          "--eval_steps and --batch_size")
-
-    screen = sys.stderr if args.json else sys.stdout
-    losses, differences, speeds = [], [], []
-    for seed in range(1, args.seeds + 1):
-        pair = {}
-        for name in "AB" if seed % 2 else "BA":  # a drift of the machine affects both
-            flags, loss, _ = arms[name]
-            pair[name] = train_once(name, flags, loss, seed)
-        (a, a_ms), (b, b_ms) = pair["A"], pair["B"]
-        losses.append([a, b])
-        differences.append(b - a)
-        if a_ms and b_ms:
-            speeds.append(b_ms / a_ms)
-        print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
-              flush=True)
-        if settled(differences):
-            break
-
-    (mean, half), (text, code) = interval(differences), verdict(differences)
-    ratio = statistics.median(speeds) if speeds else None
+    more += [f"--max_steps={args.steps}"] if args.steps is not None else []
+    with tempfile.TemporaryDirectory(prefix="steady-compare-") as folder:
+        arms = {name: open_arm(text.strip(), more, Path(folder, name))
+                for name, text in (("A", args.A), ("B", args.B))}
+        if arms["A"].evaluated != arms["B"].evaluated:
+            raise ConfigError("A and B have different validation samples; expected the same "
+                              "--val_data, --seq_len, --data_mode, and --eval_steps x --batch_size")
+        found = decide(arms, args.seeds, sys.stderr if args.json else sys.stdout)
     if args.json:
-        better = {B_IS_BETTER: "B", A_IS_BETTER: "A", NEITHER: None}[code]
-        print(json.dumps(dict(
-            verdict=text, better=better, difference=mean, interval=[mean - half, mean + half],
-            compared=[arms["A"][1], arms["B"][1]], losses=losses, step_ms_ratio=ratio)))
-        return code
-    print(f"loss    B - A = {mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})")
-    if ratio:
-        print(f"speed   ms/step of B / A = {ratio:.3f} (median)")
-    print(f"verdict {text}")
-    return code
+        print(json.dumps(found))
+    else:
+        for name in ("difference", "step_ms_ratio", "memory_ratio"):
+            if found[name] is not None:
+                low, high = found[f"{name}_interval"]
+                print(f"{name:13} {found[name]:+.4f} ({low:+.4f} to {high:+.4f})")
+        print(f"verdict       {found['verdict']}")
+    return EXIT_CODES[found["better"]]
+
+
+def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
+    """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
+    number, pairs = 1 + sum("begun" in row for row in read_ledger()), []
+    note(dict(begun=number))  # it counts, even if it does not end
+    level = level_of(number)
+    for seed in range(1, seeds + 1):
+        order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
+        pairs.append({name: train_once(name, arms[name], seed) for name in order})
+        losses = ", ".join(f"{name} {pairs[-1][name]['loss']:.4f}" for name in arms)
+        print(f"seed {seed}: {losses}, difference {differences(pairs)[-1]:+.4f}", file=screen,
+              flush=True)
+        if settled(differences(pairs), level):
+            break
+    (mean, half), (text, better) = (part(differences(pairs), level) for part in (interval, verdict))
+    found = {name: arm.title for name, arm in arms.items()} | dict(
+        verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
+        difference_interval=[mean - half, mean + half],
+        compared=[arm.loss for arm in arms.values()])
+    for name in ("step_ms", "memory"):
+        found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
+    note(found)
+    return found
+
+
+def differences(pairs: list[dict]) -> list[float]:
+    return [pair["B"]["loss"] - pair["A"]["loss"] for pair in pairs]
+
+
+def ratio(pairs: list[dict], name: str, level: float) -> tuple[float | None, list[float]]:
+    """(geometric mean of B / A, the ends of its interval); (None, []) of unknown values."""
+    if not all(pair[arm][name] for pair in pairs for arm in "AB"):
+        return None, []
+    mean, half = interval([math.log(p["B"][name] / p["A"][name]) for p in pairs], level)
+    return math.exp(mean), [math.exp(mean - half), math.exp(min(700.0, mean + half))]
