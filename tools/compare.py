@@ -95,7 +95,7 @@ def git(*command: str | Path) -> str:
 
 def open_arm(text: str, more: list[str], folder: Path) -> Arm:
     """An arm of a revision, checked out into `folder`, a YAML file or flags. Raises ConfigError."""
-    title, code, flags = text, ROOT, []
+    title, code, flags = text or "the defaults", ROOT, []
     try:
         if text.endswith((".yaml", ".yml")):
             flags = ["--config", text]
@@ -104,7 +104,8 @@ def open_arm(text: str, more: list[str], folder: Path) -> Arm:
         elif text == ".":
             title = f"the files after {git('log', '-1', '--format=%h %s')}"
         elif text:
-            title, code = git("log", "-1", "--format=%h %s", text), folder
+            title = git("log", "-1", "--format=%h %s", text)
+            code = folder / git("rev-parse", "--show-prefix")
             git("worktree", "prune")  # those of earlier comparisons
             git("worktree", "add", "--detach", folder, text)
     except ValueError as e:
@@ -190,7 +191,7 @@ def compare(argv: list[str]) -> int:
         for name in ("difference", "step_ms_ratio", "memory_ratio"):
             if found[name] is not None:
                 low, high = found[f"{name}_interval"]
-                print(f"{name:13} {found[name]:+.4f} ({low:+.4f} to {high:+.4f})")
+                print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
         print(f"verdict       {found['verdict']}")
     return EXIT_CODES[found["better"]]
 
