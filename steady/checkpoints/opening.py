@@ -60,9 +60,8 @@ def describe(run) -> str:
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}",
         f"run     {run.dir.path}",
+        f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from),
     ]
-    if run.dir.resumed_from:
-        lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
     return "\n".join(filter(None, (*lines, crowded(ranks.device))))
 
 

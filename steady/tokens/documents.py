@@ -19,6 +19,7 @@ class Dataset:
     padding; for documents also `lengths` and `targets`: tokens and counted targets of samples.
     """
 
+    mode, row_lengths_vary, has_prompts = "stream", False, False
     details = ""  # for the screen
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weights: dict):
@@ -29,8 +30,7 @@ class Dataset:
 
     def number(self, per_file: list[int], n_samples: int):
         """Number the blocks or documents, `per_file` in each, through all files."""
-        self.first = np.cumsum([0, *per_file])  # of each file, and the end
-        self.n_samples = n_samples
+        self.first, self.n_samples = np.cumsum([0, *per_file]), n_samples  # of each file; the end
         self.weights = {n: Fraction(n_samples) if w is None else w for n, w in self.weights.items()}
 
     def file_of(self, numbers):
@@ -43,8 +43,6 @@ class Dataset:
 
 class Stream(Dataset):
     """Samples are blocks of seq_len + 1 tokens that overlap by one."""
-
-    mode, row_lengths_vary, has_prompts = "stream", False, False
 
     def __init__(self, *args):
         super().__init__(*args)

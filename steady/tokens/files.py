@@ -46,9 +46,8 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
 def find_sources(paths: list[str], split: str, option: str, later: dict | None = None) -> list:
     """(name, token files, weights) of each PATH[:WEIGHT] that `option` names, or a later stage.
 
-    later: as `split_stages` returns; weights: {first position of a stage: weight in it}, 0 where
-    it is absent, None by size. Beside --data, sources without validation data are left out, and
-    those of several stages form one. Raises ConfigError.
+    later: of `split_stages`. weights: {first position of a stage: weight there, None by size}. For
+    --data, sources without validation data are left out, and stages make one. Raises ConfigError.
     """
     found, weights, stages = [], {}, {0: paths} | (later or {})
     for begin, specs in stages.items():
@@ -77,15 +76,13 @@ def find_sources(paths: list[str], split: str, option: str, later: dict | None =
 
 
 def split_stages(words: list[str], max_steps: int, batch_size: int) -> dict[int, list[str]]:
-    """The words of --stage → {first position: [PATH[:WEIGHT], …]}. Raises ConfigError."""
-    at = [i for i, word in enumerate(words) if re.fullmatch(r"[+-]?\d*\.?\d+", word)]
-    at.append(len(words))
+    """Words of --stage → {first position: sources}, the last at each step. Raises ConfigError."""
+    at = [i for i, w in enumerate(words) if re.fullmatch(r"[+-]?\d*\.?\d+", w)] + [len(words)]
     stages = [(float(words[i]), words[i + 1 : j]) for i, j in zip(at, at[1:], strict=False)]
     shares = [0.0, *(share for share, _ in stages), 1.0]
     if words[: at[0]] or shares != sorted({*shares}) or [] in [s for _, s in stages]:
         raise ConfigError(f"--stage {' '.join(words)}: expected rising shares of max_steps between "
                           "0 and 1, after each its sources: 0.8 PATH[:WEIGHT] ...")
-    # of stages without a step between them, the last one counts
     return {round(share * max_steps) * batch_size: sources for share, sources in stages}
 
 
@@ -156,10 +153,9 @@ class TokenFile:
 
     def fingerprint(self, n_files: int) -> list:
         """Name, tokens, checksum, and a hash of sampled content: the same wherever it lies."""
-        blocks = FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS
         files = {suffix: path for suffix in ("", ".docs", ".mask")
                  if (path := Path(f"{self.path}{suffix}")).exists()}
-        sample = sampled_hash(files, blocks)
+        sample = sampled_hash(files, FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS)
         return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
 
     def documents(self) -> np.ndarray:

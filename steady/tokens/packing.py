@@ -16,8 +16,7 @@ def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     by_length = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), np.int64)
     rows = [np.empty(0, np.int64) for _ in range(seq_len + 1)]  # rows[r]: those with room r left
-    has_room = np.zeros(seq_len + 1, bool)
-    n_rows = 0
+    has_room, n_rows = np.zeros(seq_len + 1, bool), 0
     for todo in np.split(by_length, np.flatnonzero(np.diff(lengths[by_length])) + 1):
         n = int(lengths[todo[0]])
         while len(todo):
