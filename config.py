@@ -78,6 +78,8 @@ class Config:
     data: list[str] = option(
         ["stdlib"], "token files or folders to train on, each PATH[:WEIGHT]; 'stdlib' is Python's "
         "own source code, byte by byte", group="data", metavar="PATH[:WEIGHT]")
+    stage: list[str] = option(
+        [], "from a share of max_steps on, other data: 0.8 PATH[:WEIGHT] ...", metavar="SHARE|PATH")
     val_data: list[str] = option(
         [], "token files to validate on (default: those beside --data)", metavar="PATH")
     seq_len: int | None = option(None, "tokens in a sequence (default: from --model)", at_least=1,
@@ -165,8 +167,7 @@ class Config:
         None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
         None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
-    decay_fraction: float = option(0.7, "share of max_steps that wsd decays in", at_least=0,
-                                   at_most=1)
+    decay_fraction: float = option(0.7, "share of max_steps in wsd's decay", at_least=0, at_most=1)
     weight_decay: float = option(0.1, "decoupled weight decay, on 2-D block weights", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
@@ -218,8 +219,7 @@ class Config:
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
-    compile: bool | None = option(
-        None, "torch.compile the model (default: on CUDA only)")
+    compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
     deterministic: bool = option(
         False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")
     parallel: Literal["ddp", "zero2", "zero3"] = option(

@@ -31,7 +31,7 @@ from steady.guard.workers import leave_to_parent, share
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
-from steady.tokens.files import IGNORE, find_sources, read_sidecars
+from steady.tokens.files import IGNORE, find_sources, read_sidecars, split_stages
 from steady.tokens.order import Order
 from steady.tokens.packing import boundaries
 from steady.tokens.tokenizers import decode
@@ -92,9 +92,9 @@ class Samples:
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
         self.vocab_size, self.n_tokens = vocab_size, n_samples * seq_len
-        self.datasets, self.weight = [self], Fraction(1)
+        self.datasets, self.weights = [self], {0: Fraction(1)}
         self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues on the same one alone
-        self.order = Order([n_samples], [self.weight], seed)
+        self.order = Order([n_samples], [Fraction(1)], seed)
 
     def batch(self, start: int, stop: int) -> Batch:
         """The samples at positions start … stop - 1, on the host."""
@@ -159,9 +159,8 @@ class Mixture(Samples):
     ROUND = 8  # padded rows are a multiple of this long, for matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
-        self.datasets, first = datasets, datasets[0]
-        self.seq_len, self.mode = first.seq_len, first.mode
-        self.row_lengths_vary = first.row_lengths_vary
+        self.datasets, self.seq_len = datasets, datasets[0].seq_len
+        self.mode, self.row_lengths_vary = datasets[0].mode, datasets[0].row_lengths_vary
         self.has_prompts = any(d.has_prompts for d in datasets)
         self.n_samples = sum(d.n_samples for d in datasets)
         self.n_tokens = sum(d.n_tokens for d in datasets)
@@ -172,7 +171,8 @@ class Mixture(Samples):
             self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / d.n_tokens
                                     for d in datasets]
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
-        self.order = Order([d.n_samples for d in datasets], [d.weight for d in datasets], seed)
+        stages = [(begin, [d.weights[begin] for d in datasets]) for begin in datasets[0].weights]
+        self.order = Order([d.n_samples for d in datasets], stages[0][1], seed, stages[1:])
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, batch documents of similar lengths, to save padding."""
@@ -224,29 +224,30 @@ class Mixture(Samples):
 
 def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
                  vocab_size: int | None = None, option: str = "--data",
-                 mode: str = "auto") -> Mixture | None:
+                 mode: str = "auto", later: dict | None = None) -> Mixture | None:
     """The mixture of the PATH[:WEIGHT] sources that `option` names; None where --data has no
-    validation data beside it. mode: as --data_mode. Raises ConfigError.
+    validation data beside it. mode: as --data_mode; later: of `split_stages`. Raises ConfigError.
     """
-    sources = find_sources(paths, split, option)
+    sources = find_sources(paths, split, option, later)
     if not sources:
         return None
     prompts = any(Path(f"{file}.mask").exists() for _, files, _ in sources for file in files)
     make = Stream
     if mode in ("documents", "packed") or mode == "auto" and prompts:
         make = partial(Documents, packing=mode == "packed")
-    datasets = [make(name, files, seq_len, weight) for name, files, weight in sources]
+    datasets = [make(name, files, seq_len, weights) for name, files, weights in sources]
     return Mixture(datasets, seed, vocab_size)
 
 
 def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     """Training and validation data; sets cfg.vocab_size and cfg.data_mode. Raises ConfigError."""
     val_option = "--val_data" if cfg.val_data else "--data"
+    later = split_stages(cfg.stage, cfg.max_steps, cfg.batch_size)
 
     def load(paths: list[str], split: str, option: str, seed: int) -> Mixture | None:
         return load_mixture(
             paths, split, cfg.seq_len, seed, None if cfg.resize_embeddings else cfg.vocab_size,
-            option, cfg.data_mode)
+            option, cfg.data_mode, later if option == "--data" else None)
 
     if cfg.eval_only:  # the training data need not be there
         train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
@@ -286,7 +287,7 @@ def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
     """What a validation loss is of: two are compared only where all of this is the same."""
     if data is None or cfg.eval_only:
         return {}
-    files = repr((data.fingerprint, [str(each.weight) for each in data.datasets]))
+    files = repr((data.fingerprint, [str(each.weights[0]) for each in data.datasets]))
     return {"validation data": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
             "eval_steps": eval_samples(cfg, data), "seq_len": cfg.seq_len, "ema": cfg.ema > 0}
 
@@ -320,15 +321,14 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         multiprocessing_context=FORK if workers else None,
         generator=torch.Generator(),  # the default would draw from the one that dropout uses
     )
-    ahead = None
+    ahead = []
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, Exception):
             raise batch
-        ready, ahead = ahead, batch.to(device, end - start)
-        if ready is not None:
-            yield ready
-    if ahead is not None:
-        yield ahead
+        ahead.append(batch.to(device, end - start))
+        if len(ahead) > 1:
+            yield ahead.pop(0)
+    yield from ahead
 
 
 def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size: int,

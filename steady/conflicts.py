@@ -24,12 +24,11 @@ def refuse_conflicts(cfg):
          f"at most learning_rate {cfg.learning_rate}")
     need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
          f"at most max_steps {cfg.max_steps}")
-    micro, workers = cfg.micro_batch_size, cfg.num_workers
-    need(micro in (None, "auto") or re.fullmatch("0*[1-9][0-9]{0,8}", micro), "micro_batch_size",
-         "a number of at least 1, or auto")
-    need(micro != "auto" or cfg.parallel == "ddp", "micro_batch_size",
+    need(re.fullmatch("auto|0*[1-9][0-9]{0,8}", cfg.micro_batch_size or "auto"),
+         "micro_batch_size", "a number of at least 1, or auto")
+    need(cfg.micro_batch_size != "auto" or cfg.parallel == "ddp", "micro_batch_size",
          "a number: with zero2 and zero3, a rank out of memory would leave the others waiting")
-    need(workers == "auto" or re.fullmatch("[0-9]{1,3}", workers), "num_workers",
+    need(re.fullmatch("auto|[0-9]{1,3}", cfg.num_workers), "num_workers",
          "a number up to 999, or auto")
     names = [*(f.name for f in fields(cfg)), "tokenizer"]
     for name in cfg.allow_change:
@@ -40,6 +39,8 @@ def refuse_conflicts(cfg):
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
     need(cfg.tracker == "none" or importlib.util.find_spec(cfg.tracker), "tracker",
          f"it to be installed: pip install {cfg.tracker}")
+    if cfg.stage and (cfg.epochs or cfg.max_minutes or "batch_size" in cfg.allow_change):
+        raise ConfigError("--stage: expected --max_steps and the same --batch_size throughout")
     if cfg.eval_only and not (cfg.resume or cfg.auto_resume or cfg.init_from):
         raise ConfigError("--eval_only: expected --resume, --auto_resume or --init_from")
     if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:

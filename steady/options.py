@@ -251,10 +251,9 @@ def read_yaml(path: str) -> dict:
 
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
     """The options in a YAML file as flags; if it names a model, except those in `drop`."""
-    marks, flags, values = {f.name: f.metadata for f in dataclasses.fields(options)}, [], {}
+    marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
     aliases = {mark.get("flag"): name for name, mark in marks.items()}
-    for name, value in read_yaml(path).items():
-        values[aliases.get(name, name)] = value
+    values = {aliases.get(name, name): value for name, value in read_yaml(path).items()}
     for name, value in values.items():
         if name not in marks:
             raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")

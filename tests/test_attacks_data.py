@@ -403,7 +403,7 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     write_tokens(path, [b"abcdefgh" * 2000])
     (tmp_path / "train.bin.json").write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        TokenFile(path, 32)
+        TokenFile(path)
     told = str(refused.value)
     assert told.startswith(f"{path}.json: ") and "\n" not in told
 
@@ -419,14 +419,14 @@ def test_ids_of_4_or_8_bytes_are_not_read_as_2(tmp_path, run, dtype, most):
     assert f"{path}: read as uint16" in told and told.count("\n") == 1
     if dtype == "<u4":
         (tmp_path / "train.bin.json").write_text('{"dtype": "uint32"}')
-        assert (TokenFile(path, 8).tokens == ids).all()
+        assert (TokenFile(path).tokens == ids).all()
 
 
 def test_other_ids_without_a_type(tmp_path, run):
     path, ids = tmp_path / "train.bin", np.random.default_rng(0).integers(0, 65, 6000)
     for content in (ids % 4, ids, ids * 0):
         content.astype(np.uint16).tofile(path)
-        assert (TokenFile(path, 8).tokens == content).all()
+        assert (TokenFile(path).tokens == content).all()
     with open(path, "wb") as file:
         np.save(file, ids.astype(np.uint16))
     assert "is an .npy file" in run("--data", path, bare=True, expect=2)
@@ -443,10 +443,10 @@ def test_a_mask_that_is_cut_is_named(tmp_path):
     write_tokens(path, [b"abcdefgh"])
     mask = tmp_path / "train.bin.mask"
     mask.write_bytes(b"\1" * 9)
-    TokenFile(path, 4)
+    TokenFile(path)
     mask.write_bytes(b"")
     with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
-        TokenFile(path, 4)
+        TokenFile(path)
 
 
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])

@@ -249,7 +249,7 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
     for block in range(9):  # each is found in the file that holds it
         path, at = dataset.find(block, column=3)
         first = dataset.read(np.array([block, 0]), 10, 0)[0][0]
-        assert TokenFile(path, 10).tokens[at] == first[3]
+        assert TokenFile(path).tokens[at] == first[3]
 
 
 def test_nanogpt_folders(tmp_path):

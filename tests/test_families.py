@@ -57,7 +57,7 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     theirs = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32).eval()
     ours, tokenizer, _ = generation.open_model(tmp_path / "r")
     ours.eval()
-    file = TokenFile(tmp_path / "chats/train.bin", 192)
+    file = TokenFile(tmp_path / "chats/train.bin")
     begin, end = file.documents()[:2].tolist()
     ids = torch.from_numpy(file.tokens[begin:end].astype(np.int64))[None]
     with torch.no_grad():

@@ -10,7 +10,7 @@ from pathlib import Path
 from config import parse
 from data import load_mixture
 from steady.options import ConfigError
-from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars
+from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars, split_stages
 from steady.tokens.tokenizers import decode
 from steady.watch.history import read_rows
 
@@ -35,7 +35,7 @@ def first_documents(path: str, n: int):
     files = find_files(path, "train", "show")
     if not files:
         raise ConfigError(f"show {path}: not a run, and no train.bin or *_train*.bin in there")
-    file = TokenFile(files[0], seq_len=1)
+    file = TokenFile(files[0])
     _, tokenizer, folder, _ = read_sidecars([file], None)
     to_text = partial(decode, "bytes" if tokenizer == "bytes" else folder)
     at = file.documents()
@@ -48,8 +48,8 @@ def first_documents(path: str, n: int):
 def samples_of_step(run_dir: str, step: int):
     """As `first_documents`, for the samples of one step in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
-    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size,
-                        mode=cfg.data_mode)
+    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size, "--data",
+                        cfg.data_mode, split_stages(cfg.stage, cfg.max_steps, cfg.batch_size))
     # each start of the run logs the order of its samples; the last one before the step applies
     order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
     log = Path(run_dir, "metrics.jsonl")

@@ -49,12 +49,11 @@ class Backup:
 
     def close(self, asked=lambda: False):
         """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
-        while self.thread.is_alive() and not asked():  # of an older one, perhaps
-            self.thread.join(0.1)
-        if self.newest and not self.thread.is_alive():
-            self.offer(self.newest)
-        while self.thread.is_alive() and not asked():
-            self.thread.join(0.1)
+        for newest in (self.newest, None):  # the upload of an older one may be under way
+            while self.thread.is_alive() and not asked():
+                self.thread.join(0.1)
+            if newest and not self.thread.is_alive():
+                self.offer(newest)
         if self.thread.is_alive():
             print(f"warning: stopped before the backup of {self.newest} to {self.url} was made",
                   flush=True)

@@ -80,8 +80,7 @@ class Checkpoint:
 
     def find_damage(self) -> str | None:
         """Read every byte; returns the damage found, or None. Raises OSError."""
-        files = self.files()
-        if not files:
+        if not (files := self.files()):
             return "it has no files, or not the parts of all ranks"
         with ThreadPoolExecutor(8) as pool:
             for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):

@@ -35,8 +35,7 @@ def write_checkpoint(path: Path, state: dict):
             os.fsync(file.fileno())
             with contextlib.suppress(AttributeError, OSError):  # so that the disk is read again
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        wrong = find_corruption(draft)
-        if wrong:
+        if wrong := find_corruption(draft):
             raise OSError(f"{draft}: cannot be read back: {wrong}")
 
 

@@ -40,9 +40,10 @@ def describe(run) -> str:
     steps = f"{cfg.max_steps} steps"
     if cfg.max_steps == UNKNOWN and cfg.max_minutes:
         samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
-    weights = sum(d.weight for d in data.datasets)
-    sources = [f"{d.name} {float(d.weight / weights):.1%} ({epochs:.2f} epochs){d.details}"
-               for d, epochs in zip(data.datasets, data.order.epochs(samples), strict=True)]
+    _, *shares = zip(*data.order.plan, strict=True)
+    each = zip(data.datasets, shares, data.order.epochs(samples), strict=True)
+    sources = [f"{d.name} {' → '.join(f'{x:.1%}' for x in share)} ({epochs:.2f} epochs){d.details}"
+               for d, share, epochs in each]
     at_most = "at most " if data.row_lengths_vary else ""
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
@@ -59,9 +60,8 @@ def describe(run) -> str:
         f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
         f"{ranks.micro_batch}",
         f"run     {run.dir.path}",
+        f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from),
     ]
-    if run.dir.resumed_from:
-        lines.append(f"resume  {run.dir.resumed_from} at step {progress.step}")
     return "\n".join(filter(None, (*lines, crowded(ranks.device))))
 
 

@@ -71,7 +71,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         ema=run.ema.tensors if run.ema else {},
         scaler=run.ranks.scaler.state_dict(),
         config=dataclasses.asdict(run.cfg),
-        data=data.fingerprint,
+        data=data.fingerprint, stages=data.order.plan[1:],
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None),  # of adapters
     )
@@ -216,6 +216,9 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         then, now = ([split_weight(s)[1] for s in specs] for specs in (saved["data"], cfg.data))
         if then != now:
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
+        if state.get("stages", []) != data.order.plan[1:]:
+            changed["stage"] = " -> ".join(f"{' '.join(of.get('stage', ()))} of {of['max_steps']} "
+                                           "steps" for of in (saved, vars(cfg)))
         files, old = ([list(file) for file in each] for each in (data.fingerprint, state["data"]))
         if files != old:
             new = [f"{file[0]} ({file[1]:,} tokens)" for file in files if file not in old]

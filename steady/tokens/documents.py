@@ -19,19 +19,19 @@ class Dataset:
     padding; for documents also `lengths` and `targets`: tokens and counted targets of samples.
     """
 
+    mode, row_lengths_vary, has_prompts = "stream", False, False
     details = ""  # for the screen
 
-    def __init__(self, name: str, files: list[Path], seq_len: int, weight: Fraction | None):
-        self.name, self.seq_len, self.weight = name, seq_len, weight
-        self.files = [retry(lambda file=file: TokenFile(file, seq_len)) for file in files]
+    def __init__(self, name: str, files: list[Path], seq_len: int, weights: dict):
+        self.name, self.seq_len, self.weights = name, seq_len, weights
+        self.files = [retry(lambda file=file: TokenFile(file)) for file in files]
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))
 
     def number(self, per_file: list[int], n_samples: int):
         """Number the blocks or documents, `per_file` in each, through all files."""
-        self.first = np.cumsum([0, *per_file])  # of each file, and the end
-        self.n_samples = n_samples
-        self.weight = self.weight or Fraction(n_samples)
+        self.first, self.n_samples = np.cumsum([0, *per_file]), n_samples  # of each file; the end
+        self.weights = {n: Fraction(n_samples) if w is None else w for n, w in self.weights.items()}
 
     def file_of(self, numbers):
         """Index of the file that holds each of these blocks or documents. Raises ConfigError."""
@@ -44,11 +44,9 @@ class Dataset:
 class Stream(Dataset):
     """Samples are blocks of seq_len + 1 tokens that overlap by one."""
 
-    mode, row_lengths_vary, has_prompts = "stream", False, False
-
     def __init__(self, *args):
         super().__init__(*args)
-        per_file = [len(file.blocks) for file in self.files]
+        per_file = [(file.n_tokens - 1) // self.seq_len for file in self.files]
         self.number(per_file, sum(per_file))
         if not self.n_samples:
             raise ConfigError(f"{self.files[0].path}: {self.n_tokens:,} tokens; expected more "
@@ -57,11 +55,10 @@ class Stream(Dataset):
     def read(self, blocks: np.ndarray, length: int, pad: int):
         """Token ids [len(blocks), seq_len + 1], targets and documents None."""
         file_of_block = self.file_of(blocks)
-        out = np.empty((len(blocks), self.seq_len + 1), self.dtype)
-        for i in np.unique(file_of_block):
-            mine = file_of_block == i
-            out[mine] = self.files[i].blocks[blocks[mine] - self.first[i]]
-        return out, None, None
+        begins = (blocks - self.first[file_of_block]) * self.seq_len
+        out = [self.files[i].tokens[begin : begin + self.seq_len + 1]
+               for i, begin in zip(file_of_block, begins, strict=True)]
+        return np.array(out, self.dtype), None, None
 
     def find(self, block: int, column: int = 0) -> tuple[Path, int]:
         i = self.file_of(block)
@@ -97,8 +94,7 @@ class Documents(Dataset):
         self.targets = np.add.reduceat(targets[order], starts[:-1])
         self.number([len(begins) for _, begins, *_ in found], len(self.lengths))
         self.details = f", {sum(n_documents):,} documents"
-        if len(ends) > sum(n_documents):
-            self.details += f" ({len(ends):,} pieces)"
+        self.details += f" ({len(ends):,} pieces)" * (len(ends) > sum(n_documents))
         if n_cut := int((whole > self.seq_len).sum()):
             lost = 1 - self.document_lengths.sum() / whole.sum()
             self.details += f" ({n_cut:,} longer than --seq_len are cut: {lost:.1%} of the tokens)"
@@ -112,10 +108,9 @@ class Documents(Dataset):
 
     def read(self, samples: np.ndarray, length: int, pad: int):
         """Three arrays [len(samples), length]; documents is None without packing."""
-        shape = len(samples), length
-        tokens = np.full(shape, pad, self.dtype)
-        targets = np.full(shape, IGNORE, np.int32)
-        documents = np.zeros(shape, np.int32)
+        tokens = np.full((len(samples), length), pad, self.dtype)
+        targets = np.full_like(tokens, IGNORE, np.int32)
+        documents = np.zeros_like(tokens, np.int32)
         rows = [self.documents_of(sample) for sample in samples]
         file_of = iter(self.file_of(np.concatenate(rows)))  # all at once: a stat is slow
         for row, in_row in enumerate(rows):
@@ -125,10 +120,8 @@ class Documents(Dataset):
                 begin, n = self.begins[document], self.document_lengths[document]
                 ids = file.tokens[begin : begin + n + 1]
                 tokens[row, at : at + n] = ids[:-1]
-                targets[row, at : at + n] = ids[1:]
-                if file.mask is not None:
-                    prompt = file.mask[begin + 1 : begin + n + 1] == 0
-                    targets[row, at : at + n][prompt] = IGNORE
+                counted = True if file.mask is None else file.mask[begin + 1 : begin + n + 1] != 0
+                np.copyto(targets[row, at : at + n], ids[1:], "same_kind", where=counted)
                 documents[row, at : at + n] = number
                 at += n
             documents[row, at:] = len(in_row)  # padding is a document of its own
@@ -156,10 +149,7 @@ def places_of(file: TokenFile, seq_len: int) -> tuple[int, np.ndarray, np.ndarra
         begins, ends = np.repeat(begins, n) + number * seq_len, np.repeat(ends, n)
         ends = np.minimum(ends, begins + seq_len + 1)
         return int(keep.sum()), begins, ends, ends - begins - 1
-    stops = np.minimum(ends, begins + 1 + seq_len)
-    places = np.stack((begins + 1, stops), 1).ravel()
-    if not len(places):
-        return 0, begins, ends, stops
-    counted = file.mask[: places[-1]]  # reduceat takes no place at the very end
+    places = np.stack((begins + 1, np.minimum(ends, begins + 1 + seq_len)), 1).ravel()
+    counted = file.mask[: places.max(initial=0)]  # reduceat takes no place at the very end
     targets = np.add.reduceat(counted, places[:-1], dtype=np.int64)[::2]
     return len(begins), begins, ends, targets

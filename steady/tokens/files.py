@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sysconfig
 import tempfile
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from steady.options import ConfigError, expect_file
 
@@ -43,43 +43,59 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     return [root]
 
 
-def find_sources(paths: list[str], split: str, option: str) -> list[tuple]:
-    """(name, token files, weight or None) of each PATH[:WEIGHT] that `option` names.
+def find_sources(paths: list[str], split: str, option: str, later: dict | None = None) -> list:
+    """(name, token files, weights) of each PATH[:WEIGHT] that `option` names, or a later stage.
 
-    For --data, sources without validation data are left out. Raises ConfigError.
+    later: of `split_stages`. weights: {first position of a stage: weight there, None by size}. For
+    --data, sources without validation data are left out, and stages make one. Raises ConfigError.
     """
-    found, sources = [], [split_weight(spec, option) for spec in paths]
-    if len({weight is None for _, weight in sources}) > 1:
-        raise ConfigError(f"{option} {' '.join(paths)}: give every source a weight, or none")
-    if len({path for path, _ in sources}) < len(sources):
-        raise ConfigError(f"{option} {' '.join(paths)}: names a source twice; expected each once")
-    optional = split == "val" and option == "--data"
-    for path, weight in sources:
-        if optional and Path(os.path.expanduser(path)).is_file():
+    found, weights, stages = [], {}, {0: paths} | (later or {})
+    for begin, specs in stages.items():
+        flag = "--stage" if begin else option
+        sources = [split_weight(spec, flag) for spec in specs]
+        if len({weight is None for _, weight in sources}) > 1:
+            raise ConfigError(f"{flag} {' '.join(specs)}: give every source a weight, or none")
+        if len({path for path, _ in sources}) < len(sources):
+            raise ConfigError(f"{flag} {' '.join(specs)}: names a source twice; expected each once")
+        for path, weight in sources:
+            weights.setdefault(path, dict.fromkeys(stages, Fraction(0)))[begin] = weight
+    beside = split == "val" and option == "--data"
+    for path, of_stages in weights.items():
+        if beside and Path(os.path.expanduser(path)).is_file():
             continue  # a training file has no validation data beside it
-        files = find_files(stdlib(split) if path == "stdlib" else path, split, option)
+        flag = option if of_stages[0] != 0 else "--stage"
+        files = find_files(stdlib(split) if path == "stdlib" else path, split, flag)
         if files:
-            found.append((path, files, weight))
-        elif not optional:
-            raise ConfigError(f"{option} {path}: no {split}.bin and no *_{split}*.bin in there")
+            found.append((path, files, {0: None} if beside and later else of_stages))
+        elif not beside:
+            raise ConfigError(f"{flag} {path}: no {split}.bin and no *_{split}*.bin in there")
     names = [Path(os.path.abspath(path)).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
         return found
     return [(name, *rest) for name, (_, *rest) in zip(names, found, strict=True)]
 
 
+def split_stages(words: list[str], max_steps: int, batch_size: int) -> dict[int, list[str]]:
+    """Words of --stage → {first position: sources}, the last at each step. Raises ConfigError."""
+    at = [i for i, w in enumerate(words) if re.fullmatch(r"[+-]?\d*\.?\d+", w)] + [len(words)]
+    stages = [(float(words[i]), words[i + 1 : j]) for i, j in zip(at, at[1:], strict=False)]
+    shares = [0.0, *(share for share, _ in stages), 1.0]
+    if words[: at[0]] or shares != sorted({*shares}) or [] in [s for _, s in stages]:
+        raise ConfigError(f"--stage {' '.join(words)}: expected rising shares of max_steps between "
+                          "0 and 1, after each its sources: 0.8 PATH[:WEIGHT] ...")
+    return {round(share * max_steps) * batch_size: sources for share, sources in stages}
+
+
 def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | None]:
     """"PATH:WEIGHT" → (path, weight); weight may be None."""
     path, _, text = spec.rpartition(":")
     try:  # as a Fraction, 1e999999999 would fill the memory
-        weight = float(text)
+        weight = float(path and text)
     except ValueError:
-        return spec, None  # the colon belongs to the path
-    if not path:
-        return spec, None
+        return str(Path(spec)), None  # the colon belongs to the path
     if not 1e-9 <= weight <= 1e9:  # also nan
         raise ConfigError(f"{option} {spec}: expected a weight above 0, from 1e-9 to 1e9")
-    return path, Fraction(text.replace("_", ""))
+    return str(Path(path)), Fraction(text.replace("_", ""))
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -88,14 +104,13 @@ def split_weight(spec: str, option: str = "--data") -> tuple[str, Fraction | Non
 class TokenFile:
     """One memory-mapped file of token ids: ours, nanoGPT's, or a shard of llm.c's format.
 
-    tokens [n_tokens]; blocks [n, seq_len + 1], overlapping by one token, without a shorter rest;
-    mask [n_tokens], 0 for prompts, or None. Raises ConfigError.
+    tokens [n_tokens]; mask [n_tokens], 0 for prompts, or None. Raises ConfigError.
     """
 
-    def __init__(self, path: Path, seq_len: int):
+    def __init__(self, path: Path):
         for suffix in ("", ".json", ".docs", ".mask"):
             expect_file(f"{path}{suffix}")
-        self.path, self.seq_len, self.meta = path, seq_len, read_sidecar(Path(f"{path}.json"))
+        self.path, self.meta = path, read_sidecar(Path(f"{path}.json"))
         self.dtype, offset = np.dtype(self.meta.get("dtype", "uint16")), 0
         self.is_typed = "dtype" in self.meta
         header = np.fromfile(path, np.int32, 3)
@@ -115,19 +130,15 @@ class TokenFile:
         start = self.tokens[:WIDTH_SAMPLE]  # of wider ids, every second uint16 is an upper half
         if not self.is_typed and len(start) >= 64 and start[1::2].max() <= 3 < start.max():
             self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
-        self.blocks = np.empty((0, seq_len + 1), self.dtype)
-        if self.n_tokens > seq_len:
-            self.blocks = sliding_window_view(self.tokens, seq_len + 1)[::seq_len]
         self.mask, masked = None, Path(f"{path}.mask")
         if masked.exists():
-            size = os.stat(masked).st_size
-            if size != self.n_tokens:
+            if (size := os.stat(masked).st_size) != self.n_tokens:
                 raise ConfigError(f"{masked}: {size:,} bytes; expected one for each of the "
                                   f"{self.n_tokens:,} tokens of {path.name}")
             self.mask = np.asarray(np.memmap(masked, np.uint8, "r"))
 
     def __reduce__(self):  # loader processes that are not forked map the file again
-        return TokenFile, (self.path, self.seq_len)
+        return TokenFile, (self.path,)
 
     def require_complete(self):
         """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
@@ -142,10 +153,9 @@ class TokenFile:
 
     def fingerprint(self, n_files: int) -> list:
         """Name, tokens, checksum, and a hash of sampled content: the same wherever it lies."""
-        blocks = FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS
-        files = {suffix: Path(f"{self.path}{suffix}") for suffix in ("", ".docs", ".mask")}
-        files = {suffix: path for suffix, path in files.items() if path.exists()}
-        sample = sampled_hash(files, blocks)
+        files = {suffix: path for suffix in ("", ".docs", ".mask")
+                 if (path := Path(f"{self.path}{suffix}")).exists()}
+        sample = sampled_hash(files, FEW_BLOCKS if n_files > MANY_FILES else SAMPLE_BLOCKS)
         return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
 
     def documents(self) -> np.ndarray:
@@ -170,8 +180,7 @@ def sampled_hash(files: dict[str, Path], blocks: int = SAMPLE_BLOCKS) -> str:
             digest.update(f"{name}:{size};".encode())
             last = max(0, size - SAMPLE_BYTES)
             for place in sorted({last * i // (blocks - 1) for i in range(blocks)}):
-                file.seek(place)
-                digest.update(file.read(SAMPLE_BYTES))
+                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, place))
     return digest.hexdigest()
 
 
@@ -212,10 +221,9 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     if len(named) > 1:
         listed = ", ".join(f"{path} {name}" for name, path in named.items())
         raise ConfigError(f"sources with different tokenizers: {listed}")
-    name, folder = next(iter(named), None), None
-    if name not in (None, "bytes"):
-        beside = (file.path.parent / "tokenizer" for file in files)
-        folder = next((str(path) for path in beside if path.is_dir()), None)
+    name = next(iter(named), None)
+    beside = (file.path.parent / "tokenizer" for file in files if name not in (None, "bytes"))
+    folder = next((str(path) for path in beside if path.is_dir()), None)
     end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
     return vocab_size or of_data, name, folder, end_of_text
 

@@ -24,9 +24,8 @@ def permute(i: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     exceeds n by less than sqrt(n) + 1; the few results of n or more are encrypted again ("cycle
     walking", Black and Rogaway 2002).
     """
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    a, b = np.uint64(a), np.uint64(b)
+    a = math.isqrt(max(0, n - 1)) + 1
+    a, b = np.uint64(a), np.uint64(-(-n // a))
     out, todo = i.copy(), np.arange(len(i))
     while len(todo):
         left, right = np.divmod(out[todo], b)
@@ -51,26 +50,47 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     by_remainder = sorted(range(len(weights)), key=lambda k: counts[k] - weights[k] * length)
     for k in by_remainder[: length - sum(counts)]:
         counts[k] += 1
-    counts = [max(1, n) for n in counts]  # a small dataset is rare, but never left out
+    counts = [n or int(w > 0) for n, w in zip(counts, weights, strict=True)]  # none is left out
     slots = [(Fraction(2 * i + 1, 2 * c), k) for k, c in enumerate(counts) for i in range(c)]
     return np.array([k for _, k in sorted(slots)])
+
+
+class Stage:
+    """One mixture, at positions begin … end - 1; before: samples of each dataset before those."""
+
+    def __init__(self, begin: int, weights: list[Fraction], before: list[int]):
+        self.begin, self.end, self.before = begin, math.inf, before
+        self.pattern = mixture_pattern(weights)
+        self.places = [np.flatnonzero(self.pattern == k) for k in range(len(weights))]
+
+    def samples_before(self, k: int, position):
+        """The number of samples of dataset k before this position; also of an array of them."""
+        cycle, r = divmod(position - self.begin, len(self.pattern))
+        return self.before[k] + cycle * len(self.places[k]) + self.places[k].searchsorted(r)
+
+    def position_of(self, k: int, number: int) -> int:
+        """The position of this sample of dataset k, if possible at the start of a cycle."""
+        cycle, r = divmod(number - self.before[k], len(self.places[k]))
+        return self.begin + cycle * len(self.pattern) + (int(self.places[k][r]) if r else 0)
 
 
 class Order:
     """The dataset and its sample at each global position of a run: a function of (seed, position).
 
-    sizes: how many samples each dataset has; weights: its share of the mixture.
+    sizes: how many samples each dataset has; weights: its share of the mixture; later: (first
+    position, weights) of each stage after the first.
     """
 
     WINDOW = 4096  # positions ordered at once: 0.4 µs each; 64 at once: 2.4 µs each
 
-    def __init__(self, sizes: list[int], weights: list[Fraction], seed: int):
+    def __init__(self, sizes: list[int], weights: list[Fraction], seed: int, later=()):
         self.sizes, self.seed = sizes, seed
-        self.pattern = mixture_pattern(weights)
-        self.places = [np.flatnonzero(self.pattern == k) for k in range(len(sizes))]
-        self.rank_in_pattern = np.zeros(len(self.pattern), np.uint64)
-        for places in self.places:
-            self.rank_in_pattern[places] = np.arange(len(places))
+        self.stages = [Stage(0, weights, [0] * len(sizes))]
+        for begin, weights in later:
+            before = [self.stages[-1].samples_before(k, begin) for k in range(len(sizes))]
+            self.stages[-1].end = begin
+            self.stages.append(Stage(begin, weights, before))
+        self.plan = [[s.begin, *(len(k) / len(s.pattern) for k in s.places)] for s in self.stages]
         self.window, self.group, self.lengths = self.WINDOW, None, None
         self.cached_window = None, None
 
@@ -84,29 +104,24 @@ class Order:
         self.window, self.group, self.lengths = steps * batch_size, batch_size, lengths
         self.cached_window = None, None
 
-    def samples_before(self, k: int, position: int) -> int:
-        """The number of samples of dataset k before this position."""
-        cycle, r = divmod(position, len(self.pattern))
-        return cycle * len(self.places[k]) + int(self.places[k].searchsorted(r))
+    def stage_at(self, position: int) -> Stage:
+        return next(stage for stage in reversed(self.stages) if stage.begin <= position)
 
     def epochs(self, position: int) -> list[float]:
         """Epochs of each dataset before this position."""
-        return [self.samples_before(k, position) / n for k, n in enumerate(self.sizes)]
-
-    def epoch_begins(self, k: int, epoch: int) -> int:
-        """The first position of this epoch of dataset k, if possible at the start of a cycle."""
-        cycle, r = divmod(epoch * self.sizes[k], len(self.places[k]))
-        return cycle * len(self.pattern) + (int(self.places[k][r]) if r else 0)
+        stage = self.stage_at(position)
+        return [stage.samples_before(k, position) / n for k, n in enumerate(self.sizes)]
 
     def window_at(self, position: int) -> tuple[int, int]:
         """Begin and end of the window around a position."""
-        begin = position // self.window * self.window
-        end, first, last = begin + self.window, 0, math.inf
+        stage, begin = self.stage_at(position), position // self.window * self.window
+        end, first, last = begin + self.window, stage.begin, stage.end
         for k, n in enumerate(self.sizes if self.group else ()):
-            epoch = self.samples_before(k, position) // n
-            epoch -= self.epoch_begins(k, epoch) > position
-            first = max(first, self.epoch_begins(k, epoch))
-            last = min(last, self.epoch_begins(k, epoch + 1))
+            if len(stage.places[k]):
+                epoch = stage.samples_before(k, position) // n
+                epoch -= stage.position_of(k, epoch * n) > position
+                first = max(first, stage.position_of(k, epoch * n))
+                last = min(last, stage.position_of(k, (epoch + 1) * n))
         if last - first <= self.window:  # one for a whole epoch
             return first, last
         return max(begin, first), min(end, last)
@@ -123,17 +138,15 @@ class Order:
         return np.concatenate(found, axis=1)
 
     def of_window(self, begin: int, end: int) -> np.ndarray:
-        g = np.arange(begin, end, dtype=np.uint64)
-        cycle, r = np.divmod(g, np.uint64(len(self.pattern)))
-        source = self.pattern[r]
+        stage, g = self.stage_at(begin), np.arange(begin, end)
+        source = stage.pattern[(g - stage.begin) % len(stage.pattern)]
         sample = np.empty_like(g)
         for k in np.unique(source):
             mine, n = np.flatnonzero(source == k), self.sizes[k]
-            index = cycle[mine] * np.uint64(len(self.places[k])) + self.rank_in_pattern[r[mine]]
-            epoch, i = np.divmod(index, np.uint64(n))
+            epoch, i = np.divmod(stage.samples_before(k, g[mine]).astype(np.uint64), np.uint64(n))
             key = mix(mix(np.uint64([self.seed]) + np.uint64(int(k) << 32)) + epoch)
             sample[mine] = permute(i, n, key)
-        found = np.stack((source, sample.astype(np.int64)))
+        found = np.stack((source, sample))
         return found[:, self.by_length(begin, end, found)] if self.group else found
 
     def by_length(self, begin: int, end: int, found: np.ndarray) -> np.ndarray:
@@ -150,9 +163,7 @@ class Order:
         part[exact[:head]], part[exact[n - tail :]] = -1, 1
         order = np.lexsort((lengths, part))
         batches = order[head : n - tail].reshape(-1, self.group)
-        if len(batches):
-            number = begin // self.window if begin % self.window == 0 else begin
-            key = np.full(len(batches), mix(np.uint64([self.seed]) ^ ~np.uint64(number))[0])
-            shuffled = permute(np.arange(len(batches), dtype=np.uint64), len(batches), key)
-            batches = batches[shuffled.astype(np.int64)]
-        return np.concatenate((order[:head], batches.ravel(), order[n - tail :]))
+        number = begin // self.window if begin % self.window == 0 else begin
+        key = np.full(len(batches), mix(np.uint64([self.seed]) ^ ~np.uint64(number))[0])
+        shuffled = permute(np.arange(len(batches), dtype=np.uint64), len(batches), key)
+        return np.concatenate((order[:head], batches[shuffled].ravel(), order[n - tail :]))

@@ -16,10 +16,8 @@ def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     by_length = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), np.int64)
     rows = [np.empty(0, np.int64) for _ in range(seq_len + 1)]  # rows[r]: those with room r left
-    has_room = np.zeros(seq_len + 1, bool)
-    n_rows = 0
-    ends = np.flatnonzero(np.diff(lengths[by_length], append=-1)) + 1
-    for todo in np.split(by_length, ends[:-1]):
+    has_room, n_rows = np.zeros(seq_len + 1, bool), 0
+    for todo in np.split(by_length, np.flatnonzero(np.diff(lengths[by_length])) + 1):
         n = int(lengths[todo[0]])
         while len(todo):
             room = n + int(has_room[n:].argmax())  # the least that suffices; n if none does
@@ -42,10 +40,8 @@ def boundaries(documents: Tensor) -> Tensor:
     Padded with B * T (empty documents) to a multiple of 64, so that few shapes occur. No more,
     since the backward pass of flash attention keeps 128 rows for each document in fp32.
     """
-    begins = np.flatnonzero(np.diff(documents.numpy(), axis=1, prepend=-1))
-    out = np.full(-(-(len(begins) + 1) // 64) * 64, documents.numel(), np.int32)
-    out[: len(begins)] = begins
-    return torch.from_numpy(out)
+    begins = np.flatnonzero(np.diff(documents.numpy(), axis=1, prepend=-1)).astype(np.int32)
+    return F.pad(torch.from_numpy(begins), (0, 64 - len(begins) % 64), value=documents.numel())
 
 
 def positions(begins: Tensor, shape: torch.Size) -> Tensor:
@@ -67,11 +63,9 @@ def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
     A token attends to itself and to earlier ones of its document.
     """
     place = torch.arange(documents.shape[1], device=documents.device)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    mask = same & (place[:, None] >= place[None, :])
-    begins = begins_document(documents, documents.shape)
-    first = torch.where(begins, place, 0).cummax(1).values  # start of the token's document
-    return mask, place - first
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    start = torch.where(begins_document(documents, documents.shape), place, 0).cummax(1).values
+    return mask, place - start
 
 
 def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:
@@ -80,5 +74,4 @@ def trial_documents(tokens: Tensor, as_boundaries: bool) -> Tensor:
     if not as_boundaries:
         return torch.zeros_like(tokens, dtype=torch.int32)
     end, each = tokens.numel(), min(64, tokens.shape[1])
-    begins = torch.arange(-(-end // each) + 1, dtype=torch.int32, device=tokens.device) * each
-    return begins.clamp(max=end)
+    return torch.arange(0, end + each, each, dtype=torch.int32, device=tokens.device).clamp(max=end)

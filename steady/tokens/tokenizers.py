@@ -63,8 +63,7 @@ def end_of_text_ids(folder: Path) -> list[int]:
     """All ids that end a text according to the model's own files, if any."""
     for name in ("generation_config.json", "config.json"):
         ids = read_json(folder / name).get("eos_token_id")
-        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
-        if ids:
+        if ids := [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]:
             return ids
     return []
 
@@ -133,8 +132,7 @@ def serve_version_4(folder: Path, changes: dict | None = None):
         del found["extra_special_tokens"]
     for name in ("backend", "is_local", "local_files_only"):  # how it was loaded
         found.pop(name, None)
-    text = json.dumps(found, indent=2, ensure_ascii=False)
-    (folder / SETTINGS).write_text(text + "\n", "utf-8")
+    (folder / SETTINGS).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def copy_tokenizer(source: Path, target: Path):
