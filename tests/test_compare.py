@@ -202,22 +202,43 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     assert "B is better" in first and len(others) == 2
 
 
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with this code in its first commit; commit(change, message) adds another."""
+    work = tmp_path / "work"
+    shutil.copytree(ROOT / "steady", work / "steady")
+    shutil.copytree(ROOT / "tools", work / "tools")
+    for name in TOP:
+        shutil.copy(ROOT / f"{name}.py", work)
+    shutil.copy(ROOT / ".gitignore", work)
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=work, check=True, capture_output=True,
+                              text=True).stdout
+
+    def commit(change: str, message: str):
+        plain = (ROOT / "train.py").read_text("utf-8")
+        assert "= lr * group" in plain
+        (work / "train.py").write_text(plain.replace("= lr * group", change), "utf-8")
+        git("add", "-A")
+        git("commit", "-qm", message)
+
+    git("init", "-q")
+    git("config", "user.name", "a")
+    git("config", "user.email", "a@b.c")
+    return work, git, commit
+
+
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_revisions_and_the_working_tree(corpus, tmp_path):
-    """A real repository: a commit that never updates is worse, and mending it is better."""
-    work, files = tmp_path / "work", (*TOP, "steady", "tools")
-    work.mkdir()
-    for name in files:
-        path = ROOT / name if (ROOT / name).is_dir() else ROOT / f"{name}.py"
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, work / path.name)
-    plain = (work / "train.py").read_text()
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for text, message in ((plain, "good"), (plain.replace("= lr * group", "= 0 * group"), "bad")):
-        (work / "train.py").write_text(text)
-        for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", message]):
-            subprocess.run([*git, *command], cwd=work, check=True)
+@needs_git
+def test_revisions_and_the_working_tree(corpus, repository):
+    """A commit that never updates is worse, and mending it is better."""
+    work, _, commit = repository
+    commit("= lr * group", "good")
+    commit("= 0 * group", "bad")
     flags = [*TINY, "--data", str(corpus), "--steps", "8", "--json"]
 
     def call(a: str, b: str, expect: int) -> dict:
@@ -228,11 +249,39 @@ def test_revisions_and_the_working_tree(corpus, tmp_path):
 
     found = call("HEAD~1", "HEAD", 3)
     assert found["better"] == "A" and found["A"].endswith(" good") and found["B"].endswith(" bad")
-    (work / "train.py").write_text(plain)
+    shutil.copy(ROOT / "train.py", work)
     assert call("HEAD", ".", 0)["B"].startswith("the files after")
     assert "git log" in call("HEAD", "nothing", 2)
-    assert len((work / "experiments.jsonl").read_text().splitlines()) == 4
+    rows = (work / "experiments.jsonl").read_text().splitlines()
+    assert ["begun" in row for row in rows] == [True, False] * 2
     assert not [*work.glob("compare-*")]
+
+
+@pytest.mark.slow
+@needs_git
+def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
+    """docs/agents_loop.py with a harmless patch, a loss, a gain, one that touches its judge."""
+    work, git, commit = repository
+    commit("= 0.02 * lr * group", "slow")
+    patches = dict(harmless="= lr * 0.02 * group", loss="= 0 * lr * group", gain="= lr * group",
+                   judge="= 0.02 * lr * group")
+    for name, change in patches.items():
+        if name == "judge":
+            (work / "tools/compare.py").write_text("")
+        commit(change, name)
+        (tmp_path / name).write_text(git("diff", "HEAD~1"))
+        git("reset", "-q", "--hard", "HEAD~1")
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/agents_loop.py", *(str(tmp_path / name) for name in patches),
+         "--", *TINY, "--data", str(corpus), "--steps", "8", "--seeds", "5"],
+        cwd=work, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    verdicts = dict(line.removeprefix(f"{tmp_path}/").split(": ", 1)
+                    for line in done.stdout.splitlines())
+    kept = [name for name, verdict in verdicts.items() if verdict.startswith("kept")]
+    assert kept == ["gain"], verdicts
+    assert "no difference" in verdicts["harmless"] and "A is better" in verdicts["loss"]
+    assert "tools/compare.py" in verdicts["judge"] and git("log", "--format=%f").count("\n") == 2
 
 
 @pytest.mark.slow
