@@ -180,16 +180,20 @@ def test_words_that_make_no_stages_are_refused(words):
     (["--stage", "0.5", "none"], "--stage none: no such file"),
     (["--stage", "0.5", "code:1", "math"], "--stage code:1 math: give every source a weight"),
     (["--stage", "0.5", "code", "code/"], "--stage code code/: names a source twice"),
+    (["--stage", "0.5", "code:1", "code/:2"], "--stage code:1 code/:2: names a source twice"),
     (["--stage", "0.5", "code:0"], "--stage code:0: expected a weight above 0"),
     (["--stage", "0.5"], "--stage 0.5: expected rising shares"),
-    (["--stage", "0.5", "code", "--epochs", 2], "--stage: expected --max_steps"),
-    (["--stage", "0.5", "code", "--max_minutes", 1], "--stage: expected --max_steps"),
-    (["--stage", "0.5", "code", "--max_steps", 12, "--allow_change", "batch_size"],
-     "the same --batch_size"),
 ])
 def test_what_is_refused(run, sets, flags, words):
-    told = run("--data", sets["web"], *flags, bare=True, expect=2)
+    told = run("--data", sets["web"], *flags, expect=2)
     assert words in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", ["--epochs 2", "--max_minutes 1",
+                                   "--max_steps 12 --allow_change batch_size"])
+def test_steps_and_batches_must_be_known(flags):
+    with pytest.raises(ConfigError, match="--stage: expected --max_steps and the same"):
+        config.resolve(config.parse(["--stage", "0.5", "code", *flags.split()]))
 
 
 def test_validation_takes_all_sets_by_size(sets):
