@@ -271,7 +271,7 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     torch.save(old, path)
     assert "at step 12" in run("--out_dir", "r", "--auto_resume", "--max_steps", 14)
     told = run("--out_dir", "s", "--resume", path, "--stage", "0.5", "stdlib", expect=2)
-    assert "stage  of 12 steps -> 0.5 stdlib of 12 steps" in told
+    assert "stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
 
 
 def test_samples_of_each_stage_are_shown(run, sets, tmp_path, capsys, monkeypatch):

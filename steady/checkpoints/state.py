@@ -217,8 +217,8 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         if then != now:
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
         if state.get("stages", []) != data.order.plan[1:]:
-            changed["stage"] = " -> ".join(f"{' '.join(of.get('stage', ()))} of {of['max_steps']} "
-                                           "steps" for of in (saved, vars(cfg)))
+            changed["stage"] = " -> ".join(f"{' '.join(of.get('stage') or ['none'])} of "
+                                           f"{of['max_steps']} steps" for of in (saved, vars(cfg)))
         files, old = ([list(file) for file in each] for each in (data.fingerprint, state["data"]))
         if files != old:
             new = [f"{file[0]} ({file[1]:,} tokens)" for file in files if file not in old]

@@ -78,7 +78,7 @@ class Order:
     """The dataset and its sample at each global position of a run: a function of (seed, position).
 
     sizes: how many samples each dataset has; weights: its share of the mixture; later: (first
-    position, weights) of each stage after the first.
+    position, weights) of each later stage. plan: [first position, share of each dataset] of all.
     """
 
     WINDOW = 4096  # positions ordered at once: 0.4 µs each; 64 at once: 2.4 µs each
@@ -90,7 +90,7 @@ class Order:
             before = [self.stages[-1].samples_before(k, begin) for k in range(len(sizes))]
             self.stages[-1].end = begin
             self.stages.append(Stage(begin, weights, before))
-        self.plan = [[s.begin, *(len(k) / len(s.pattern) for k in s.places)] for s in self.stages]
+        self.plan = [[s.begin, *(len(p) / len(s.pattern) for p in s.places)] for s in self.stages]
         self.window, self.group, self.lengths = self.WINDOW, None, None
         self.cached_window = None, None
 
