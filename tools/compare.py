@@ -104,7 +104,7 @@ def open_arm(text: str, more: list[str], folder: Path) -> Arm:
         elif text == ".":
             title = f"the files after {git('log', '-1', '--format=%h %s')}"
         elif text:
-            title = git("log", "-1", "--format=%h %s", text)
+            title = git("log", "-1", "--format=%h %s", text, "--")
             code = folder / git("rev-parse", "--show-prefix")
             git("worktree", "prune")  # those of earlier comparisons
             git("worktree", "add", "--detach", folder, text)
@@ -139,12 +139,12 @@ def train_once(name: str, arm: Arm, seed: int) -> dict:
 
 def read_ledger() -> list[dict]:
     lines = LEDGER.read_text("utf-8").splitlines() if LEDGER.exists() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines if line.endswith("}")]  # or cut off by a kill
 
 
 def note(row: dict):
     with open(LEDGER, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(f"\n{json.dumps(row)}\n")
 
 
 def table() -> str:
