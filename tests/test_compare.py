@@ -197,7 +197,8 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     results[:] = [2.0, 7]
     call("", "", expect=1)
     results[:] = pairs
-    assert json.loads(call("", "", "--json", "--seeds", "5", expect=4).out)["comparison"] == 32
+    said = json.loads(call("", "--beta1 0.8", "--json", "--seeds", "5", expect=4).out)
+    assert said["comparison"] == 32 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
     first, *others = call("--ledger", None, expect=0).out.splitlines()
     assert "B is better" in first and len(others) == 2
 

@@ -213,7 +213,8 @@ def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
     found = {name: arm.title for name, arm in arms.items()} | dict(
         verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
         difference_interval=[mean - half, mean + half],
-        compared=[arm.loss for arm in arms.values()])
+        compared=[arm.loss for arm in arms.values()],
+        flags=[arm.flags[len(FIXED_FLAGS) :] for arm in arms.values()])
     for name in ("step_ms", "memory"):
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
     note(found)
