@@ -2,8 +2,8 @@
 
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
-Called in a clean checkout. What follows -- goes to `monitor.py compare HEAD~1 HEAD`. A patch may
-not touch what judges it.
+Refuses to begin with uncommitted changes. What follows -- goes to `monitor.py compare HEAD~1 HEAD`.
+A patch may not touch what judges it.
 """
 
 import argparse
@@ -16,26 +16,30 @@ JUDGES = ("tools/", "tests/", "docs/", "monitor.py", "steady/models/evaluation.p
           "experiments.jsonl")
 
 
-def git(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["git", *command], capture_output=True, text=True)
+def git(*command: str) -> str:
+    return subprocess.run(["git", *command], check=True, capture_output=True, text=True).stdout
 
 
 def judge(patch: str, flags: list[str]) -> str:
     """Apply and commit a patch; take it back unless it is better. Returns a line."""
-    if git("apply", "--index", patch).returncode:
-        return "left out: it does not apply"
-    touched = git("diff", "--cached", "--name-only").stdout.split()
-    if any(path.startswith(JUDGES) for path in touched):
-        git("reset", "--hard")
-        return f"left out: it touches {', '.join(touched)}"
-    git("commit", "-m", patch)
-    done = subprocess.run([sys.executable, "monitor.py", "compare", "HEAD~1", "HEAD", "--json",
-                           *flags], capture_output=True, text=True)
-    if done.returncode:
-        git("reset", "--hard", "HEAD~1")
-    if done.returncode not in (0, 3, 4):
-        return f"left out: {done.stderr.splitlines()[-1]}"
-    return f"{'left out' if done.returncode else 'kept'}: {json.loads(done.stdout)['verdict']}"
+    before, kept = git("rev-parse", "HEAD").strip(), False
+    try:
+        git("apply", "--index", patch)
+        touched = git("diff", "--cached", "--name-only").splitlines()
+        if any(path.startswith(JUDGES) for path in touched):
+            return f"left out: it touches {', '.join(touched)}"
+        git("commit", "-m", patch)
+        done = subprocess.run([sys.executable, "monitor.py", "compare", before, "HEAD", "--json",
+                               *flags], capture_output=True, text=True)
+        kept = done.returncode == 0
+        if done.returncode not in (0, 3, 4):
+            return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+        return f"{'kept' if kept else 'left out'}: {json.loads(done.stdout)['verdict']}"
+    except subprocess.CalledProcessError as e:
+        return f"left out: {e.stderr.strip()}"
+    finally:
+        if not kept:
+            git("reset", "--hard", before)
 
 
 if __name__ == "__main__":
@@ -44,6 +48,8 @@ if __name__ == "__main__":
     parser.add_argument("patches", nargs="+")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    if changed := git("status", "--porcelain", "--untracked-files=no"):
+        sys.exit(f"commit or stash these first, as patches are taken back:\n{changed}")
     end = time.monotonic() + 60 * args.minutes
     for patch in args.patches:
         if time.monotonic() < end:

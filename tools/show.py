@@ -21,11 +21,11 @@ def show(path: str, n: int):
         raise ConfigError(f"{n}: expected 1 or more, a number of samples or of a step")
     samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
     for title, ids, counted, to_text in samples(path, n):
-        text, at, all_count = "", 0, all(counted)  # then brackets would say nothing
+        text, done, at, all_count = "", "", 0, all(counted)  # then brackets would say nothing
         for counts, stretch in groupby(map(bool, counted)):
-            begin, at = at, at + len(list(stretch))
-            # after the text before it: some tokenizers drop a space at the beginning
-            new = to_text(ids[:at])[len(to_text(ids[:begin])) :]
+            at += len(list(stretch))
+            so_far = to_text(ids[:at])  # some tokenizers drop a space at the beginning
+            new, done = so_far[len(done) :], so_far
             text += f"⟦{new}⟧" if counts and not all_count else new
         print(f"--- {title}\n{text}")
 
