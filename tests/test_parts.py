@@ -218,3 +218,12 @@ def test_resume_is_verified_in_parts(run):
 
     flags = ["--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
     assert " values same" in run(*flags, ranks=2, hook=hook)
+
+
+@pytest.mark.slow
+def test_every_rank_knows_that_the_ends_differ(run):
+    def hook(rank):
+        verify.checkpoints.compare = lambda *ends: (3, ["model.head"])
+
+    told = run("--verify_resume", 2, "--parallel", "zero3", ranks=2, expect=1, hook=hook)
+    assert told.count("1 of 3 values differ, as model.head") == 1

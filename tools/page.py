@@ -84,10 +84,7 @@ def events_of(found: dict, starts: list[int]) -> list[dict]:
 
 
 def write_page(run_dirs: list[Path], file: Path) -> str:
-    """Returns a line for the screen. Raises OSError, also if another kind of file is there.
-
-    The page runs its own script only.
-    """
+    """Returns a line for the screen; the page runs its own script only. Raises OSError."""
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or not is_page(file)):
         raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
     runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]

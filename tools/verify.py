@@ -7,6 +7,8 @@ final checkpoints bit for bit. The third is tools/estimate.py.
 import tempfile
 from pathlib import Path
 
+import torch.distributed as dist
+
 from config import Config
 from steady.checkpoints import checkpoint as checkpoints
 from steady.options import ConfigError
@@ -57,14 +59,18 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     """
     for name in ("epochs", "max_minutes", "resume", "eval_only", "backup_to"):
         if getattr(cfg, name):
-            raise ConfigError(f"--{name}: not with --verify_resume K, which trains 2 K steps of a "
-                              "new run")
+            raise ConfigError(f"--{name}: not with --verify_resume, which trains a new run")
     k = cfg.verify_resume
     flags = [*argv, "--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_checkpoints={2 * k}",
              "--deterministic", "--no_tensorboard", "--tracker=none",
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
+
+    def end(run_dir: Path) -> dict:
+        state = saved(run_dir, 2 * k).state()
+        return {name: state[name] for name in COMPARED}
+
     # only the names on rank 0 count: the folders of other ranks stay empty
     with tempfile.TemporaryDirectory(prefix="steady-verify-", ignore_cleanup_errors=True) as folder:
         whole, resumed = Path(folder, "whole"), Path(folder, "resumed")
@@ -73,15 +79,13 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
         middle = from_rank0(lambda: saved(whole, k))
         if code := train([*flags, f"--out_dir={resumed}", f"--resume={middle}"]):
             return code
-        if rank_and_world()[0] != 0:
-            return 0
-        ends = [saved(run_dir, 2 * k).state() for run_dir in (whole, resumed)]
-        ends = [{name: end[name] for name in COMPARED} for end in ends]
-        n, differing = checkpoints.compare(*ends)
-    result = f"{n} values same"
-    if differing:
-        result = f"{len(differing)} of {n} values differ, as {differing[0]}"
-    print(f"verify  steps {k} to {2 * k} resumed: {result}")
+        n, differing = from_rank0(lambda: checkpoints.compare(*map(end, (whole, resumed))))
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 may hold the store and leaves next
+    if rank_and_world()[0] == 0:
+        result = f"{len(differing)} of {n} values differ, as {differing[0]}" if differing else (
+            f"{n} values same")
+        print(f"verify  steps {k} to {2 * k} resumed: {result}")
     return int(bool(differing))
 
 
