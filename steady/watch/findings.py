@@ -94,7 +94,6 @@ CAUSES = {
     "queued": ("", "{option}: not clear, threads wait {queued:.0%} of the time for a core", ""),
     "failed": ("", "{option}: failed: {error}", ""),
     "unexplained": ("", "unexplained", ""),
-    "passed": ("", "it has passed, or too little is left of it to tell why", ""),
 }
 OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
               "network"}

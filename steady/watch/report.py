@@ -16,7 +16,7 @@ FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
 LASTING = ("slow", "eager", *RESOURCES)  # one report in a process, whenever they seem to have begun
-UNKNOWN_CAUSES = ("", "unexplained", "passed")
+UNKNOWN_CAUSES = ("", "unexplained")
 
 
 def findings(history: History) -> list[Finding]:

@@ -53,7 +53,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     names = {name for row in rows for name in row if name.startswith("perf/")}
     mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
     ms = {name: mean.get(f"perf/{name}_ms", 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
-    left, step = Left(dict(ms)), sum(ms.values())
+    left, step = Left(ms), sum(ms.values())
     if step <= 0 or looks < LEAST_LOOKS:
         return []
     gc_ms = mean.get("perf/gc_ms", 0.0)  # first: the sampler does not see a collection
@@ -147,7 +147,7 @@ def take_rare(left: Left, mean: dict, rows: list[dict]):
     queue = mean.get("perf/cpu_queue_ms", 0.0)
     if rare < RARE * mean["perf/step_ms"] + 2 * queue or median <= 0:
         return
-    if goes_on([{"row": row} for row in rows], "perf/compilations"):
+    if goes_on(rows, "perf/compilations"):
         left.take("compilations", rare, COMPUTE)
     else:
         left.take("rare", rare, STEP_PHASES, factor=mean["perf/step_ms"] / median)

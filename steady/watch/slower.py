@@ -18,7 +18,8 @@ from steady.watch.lines import add_profiles, longer_lines, waits_for_loader
 COMMON = "all phases"
 COMPUTE = ("forward", "backward", "optimizer")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
-COUNTS = ("perf/compilations", "perf/slowest_rank", "perf/slowest_rank_phase", "machine/stops")
+STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
+MEANS = ("work", "_ms", "_mhz", "_ratio", "_celsius", "_watts")  # ends of names of measurements
 WAITS = ("quota", "stolen", "contention", "disk", "memory")
 READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
             "machine/gpu_watts": "{:.0f} W"}
@@ -71,8 +72,8 @@ def is_certain(found: Finding) -> bool:
 
 
 def merge(rows) -> list[dict]:
-    """Means over at least MIN_STEPS steps: {first, last, row, profile}. Skips first steps of a
-    process, traced steps, and logs without times.
+    """Points: rows of means over at least MIN_STEPS steps, with the "first" of them, in ms of equal
+    work. Skips first steps of a process, traced steps, and logs without times.
 
     "work" of a row: FLOPs of a step, or its tokens, relative to the first point.
     """
@@ -80,75 +81,69 @@ def merge(rows) -> list[dict]:
     for row in rows:
         if "perf/startup_s" in row or row.get("perf/disturbed"):
             block, step = [], row["step"]
-            continue
-        if not row.get("perf/step_ms_median"):
-            continue
-        rate = row.get("perf/tflops") or row.get("perf/tokens_per_second") or 0.0
-        work = rate * row["perf/step_ms"]
-        whole = whole or work
-        block.append(row | {"work": work / whole if work and whole else 1.0})
-        if row["step"] - step >= MIN_STEPS:
-            points.append(dict(first=step + 1, last=row["step"], row=mean_row(block),
-                               profile=add_profiles(block)))
-            block, step = [], row["step"]
+        elif row.get("perf/step_ms_median"):
+            rate = row.get("perf/tflops") or row.get("perf/tokens_per_second") or 0.0
+            work = rate * row["perf/step_ms"]
+            whole = whole or work
+            work = work / whole if work else 1.0
+            ms = {name: row[name] / work for name in STEP_COLUMNS if name in row}
+            block.append(row | ms | {"work": work})
+            if row["step"] - step >= MIN_STEPS:
+                points.append(mean_row(block) | {"first": step + 1})
+                block, step = [], row["step"]
     return points
 
 
-def mean_row(rows: list[dict]) -> dict[str, float]:
-    """Means of measurements; the newest of counts and sizes; medians of probes.
+def mean_row(rows: list[dict]) -> dict:
+    """Means of measurements, medians of probes, the newest of counts and sizes, all looks.
 
     Not every row has them; a probe may have caught a bad moment.
     """
-    if len(rows) == 1:
-        return {name: value for name, value in rows[0].items() if name != "profile"}
-    out = {}
-    for name in {name: None for row in rows for name in row if name != "profile"}:
+    out = {"profile": add_profiles(rows)}
+    for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
         if name.endswith("_probe_us"):
             out[name] = statistics.median(values)
-        elif name == "work" or name.startswith(("perf/", "machine/")) and name not in COUNTS:
+        elif name.endswith(MEANS):
             out[name] = sum(values) / len(values)
         else:
             out[name] = values[-1]
     return out
 
 
-def ms_of(row: dict, phase: str) -> float:
-    """ms per step of equal work."""
-    return row.get(f"perf/{phase}_ms", 0.0) / row["work"]
-
-
-def split(points: list[dict]) -> dict[str, list[tuple[int, float]]]:
-    """{series: [(point, ms/step of equal work)]}: time of each phase alone, and time all share.
+def split(points: list[dict]) -> dict[str, dict[int, float]]:
+    """{series: {point: ms/step}}: time of each phase alone, and time all share.
 
     They share the growth of the middle one of forward, backward and optimizer: a plant in one of
     them does not move it, a slower machine moves all. Outside phases: their cost per step.
     """
-    start = same_work_since([p["row"]["work"] for p in points])
+    start = same_work_since([point["work"] for point in points])
     usual = points[start : start + BASELINE]
-    normal = {name: float(np.median([ms_of(p["row"], name) for p in usual]))
+    normal = {name: float(np.median([ms_of(point, name) for point in usual]))
               for name in STEP_PHASES}
-    work = float(np.median([p["row"]["work"] for p in usual]))
-    series = {name: [] for name in (*STEP_PHASES, COMMON)}
+    work = float(np.median([point["work"] for point in usual]))
+    series = {name: {} for name in (*STEP_PHASES, COMMON)}
     last_done = {}
     for i, point in enumerate(points):
-        row = point["row"]
-        ms = {name: ms_of(row, name) for name in STEP_PHASES}
-        factors = [ms[name] / normal[name] for name in COMPUTE if normal[name]]
+        factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
         factor = statistics.median_low(factors) if factors else 1.0
         alone = {}
-        if SAME_WORK[0] < row["work"] / work < SAME_WORK[1]:
-            alone = {name: value - factor * normal[name] for name, value in ms.items()}
-        series[COMMON].append((i, row["perf/step_ms"] / row["work"] - sum(alone.values())))
+        if SAME_WORK[0] < point["work"] / work < SAME_WORK[1]:
+            alone = {name: ms_of(point, name) - factor * normal[name] for name in STEP_PHASES}
+        series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
         for name, value in alone.items() if i >= start else ():
-            series[name].append((i, value / max(1.0, factor)))  # noise grows with the machine's
+            series[name][i] = value / max(1.0, factor)  # noise grows with the machine's
         for name in OUTSIDE_PHASES:
-            total = row.get(f"perf/{name}_ms", 0.0) * (point["last"] - point["first"] + 1)
+            total = ms_of(point, name) * (point["step"] - point["first"] + 1)
             if total > 0:
                 since = last_done.get(name, point["first"] - 1)
-                series.setdefault(name, []).append((i, total / (point["last"] - since)))
-                last_done[name] = point["last"]
+                series.setdefault(name, {})[i] = total / (point["step"] - since)
+                last_done[name] = point["step"]
     return series
+
+
+def ms_of(row: dict, phase: str) -> float:
+    return row.get(f"perf/{phase}_ms", 0.0)
 
 
 def same_work_since(work: list[float]) -> int:
@@ -180,21 +175,20 @@ class Rise:
     until: int | None = None
     creeps: bool = False
 
+    @property
+    def kind(self) -> str:
+        """"a phase", COMMON, or a phase outside steps."""
+        return "a phase" if self.series in STEP_PHASES else self.series
+
 
 def belongs(rise: Rise, other: Rise) -> bool:
     """Whether it is part of an event found before: began before that was known, and while it
     lasted."""
-    same = [kind_of(each.series) for each in (rise, other)]
-    both = (rise.series in STEP_PHASES) == (other.series in STEP_PHASES)
     lasts = other.until is None or rise.found <= other.until
-    return same[0] == same[1] and both and lasts and rise.since <= other.found
+    return rise.kind == other.kind and lasts and rise.since <= other.found
 
 
-def kind_of(series: str) -> str:
-    return series if series in OUTSIDE_PHASES else "step"
-
-
-def find_rises(name: str, values: list[tuple[int, float]], points: list[dict]) -> list[Rise]:
+def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[Rise]:
     """Rises of a series, by a one-sided CUSUM chart.
 
     E. S. Page, "Continuous Inspection Schemes", Biometrika 41 (1954). Each value adds to a sum its
@@ -213,11 +207,11 @@ def find_rises(name: str, values: list[tuple[int, float]], points: list[dict]) -
         nonlocal level, unit, allowance, threshold
         level, sigma = usual_level(normal)
         # rises are relative to the time all phases share, or the level
-        unit = level if name == COMMON else points[i]["row"]["perf/step_ms"] / points[i]["row"][
-            "work"]
+        unit = level if name == COMMON else points[i]["perf/step_ms"]
         allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # few tell it roughly
         threshold = max(0.1, 8 * sigma / unit)
 
+    values = list(series.items())
     for n, (i, value) in enumerate(values):
         newest.append(value)
         if lower and len(newest) == 5 and sorted(newest)[2] < lower[-1][1]:
@@ -256,15 +250,15 @@ def usual_level(normal: list[float]) -> tuple[float, float]:
     return float(np.clip(values, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
 
 
-def locate(rise: Rise, values: list[tuple[int, float]]):
+def locate(rise: Rise, series: dict[int, float]):
     """Refine `since`; tell a gradual rise from a jump."""
-    end = values[-1][0] if rise.until is None else rise.until
-    part = [(i, value) for i, value in values if rise.began <= i <= end]
-    if len(part) < 8 or part[0][0] > rise.since:
+    end = max(series) if rise.until is None else rise.until
+    part = [i for i in series if rise.began <= i <= end]
+    if len(part) < 8 or part[0] > rise.since:
         return
-    k, creeps = change_point(np.array([value for _, value in part]))
-    if part[k][0] <= rise.found:  # not a later change
-        rise.since, rise.creeps = part[k][0], creeps
+    k, creeps = change_point(np.array([series[i] for i in part]))
+    if part[k] <= rise.found:  # not a later change
+        rise.since, rise.creeps = part[k], creeps
 
 
 def change_point(values: np.ndarray) -> tuple[int, bool]:
@@ -296,7 +290,7 @@ class Left:
     """Time not explained yet, ms/step: {phase: ms}. parts: the causes that took of it."""
 
     def __init__(self, ms: dict[str, float]):
-        self.ms, self.total, self.parts = ms, sum(ms.values()), []
+        self.ms, self.total, self.parts = dict(ms), sum(ms.values()), []
 
     def take(self, code: str, ms: float, names=None, line: str = "", **values):
         """Let a cause explain up to so many ms of these phases."""
@@ -315,36 +309,32 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
 
     series: of `split`. sources: "FILE:LINE" → source text.
     """
-    kind, since = kind_of(rise.series), points[rise.since]["first"]
-    until = None if rise.until is None else points[rise.until]["last"]
-    first = max(0, min(rise.began, rise.since - BASELINE))
-    before = points[first : rise.since] or points[:1]
-    after = points[rise.since : rise.until]
-    after = after[:-3] if rise.until is not None else after  # it ended once 3 of 5 are normal
-    after = after or points[rise.since : rise.since + 1]
-    facts = dict(creeps=rise.creeps, points=len(after), looks=looks_in(after), phases=[])
-    if kind != "step":
-        grows = kind == "checkpoint" and rise.creeps
+    before = range(max(0, min(rise.began, rise.since - BASELINE)), rise.since)
+    end = len(points) if rise.until is None else rise.until - 3  # it ended once 3 of 5 are normal
+    after = range(rise.since, max(end, rise.since + 1))
+    old, new = (mean_row([points[i] for i in part]) for part in (before, after))
+    looks = sum(n for lines in new["profile"].values() for n in lines.values())
+    facts = dict(creeps=rise.creeps, points=len(after), looks=looks)
+    since = points[rise.since]["first"]
+    until = None if rise.until is None else points[rise.until]["step"]
+    if rise.series in OUTSIDE_PHASES:
+        grows = rise.series == "checkpoint" and rise.creeps
         ms = rise.after - rise.before
-        step = points[rise.since]["row"]["perf/step_ms"]
-        facts |= dict(percent=100 * ms / step, phases=[(kind, round(ms, 3))])
-        part = finding("checkpoint grows" if grows else kind)
-        return finding("slower", since, facts, until=until, phase=kind, ms=ms, of=rise.before,
-                       parts=(part,))
-    old, new = (mean_row([p["row"] for p in part]) for part in (before, after))
-    of = float(np.median([p["row"]["perf/step_ms"] / p["row"]["work"] for p in before]))
-    more = {name: grown(series[name], before, after, points)
-            for name in (STEP_PHASES if rise.series in STEP_PHASES else (COMMON,))}
-    shared = max(0.0, grown(series[COMMON], before, after, points))
-    left = Left({name: ms for name, ms in more.items() if ms > LEAST * of})
+        facts |= dict(percent=100 * ms / points[rise.since]["perf/step_ms"],
+                      phases=[(rise.series, round(ms, 3))])
+        part = finding("checkpoint grows" if grows else rise.series)
+        return finding("slower", since, facts, until=until, phase=rise.series, ms=ms,
+                       of=rise.before, parts=(part,))
+    of = float(np.median([points[i]["perf/step_ms"] for i in before]))
+    of_phases = rise.series in STEP_PHASES
+    more = {name: grown(series[name], before, after)
+            for name in (STEP_PHASES if of_phases else (COMMON,))}
+    more = {name: ms for name, ms in more.items() if ms > LEAST * of}
+    shared = max(0.0, grown(series[COMMON], before, after))
+    left = Left(more)
     total = left.total
-    if not total:
-        facts |= dict(percent=0.0)
-        return finding("slower", since, facts, until=until, ms=0.0, of=of,
-                       parts=(finding("passed"),))
-    alone = {name: ms for name, ms in left.ms.items() if name != COMMON}
-    take_measured(left, old, new, after)
-    take_lines(left, old, new, before, after, 1 + shared / of, sources)
+    take_measured(left, old, new, [points[i] for i in after])
+    take_lines(left, old, new, 1 + shared / of, sources)
     take_waits(left, old, new, shared)
     left.take("data", total, ["data"])
     for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
@@ -357,27 +347,21 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     left.parts.append(finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
     # if they share all of it, show the phases with most of it
-    shown = alone or {name: ms_of(new, name) - ms_of(old, name) for name in STEP_PHASES}
+    shown = more if of_phases else {name: ms_of(new, name) - ms_of(old, name)
+                                    for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
-    facts["phases"] = [(name, round(float(ms), 3)) for name, ms in ranked
-                       if ms > 0.05 * ranked[0][1]]
-    facts["shared"] = not alone
+    facts |= dict(percent=100 * total / of, shared=not of_phases,
+                  phases=[(name, round(float(ms), 3)) for name, ms in ranked
+                          if ms > 0.05 * ranked[0][1]])
     side = "machine" if machine > 0.5 * total else "program" if program > 0.5 * total else "unclear"
-    return finding("slower", since, facts | dict(percent=100 * total / of), until=until, ms=total,
-                   of=of, side=side,
+    return finding("slower", since, facts, until=until, ms=total, of=of, side=side,
                    parts=tuple(p for p in left.parts if p.ms > WORTH_NAMING * total))
 
 
-def looks_in(points: list[dict]) -> int:
-    return sum(n for p in points for lines in p["profile"].values() for n in lines.values())
-
-
-def grown(values: list, before: list[dict], after: list[dict], points: list[dict]) -> float:
+def grown(series: dict[int, float], before: range, after: range) -> float:
     """Growth of the mean of a series from some points to others, without outliers."""
-    value_of = {id(points[i]): value for i, value in values}
-    found = [np.array([value_of[id(p)] for p in part if id(p) in value_of])
-             for part in (before, after)]
-    if not all(map(len, found)):
+    found = [[series[i] for i in part if i in series] for part in (before, after)]
+    if not all(found):
         return 0.0
     old, new = (np.clip(x, *np.quantile(x, (0.1, 0.9))).mean() for x in found)
     return float(new - old)
@@ -388,7 +372,7 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
     left.take("gc", added(old, new, "perf/gc_ms"))
     left.take("thread", added(old, new, "perf/thread_ms"), name=new.get("busiest_thread"))
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
-    rank, phase, share = slowest_rank([p["row"] for p in after])
+    rank, phase, share = slowest_rank(after)
     if share and ratio > SLOWER_RANK * old_ratio:
         left.take("slow rank", (ratio / old_ratio - 1) * old["perf/step_ms"], rank=rank,
                   ratio=ratio, phase=phase)
@@ -415,12 +399,11 @@ def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
     return rank, phase, sum(each == rank for each, _ in votes) / len(votes)
 
 
-def take_lines(left: Left, old: dict, new: dict, before: list[dict], after: list[dict],
-               factor: float, sources: dict[str, str]):
+def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[str, str]):
     """Take the growth of lines beyond a machine's being `factor` times slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
-        looks = [add_profiles(part).get(phase, {}) for part in (before, after)]
-        phase_ms = [ms_of(old, phase), ms_of(new, phase)]
+        looks = [row["profile"].get(phase, {}) for row in (old, new)]
+        phase_ms = [ms_of(row, phase) for row in (old, new)]
         for ms, error, place in longer_lines(phase_ms, looks, factor):
             sure = ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error
             if sure and not waits_for_loader(place):
@@ -437,7 +420,7 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
         ms = added(old, new, CAUSES[code][0])
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
-            share = new.get(f"perf/{phase}_ms", 0.0) / new["perf/step_ms"]  # of it that it meets
+            share = ms_of(new, phase) / new["perf/step_ms"]  # of it that it meets
             left.take(code, share * (ms - shared), [phase])
 
 
@@ -446,7 +429,7 @@ def added(old: dict, new: dict, name: str) -> float:
     return new.get(name, 0.0) - old[name] if name in old else 0.0
 
 
-def goes_on(points: list[dict], name: str) -> bool:
+def goes_on(rows: list[dict], name: str) -> bool:
     """Whether a count rises again and again; once would not make all steps slower."""
-    counts = [p["row"].get(name, 0) for p in points]
+    counts = [row.get(name, 0) for row in rows]
     return len(counts) > 1 and float(np.mean(np.diff(counts) > 0)) > 0.25

@@ -212,7 +212,7 @@ def score(o: dict, events) -> dict:
     out["no wrong line"] = len(lines) == len(right)
     known = {"gc": {"gc"}, "slow rank": {"slow rank", "network"}, "thread": {"thread"},
              "numpy thread": {"thread", "contention"}, "stops": {"stopped"}, "quota": {"quota"}}
-    fits = {"line", "unexplained", "passed", *known.get(o["kind"], ()), *["data"] * in_data}
+    fits = {"line", "unexplained", *known.get(o["kind"], ()), *["data"] * in_data}
     if o["group"] == "machine" or o["wobbles"]:
         fits |= {"probe", "contention", "stolen"}
     main_causes = {e.cause for e in events if e.cause}
