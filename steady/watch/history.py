@@ -68,59 +68,58 @@ def checked(row) -> dict | None:
 
     A fork may log anything, and a file may be edited or damaged.
     """
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    if not 0 <= row["step"] < 1 << 53:
+    step = row.get("step") if isinstance(row, dict) else None
+    if type(step) is not int or not 0 <= step < 1 << 53:
         return None
     out = {}
     for name, value in row.items():
         if name in LOSSES and (value is None or value != value):
             value = math.nan  # not finite
-        elif name in SHAPES or isinstance(value, bool):
-            value = fitting(value, SHAPES.get(name))
-        elif not is_number(value) or value < 0 and name.startswith(NEVER_NEGATIVE):
-            continue
+        else:
+            shape = is_size if name.startswith(NEVER_NEGATIVE) else is_number
+            value = fitting(value, SHAPES.get(name, shape))
         if value is not None:
             out[name] = value
     return out
 
 
 def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < 1e100  # not NaN
+    return type(value) is not bool and isinstance(value, (int, float)) and abs(value) < 1e100
+
+
+def is_size(value) -> bool:
+    return is_number(value) and value >= 0
 
 
 def is_count(value) -> bool:
     return type(value) is int and 0 < value < 1e9
 
 
-def is_text(value) -> bool:
-    return isinstance(value, str)
-
-
 def is_finding(value) -> bool:
-    return (isinstance(value, dict) and is_text(value.get("code")) and type(value.get("since"))
-            is int and isinstance(value.get("parts", []), list) and is_text(value.get("phase", "")))
+    return (isinstance(value, dict) and isinstance(value.get("code"), str)
+            and isinstance(value.get("phase", ""), str) and type(value.get("since")) is int
+            and isinstance(value.get("parts", []), list)
+            and all(isinstance(part, dict) and "code" in part for part in value.get("parts", [])))
 
 
 def fitting(value, shape):
     """The value, without entries of another shape; None if it has another shape itself.
 
-    shape: a test, or {str: the shape of each entry}.
+    shape: a type, a test, or {str: the shape of each entry}.
     """
-    if not isinstance(shape, dict):
-        return value if shape and shape(value) else None
-    if not isinstance(value, dict):
-        return None
-    entries = {key: fitting(entry, shape[str]) for key, entry in value.items()}
-    return {key: entry for key, entry in entries.items() if entry is not None}
+    if isinstance(shape, dict):
+        entries = value.items() if isinstance(value, dict) else ()
+        fitted = {key: fitting(entry, shape[str]) for key, entry in entries}
+        return {key: entry for key, entry in fitted.items() if entry is not None}
+    fits = isinstance(value, shape) if isinstance(shape, type) else shape(value)
+    return value if fits else None
 
 
 SHAPES = {  # of all that is not a number
-    **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), is_text),
+    **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
     **dict.fromkeys(("about", "seconds", "order"), {str: is_number}),
-    **dict.fromkeys(("positions", "datasets"), lambda value: isinstance(value, list)),
-    "sources": {str: is_text}, "profile": {str: {str: is_count}}, "finding": is_finding,
-    "evaluated": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("positions", "datasets"), list), "evaluated": dict, "finding": is_finding,
+    "sources": {str: str}, "profile": {str: {str: is_count}},
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +31,15 @@ def news(history: History) -> list[Finding]:
     """Findings to report now: new, at last with a cause, or ended."""
     out, now = [], findings(history)
     for found, earlier in zip(now, reported_before(now, history), strict=True):
-        if found.code != "slower":
-            out += [] if earlier else [found]
-        elif found.until is not None:
+        if found.code == "slower" and found.until is not None:
             if earlier and earlier[-1].get("until") is None:
                 out.append(finding("slower", found.since, until=found.until, phase=found.phase))
-        elif is_certain(found):
-            unknown = len(earlier) == 1 and first_cause(earlier[0]) in UNKNOWN_CAUSES
-            out += [found] if not earlier or unknown and found.cause not in UNKNOWN_CAUSES else []
+        elif not earlier:
+            out += [found] if found.code != "slower" or is_certain(found) else []
+        elif found.code == "slower" and len(earlier) == 1 and is_certain(found):
+            cause = earlier[0]["parts"][0]["code"] if earlier[0].get("parts") else ""
+            if cause in UNKNOWN_CAUSES and found.cause not in UNKNOWN_CAUSES:
+                out.append(found)
     return out
 
 
@@ -54,18 +56,13 @@ def reported_before(now: list[Finding], history: History) -> list[list[dict]]:
     return out
 
 
-def first_cause(row: dict) -> str:
-    parts = row.get("parts") or [{}]
-    return parts[0].get("code", "") if isinstance(parts[0], dict) else ""
-
-
 def waits_for_lines(history: History) -> bool:
     """Whether more looks of the sampler are worth their price: at first, and to name a line."""
     return len(history.rows) < 2 * BASELINE or any(
         found.until is None and not is_certain(found) for found in slowdown(history))
 
 
-def report(run_dir: Path, also=None) -> dict:
+def report(run_dir: Path, also=lambda row: None) -> dict:
     """Findings, anomalies, seconds by phase, figures, a verdict: in one pass over the rows.
 
     also: called with each row. Raises OSError if there is no metrics.jsonl.
@@ -74,10 +71,9 @@ def report(run_dir: Path, also=None) -> dict:
     # of the rows nothing else is kept: there may be millions
     medians, rates, padding = array("d"), array("d"), array("d")
     happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
-    thinned, every, logs, newest, logged = History(), 1, 0, 0, None
+    newest, logs, every, logged = 0, 0, 1, math.inf
     for _, row in read_rows(run_dir / "metrics.jsonl"):
-        if also:
-            also(row)
+        also(row)
         history.append(row)
         newest = max(newest, row["step"])
         figures |= {name: row[name] for name in FIGURES if name in row}
@@ -96,18 +92,15 @@ def report(run_dir: Path, also=None) -> dict:
             medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
             if row.get("perf/tokens_per_second"):
                 rates.append(row["perf/tokens_per_second"])
-            steps = max(0, row["step"] - (row["step"] - 1 if logged is None else logged))
-            phases = [name for name in KINDS if f"perf/{name}_ms" in row]
-            for name in phases:
-                seconds[name] += steps * row[f"perf/{name}_ms"] / 1e3
-            if not phases:  # --monitoring off
-                seconds["other"] += steps * row["perf/step_ms"] / 1e3
+            ms = {name: row[f"perf/{name}_ms"] for name in KINDS if f"perf/{name}_ms" in row}
+            for name, x in (ms or {"other": row["perf/step_ms"]}).items():  # --monitoring off
+                seconds[name] += max(0, row["step"] - logged) * x / 1e3
         logged = row["step"]
         logs += 1
-        if logs % every == 0:
-            thinned.append(row)
-        if len(thinned.rows) == LOGS:  # a whole long run, at a coarser grain
-            thinned.rows = type(thinned.rows)(list(thinned.rows)[1::2], LOGS)
+        if logs % every:
+            history.rows.pop()
+        elif len(history.rows) == LOGS:  # a whole long run, at a coarser grain
+            history.rows = deque([*history.rows][1::2], LOGS)
             every *= 2
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     if medians:
@@ -119,9 +112,7 @@ def report(run_dir: Path, also=None) -> dict:
         figures["perf/tokens_per_second"] = float(np.median(rates))
     if padding:
         figures["padding_fraction"] = sum(padding) / len(padding)
-    thinned.about, thinned.sources = history.about, history.sources
-    found = findings(thinned if every > 1 else history)
-    out = dict(run=str(run_dir), step=newest, findings=found, judged=len(medians) > 9,
+    out = dict(run=str(run_dir), step=newest, findings=findings(history), judged=len(medians) > 9,
                reported=list(history.reported), hangs=happened["hang"],
                anomalies=happened["anomaly"], traces=happened["trace"], figures=figures,
                seconds=seconds, wall_s=sum(seconds.values()))
@@ -130,13 +121,10 @@ def report(run_dir: Path, also=None) -> dict:
 
 def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether and why it is slow or became slower; as lines."""
-    found = out["findings"]
-    lines = [str(each) for each in found]
-    codes = {each.code for each in found}
-    for old in out["reported"]:  # live, of steps no longer in the history
-        known = any(each.code == old["code"] and each.since <= old["reported_at"] for each in found)
-        if not known and old["code"] not in codes and isinstance(old.get("text"), str):
-            lines.append(old["text"])
+    lines = [str(each) for each in out["findings"]]
+    codes = {each.code for each in out["findings"]}
+    lines += [old["text"] for old in out["reported"]  # live, of steps no longer in the history
+              if old["code"] not in codes and isinstance(old.get("text"), str)]
     if not codes & {"slower", "slow"}:
         lines.append("steady: never slower" if out["judged"] else "too few logs for a verdict")
     lines += [f"no progress: {row['hang']}" for row in out["hangs"]]
