@@ -47,53 +47,45 @@ def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> 
 
 # --- the words -------------------------------------------------------------------------------
 
-DATA = "more --num_workers, a faster disk, or less work per sample"
-# code → (metric with the ms/step it can account for, or "", its meaning, the remedy)
-CAUSES = {
-    "gc": ("perf/gc_ms", "Python's garbage collector", "collect rarely, after gc.freeze()"),
-    "thread": ("perf/thread_ms", "another thread of this process computes: {name}",
-               "move its work to a process, or do less of it"),
-    "quota": ("machine/throttled_ms", "a CPU quota throttles the container",
-              "raise it, or use fewer threads and loader processes"),
-    "stolen": ("machine/steal_ms", "the hypervisor gives this machine's cores to others",
-               "use a machine of your own"),
-    "contention": ("perf/cpu_queue_ms", "other processes run on these cores",
-                   "stop them, or use fewer threads (OMP_NUM_THREADS=1 suffers least)"),
-    "disk": ("machine/disk_ms", "the process waits for a disk", "a faster disk, or a local copy"),
-    "memory": ("machine/memory_ms", "memory is short: pages are read again and again",
-               "fewer loader processes, smaller buffers, or more memory"),
-    "probe": ("", "the machine is slower: its probe takes {ratio:.2f} times as long",
-              "look for a neighbour on this host, or lower clocks"),
-    "clocks": ("", "lower GPU clocks, from heat or the power limit: {readings}",
-               "check cooling and the power limit"),
-    "stopped": ("", "the process is stopped and continued by signals",
-                "find the sender of SIGSTOP"),
-    "network": ("", "collectives take longer, and no rank is slower than the others",
-                "check the network between the ranks"),
-    "slow rank": ("", "rank {rank} does {ratio:.2f} times the work of the others, mostly in "
-                  "{phase}", "look at its machine, and at its share of the work"),
-    "compilations": ("", "recompilation: shapes or flags change",
-                     "TORCH_LOGS=recompiles names them"),
-    "allocator": ("", "the CUDA allocator runs out of memory and retries",
-                  "a smaller --micro_batch_size, or PYTORCH_ALLOC_CONF=expandable_segments:True"),
-    "data": ("", "the loop waits for data", DATA),
-    "line": ("", "{source}", "{advice}"),
-    "rare": ("", "a few heavy steps: the mean is {factor:.2f} times the median",
-             "look for work done only at some steps, such as a profiler or a flush"),
-    "padding": ("", "{share:.0%} of the tokens computed are padding",
-                "--data_mode packed"),
-    "logging": ("perf/logging_ms", "logging, or a sink that blocks",
-                "ten times the --log_interval, or another --tensorboard_dir"),
-    "evaluation": ("perf/evaluation_ms", "evaluation",
-                   "twice the --eval_interval, or half the --eval_steps"),
-    "checkpoint": ("perf/checkpoint_ms", "checkpoints",
-                   "twice the --save_interval, or a faster disk"),
-    "checkpoint grows": ("", "something saved each time grows", "look for a list that is kept"),
-    "option": ("", "{option}", ""),
-    "not clear": ("", "{option}: not clear, {low:+.3g} to {high:+.3g} ms", ""),
-    "queued": ("", "{option}: not clear, threads wait {queued:.0%} of the time for a core", ""),
-    "failed": ("", "{option}: failed: {error}", ""),
-    "unexplained": ("", "unexplained", ""),
+CAUSES = {  # code → "meaning; remedy"
+    "gc": "Python's garbage collector; collect rarely, after gc.freeze()",
+    "thread": "another thread of this process computes: {name}; move its work to a process, or do "
+              "less of it",
+    "quota": "a CPU quota throttles the container; raise it, or use fewer threads and loader "
+             "processes",
+    "stolen": "the hypervisor gives this machine's cores to others; use a machine of your own",
+    "contention": "other processes run on these cores; stop them, or use fewer threads "
+                  "(OMP_NUM_THREADS=1 suffers least)",
+    "disk": "the process waits for a disk; a faster disk, or a local copy",
+    "memory": "memory is short: pages are read again and again; fewer loader processes, smaller "
+              "buffers, or more memory",
+    "probe": "the machine is slower: its probe takes {ratio:.2f} times as long; look for a "
+             "neighbour on this host, or lower clocks",
+    "clocks": "lower GPU clocks, from heat or the power limit: {readings}; check cooling and the "
+              "power limit",
+    "stopped": "the process is stopped and continued by signals; find the sender of SIGSTOP",
+    "network": "collectives take longer, and no rank is slower than the others; check the network "
+               "between the ranks",
+    "slow rank": "rank {rank} does {ratio:.2f} times the work of the others, mostly in {phase}; "
+                 "look at its machine, and at its share of the work",
+    "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
+    "allocator": "the CUDA allocator runs out of memory and retries; a smaller --micro_batch_size, "
+                 "or PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "data": "the loop waits for data; more --num_workers, a faster disk, or less work per sample",
+    "line": "{source}; {advice}",
+    "rare": "a few heavy steps: the mean is {factor:.2f} times the median; look for work done only "
+            "at some steps, such as a profiler or a flush",
+    "padding": "{share:.0%} of the tokens computed are padding; --data_mode packed",
+    "logging": "logging, or a sink that blocks; ten times the --log_interval, or another "
+               "--tensorboard_dir",
+    "evaluation": "evaluation; twice the --eval_interval, or half the --eval_steps",
+    "checkpoint": "checkpoints; twice the --save_interval, or a faster disk",
+    "checkpoint grows": "something saved each time grows; look for a list that is kept",
+    "option": "{option}",
+    "not clear": "{option}: not clear, {low:+.3g} to {high:+.3g} ms",
+    "queued": "{option}: not clear, threads wait {queued:.0%} of the time for a core",
+    "failed": "{option}: failed: {error}",
+    "unexplained": "unexplained",
 }
 OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
               "network"}
@@ -101,7 +93,10 @@ SIDES = {"machine": "the machine, not the program",
          "program": "the rest of the step is as fast as before: the program, not the machine",
          "unclear": "machine or program: not clear"}
 RUNS_OUT = "runs out at about step {at_step:,} of {last_step:,}: {rate} since about step {since:,}"
-WORDS = {  # code → text; "slower", "slow" and "trial" have functions of their own
+WORDS = {  # code → text; "slower" has a function of its own
+    "slow": "slow from the start: {of:.3g} ms/step, about {needed:.3g} are needed",
+    "trial": "forward, backward and optimizer take {own_ms:.3g} of {of:.3g} ms/step, of the model "
+             "alone {alone_ms:.3g}",
     "diverged": "training diverged since about step {since}: loss {loss:.4g}, {first:.4g} at the "
                 "start, {lowest:.4g} at best",
     "nothing learned": "training has learned nothing: loss {loss:.4g}, a uniform guess has "
@@ -124,25 +119,24 @@ WORDS = {  # code → text; "slower", "slow" and "trial" have functions of their
 
 
 def describe(found: Finding) -> str:
-    if found.code == "slower":
-        return describe_slower(found)
-    if found.code == "slow":
-        return describe_slow(found)
-    if found.code == "trial":
-        return describe_trial(found)
     if found.code in CAUSES:
         return describe_part(found)
-    return WORDS[found.code].format(since=found.since, **dict(found.values))
+    if found.code == "slower":
+        return describe_slower(found)
+    values = dict(found.values)
+    head = WORDS[found.code].format(since=found.since, of=found.of,
+                                    needed=(found.of or 0.0) - (found.ms or 0.0), **values)
+    if values.get("added_ms") is not None:
+        head += f": {values['added_ms']:+.3g} ms of other code"
+    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
 
 
 def describe_part(part: Finding, sign: int = 1) -> str:
     """A cause in one line: ms, line, meaning, remedy. sign: -1 for a gain."""
-    values = {"source": "", "advice": "", **dict(part.values)}
-    _, meaning, remedy = CAUSES[part.code]
+    text = CAUSES[part.code].format(**{"source": "", "advice": "", **dict(part.values)})
     ms = "" if part.ms is None else f"{sign * part.ms:+.3g} ms"
-    meaning, remedy = (text.format(**values) for text in (meaning, remedy))
-    place = part.line and (f"{part.line}: {meaning}" if meaning else part.line)
-    return "  ".join(filter(None, (ms, "; ".join(filter(None, (place or meaning, remedy))))))
+    place = ": ".join(filter(None, (part.line, text.strip("; "))))
+    return "  ".join(filter(None, (ms, place)))
 
 
 def describe_slower(found: Finding) -> str:
@@ -151,33 +145,16 @@ def describe_slower(found: Finding) -> str:
         return f"{found.phase} time is back to normal; it was longer since step {found.since}"
     of_a_step = "" if found.phase == "step" else " of a step"
     phases = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in values["phases"]) or "all phases"
-    head = (f"{found.phase} {'gradually ' * values['creeps']}slower since about step {found.since}"
-            f": {found.of:.3g} -> {found.of + found.ms:.3g} ms/step "
-            f"({values['percent']:+.0f}%{of_a_step}), {phases}")
-    if found.phase != "step":
-        return f"{head}: {describe_part(found.parts[0])}"
-    ended = [] if found.until is None else [f"it ended at step {found.until}"]
-    shared = (f"all phases take {1 + found.ms / found.of:.2f} times as long: "
-              if values.get("shared") else "")
-    side = shared + SIDES[found.side]
-    return "\n    ".join([head, *map(describe_part, found.parts), side, *ended])
-
-
-def describe_slow(found: Finding) -> str:
-    """Slow from the first step: the parts are gains."""
-    head = (f"slow from the start: {found.of:.3g} ms/step, about {found.of - found.ms:.3g} are "
-            "needed")
-    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
-
-
-def describe_trial(found: Finding) -> str:
-    """A trial of options: the parts are gains, each by itself."""
-    values = dict(found.values)
-    head = (f"forward, backward and optimizer take {values['own_ms']:.3g} of {found.of:.3g} "
-            f"ms/step, of the model alone {values['alone_ms']:.3g}")
-    if values["added_ms"] is not None:
-        head += f": {values['added_ms']:+.3g} ms of other code"
-    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
+    lines = [f"{found.phase} {'gradually ' * values['creeps']}slower since about step "
+             f"{found.since}: {found.of:.3g} -> {found.of + found.ms:.3g} ms/step "
+             f"({values['percent']:+.0f}%{of_a_step}), {phases}"]
+    lines += map(describe_part, found.parts)
+    if found.phase == "step":
+        shared = f"all phases take {1 + found.ms / found.of:.2f} times as long: "
+        lines.append(shared * values["shared"] + SIDES[found.side])
+    if found.until is not None:
+        lines.append(f"it ended at step {found.until}")
+    return "\n    ".join(lines)
 
 
 def describe_anomaly(row: dict) -> str:

@@ -6,13 +6,14 @@ the rest. `python monitor.py try RUN` measures options whose gain no row shows.
 
 import math
 import re
+import statistics
 
 import numpy as np
 
-from steady.watch.findings import CAUSES, Finding, finding
+from steady.watch.findings import Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import add_profiles, function_of, library_of, own_part, waits_for_loader
-from steady.watch.slower import COMPUTE, Left, goes_on, slowest_rank
+from steady.watch.lines import function_of, library_of, own_part, waits_for_loader
+from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
 LEAST_LOOKS = 60  # of the sampler, to name lines
@@ -24,7 +25,6 @@ SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
 RARE = 0.05  # of a step, between mean and median
 BUSY_THREAD = 0.2  # of a step
 PADDING = 0.2
-WAITS = ("quota", "stolen", "contention", "memory", "disk")
 TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
 HOST_PHASES = ("data", "other", "logging")  # any line in them is avoidable
 AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
@@ -48,36 +48,34 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
             and "perf/startup_s" not in row and "perf/disturbed" not in row][:MOST_LOGS]
     if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
         return []
-    profile = add_profiles(rows)
-    looks = sum(n for lines in profile.values() for n in lines.values())
-    names = {name for row in rows for name in row if name.startswith("perf/")}
-    mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
-    ms = {name: mean.get(f"perf/{name}_ms", 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
+    mean = mean_row(rows)
+    ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     left, step = Left(ms), sum(ms.values())
-    if step <= 0 or looks < LEAST_LOOKS:
+    if step <= 0 or mean["looks"] < LEAST_LOOKS:
         return []
-    gc_ms = mean.get("perf/gc_ms", 0.0)  # first: the sampler does not see a collection
-    left.take("gc", gc_ms if gc_ms > WORTH_NAMING * step else 0.0, sorted(ms, key=lambda p: -ms[p]))
+    # first: the sampler does not see a collection
+    left.take("gc", ms_of(mean, "gc"), sorted(ms, key=lambda phase: -ms[phase]))
     # in a GPU's compute phases the host waits for kernels that have to run in any case
-    on_gpu = any("memory/allocated_gb" in row for row in rows)
-    take_lines(left, profile, history.sources, HOST_PHASES if on_gpu else STEP_PHASES)
+    phases = HOST_PHASES if "memory/allocated_gb" in mean else (*STEP_PHASES, "logging")
+    for phase in mean["profile"].keys() & {*phases}:
+        take_lines(left, phase, mean["profile"][phase], history.sources)
     take_rank(left, mean, rows)
-    left.take("data", left.ms["data"] if left.ms["data"] > STARVED * step else 0.0, ["data"])
-    for code in WAITS:
-        waited = float(np.quantile([row.get(CAUSES[code][0], 0.0) for row in rows], ALWAYS))
-        left.take(code, waited if waited > 2 * WORTH_NAMING * step else 0.0, STEP_PHASES)
+    if left.ms["data"] > STARVED * step:
+        left.take("data", left.ms["data"], ["data"])
+    for code, column in WAITS.items():
+        waited = float(np.quantile([row.get(column, 0.0) for row in rows], ALWAYS))
+        if waited > 2 * WORTH_NAMING * step:
+            left.take(code, waited, STEP_PHASES)
     take_rare(left, mean, rows)
-    thread = mean.get("perf/thread_ms", 0.0)
     names = [row["busiest_thread"] for row in rows if "busiest_thread" in row]
-    if names and thread > BUSY_THREAD * mean["perf/step_ms"]:
-        left.take("thread", thread, STEP_PHASES, name=max(set(names), key=names.count))
+    if names and ms_of(mean, "thread") > BUSY_THREAD * mean["perf/step_ms"]:
+        left.take("thread", ms_of(mean, "thread"), STEP_PHASES, name=statistics.mode(names))
     share = mean.get("perf/padding_fraction", 0.0)
     if share > PADDING:
         left.take("padding", share * (left.ms["forward"] + left.ms["backward"]), share=share,
                   names=("forward", "backward"))
     for name, times in TIMES_RARER.items():
-        if left.ms[name] > WORTH_NAMING * step:
-            left.take(name, left.ms[name] * (1 - 1 / times), [name])
+        left.take(name, left.ms[name] * (1 - 1 / times), [name])
     parts = sorted((part for part in left.parts if part.ms > WORTH_NAMING * step),
                    key=lambda part: -part.ms)
     gain = sum(part.ms for part in parts)
@@ -93,23 +91,20 @@ def eager(history: History) -> list[Finding]:
     return [finding("eager", rows[0]["step"], dict(count=count))] if rows else []
 
 
-def take_lines(left: Left, profile: dict, sources: dict[str, str], phases):
-    """Take functions in phases of host work, and in other `phases` lines known to be avoidable."""
-    for phase, lines in profile.items():
-        looks, ms = sum(lines.values()), left.ms.get(phase, 0.0)
-        if phase not in (*phases, "logging") or looks == 0:  # evaluation is meant to take time
-            continue
-        functions = {}  # (file, function) → [(looks, place)] of avoidable lines
-        for place, n in lines.items():
-            function = function_of(place)  # "" for lines without a name
-            if function[1] and (phase in HOST_PHASES or advice_for(place, sources)):
-                functions.setdefault(function, []).append((n, place))
-        for places in functions.values():
-            total, place = sum(n for n, _ in places), max(places)[1]
-            if total > 2 and not waits_for_loader(place):
-                advice = advice_for(place, sources) or ADVICE[phase]
-                left.take("line", ms * total / looks, [phase], advice=advice, phase=phase,
-                          line=own_part(place), source=source_of(place, sources))
+def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str]):
+    """Take functions from a phase of host work, and from others lines known to be avoidable."""
+    functions = {}  # (file, function) → [(looks, place)] of avoidable lines
+    for place, n in lines.items():
+        function = function_of(place)  # "" for lines without a name
+        if function[1] and (phase in HOST_PHASES or advice_for(place, sources)):
+            functions.setdefault(function, []).append((n, place))
+    ms_of_a_look = left.ms[phase] / max(1, sum(lines.values()))
+    for places in functions.values():
+        looks, place = sum(n for n, _ in places), max(places)[1]
+        if looks > 2 and not waits_for_loader(place):
+            advice = advice_for(place, sources) or ADVICE[phase]
+            left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
+                      line=own_part(place), source=source_of(place, sources))
 
 
 def source_of(place: str, sources: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steady.watch.findings import CAUSES, OF_MACHINE, Finding, finding
+from steady.watch.findings import OF_MACHINE, Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import add_profiles, longer_lines, waits_for_loader
 
@@ -19,8 +19,10 @@ COMMON = "all phases"
 COMPUTE = ("forward", "backward", "optimizer")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
 STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
-MEANS = ("work", "_ms", "_mhz", "_ratio", "_celsius", "_watts")  # ends of names of measurements
-WAITS = ("quota", "stolen", "contention", "disk", "memory")
+MEANS = ("_ms", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")  # ends of their names
+WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
+         "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms",
+         "memory": "machine/memory_ms"}
 READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
             "machine/gpu_watts": "{:.0f} W"}
 
@@ -99,7 +101,8 @@ def mean_row(rows: list[dict]) -> dict:
 
     Not every row has them; a probe may have caught a bad moment.
     """
-    out = {"profile": add_profiles(rows)}
+    profile = add_profiles(rows)
+    out = {"profile": profile, "looks": sum(sum(lines.values()) for lines in profile.values())}
     for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
         if name.endswith("_probe_us"):
@@ -142,8 +145,8 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
     return series
 
 
-def ms_of(row: dict, phase: str) -> float:
-    return row.get(f"perf/{phase}_ms", 0.0)
+def ms_of(row: dict, name: str) -> float:
+    return row.get(f"perf/{name}_ms", 0.0)
 
 
 def same_work_since(work: list[float]) -> int:
@@ -313,8 +316,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     end = len(points) if rise.until is None else rise.until - 3  # it ended once 3 of 5 are normal
     after = range(rise.since, max(end, rise.since + 1))
     old, new = (mean_row([points[i] for i in part]) for part in (before, after))
-    looks = sum(n for lines in new["profile"].values() for n in lines.values())
-    facts = dict(creeps=rise.creeps, points=len(after), looks=looks)
+    facts = dict(creeps=rise.creeps, points=len(after), looks=new["looks"])
     since = points[rise.since]["first"]
     until = None if rise.until is None else points[rise.until]["step"]
     if rise.series in OUTSIDE_PHASES:
@@ -416,8 +418,8 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
 
     shared: ms that all phases share, explained before the time of one alone.
     """
-    for code in WAITS:
-        ms = added(old, new, CAUSES[code][0])
+    for code, column in WAITS.items():
+        ms = added(old, new, column)
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
             share = ms_of(new, phase) / new["perf/step_ms"]  # of it that it meets
