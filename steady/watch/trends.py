@@ -23,9 +23,8 @@ def diverged(history: History) -> list[Finding]:
     rows = [row for row in history.rows if "train/loss" in row]
     steps = np.array([row["step"] for row in rows])
     losses = np.array([row["train/loss"] for row in rows])
-    finite, found = np.isfinite(losses), []
-    if finite.sum() > 1:
-        found += learning(steps[finite], losses[finite], history.about.get("vocab_size"))
+    finite = np.isfinite(losses)
+    found = learning(steps[finite], losses[finite], history.about.get("vocab_size"))
     vals = [(row["val/loss"], row["step"]) for row in history.rows if "val/loss" in row]
     if vals:
         (loss, step), (best, since) = vals[-1], min(
@@ -35,10 +34,10 @@ def diverged(history: History) -> list[Finding]:
     bad = [max(row.get("health/nonfinite_steps", 0), not ok)
            for row, ok in zip(rows, finite, strict=True)]
     # of gradients alone a few: fp16's loss scaler finds its scale that way
-    if sum(bad) and (not finite.all() or sum(bad) > 0.01 * (steps[-1] - steps[0] + 1)):
-        first = next(i for i, count in enumerate(bad) if count)
+    total = int(steps[-1] - steps[0] + 1) if rows else 0
+    if sum(bad) > (0.01 * total if finite.all() else 0):
+        first = np.flatnonzero(bad)[0]
         since = int(steps[first - 1]) + 1 if first else 1
-        total = int(steps[-1] - steps[0] + 1)
         found.append(finding("not finite", since, dict(count=int(sum(bad)), steps=total)))
     return found
 
@@ -48,11 +47,11 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     deviations of a log; or the first step's by 0.5 nats and 6 standard deviations of a step; or
     that and a uniform guess by 0.5 nats.
     """
+    if len(losses) <= LEAST:
+        return []
     uniform = math.log(vocab_size) if vocab_size and vocab_size > 1 else math.inf
     first, rest = losses[0], losses[1:]
     width = min(max(LEAST, len(rest) // 10), MOST)
-    if len(rest) < LEAST:
-        return []
     smooth = np.array([np.median(rest[max(0, i - width + 1) : i + 1])
                        for i in range(LEAST - 1, len(rest))])
     newest, lowest = smooth[-1], smooth.min()
@@ -89,8 +88,8 @@ class Spikes:
     def add(self, step: int, losses: list[list[float]], norms: list[float]) -> tuple[list, int]:
         """(anomalies of the newest steps up to `step`, as rows; number of non-finite steps).
 
-        losses: [steps, ranks]; norms: [steps], or empty. "again": the last interval had non-finite
-        steps as well.
+        losses: [steps, ranks]; norms: [steps], or of another length if not all are known. "again":
+        the last interval had non-finite steps as well.
         """
         sizes = [[loss if math.isfinite(loss) else math.inf for loss in ranks] for ranks in losses]
         worst = [max(ranks) for ranks in sizes]
@@ -104,9 +103,7 @@ class Spikes:
                               median=median, steps=steps, rank=rank, **more))
 
         if bad:
-            i = good.index(False)
-            value = norms[i] if math.isfinite(worst[i]) else losses[i][sizes[i].index(math.inf)]
-            add("not finite", i, value, 0.0, bad, **{"again": True} if self.was_bad else {})
+            add("not finite", good.index(False), math.nan, 0.0, bad, again=self.was_bad)
         self.was_bad = bad > 0
         for name, values in (("loss", worst), ("gradient", norms)):
             finite = [value for value, ok in zip(values, good, strict=True) if ok]
@@ -133,14 +130,14 @@ class Spikes:
 
 SAMPLES = 20  # that a trend needs
 HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
-RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0; unit)
+RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0)
     # with the loader's processes, without mapped files (token files): the system may drop those
-    "host memory": ("memory/host_anonymous_gb", "limit/host_gb", "GB"),
+    "host memory": ("memory/host_anonymous_gb", "limit/host_gb"),
     # without the allocator's unused reserve: it can be given back
-    "device memory": ("memory/allocated_gb", "limit/device_gb", "GB"),
-    "open files": ("memory/open_files", "limit/open_files", ""),
-    "threads": ("memory/threads", "limit/threads", ""),
-    "disk space": ("disk/free_gb", "", "GB"),
+    "device memory": ("memory/allocated_gb", "limit/device_gb"),
+    "open files": ("memory/open_files", "limit/open_files"),
+    "threads": ("memory/threads", "limit/threads"),
+    "disk space": ("disk/free_gb", ""),
 }
 
 
@@ -187,35 +184,28 @@ def limits(row: dict, device: torch.device, ranks: int) -> dict[str, float]:
 
 def runs_out(history: History) -> list[Finding]:
     """Resources that would run out before the last step."""
-    last_step, steps = history.about.get("last_step"), history.column("step")
-    if not last_step or len(steps) < SAMPLES:
-        return []
-    starts = np.flatnonzero(np.isfinite(history.column("perf/startup_s")))
-    begin = starts[-1] + 1 if len(starts) else 0  # a new process: only the disk is left
-    found = []
-    for name, (used, limit, unit) in RESOURCES.items():
-        values, room = history.column(used), 0.0
-        if limit:
-            if limit not in history.about:
-                continue
-            room = history.about[limit]
-            x, values = steps[begin:], values[begin:]
-        else:  # before, checkpoints take space and none is deleted
-            settled = steps > history.about.get("settled_step", 0)
-            x, values = steps[settled], -values[settled]
+    about, steps, found = history.about, history.column("step"), []
+    for name, (column, limit) in RESOURCES.items():
+        # of the newest process; of the disk once checkpoints are deleted as well as written
+        after = history.process_began if limit else about.get("settled_step", 0)
+        used = history.column(column) * (1 if limit else -1)
+        known = np.isfinite(used) & (steps > after)
+        x, values, room = steps[known], used[known], about.get(limit, math.inf) if limit else 0.0
+        if len(values) < SAMPLES:
+            continue
         if name == "device memory":  # a step needs more than stays between steps
-            peak, now = (np.nan_to_num(history.column(name)) for name in ("memory/peak_gb", used))
-            room -= max(0.0, float(peak[-1] - now[-1]))
-        x, values = x[np.isfinite(values)], values[np.isfinite(values)]
-        if len(values) < SAMPLES or room - values[0] > (HORIZON + 1) * np.ptp(values):
+            room -= max(0.0, history.rows[-1].get("memory/peak_gb", 0.0) - values[-1])
+        values, room = values - values[0], room - values[0]
+        if room > (HORIZON + 1) * np.ptp(values):
             continue  # the usual case
-        growth = trend(x, values - values[0], room - values[0])
-        if growth and growth[2] < last_step:
+        growth = trend(x, values, room)
+        if growth and growth[2] < about.get("last_step", 0):
             since, per_step, at_step = growth
-            rate = f"{si(1e9 * per_step)}B/step" if unit else f"{per_step:.3g}/step"
+            in_gb = column.endswith("_gb")
+            rate = f"{si(1e9 * per_step)}B/step" if in_gb else f"{per_step:.3g}/step"
             found.append(finding(name, since, dict(
-                at_step=max(at_step, int(steps[-1])), last_step=int(last_step), rate=rate,
-                per_step=per_step)))
+                at_step=max(at_step, int(steps[-1])), last_step=int(about["last_step"]),
+                rate=rate, per_step=per_step)))
     return found
 
 
