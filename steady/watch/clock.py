@@ -21,7 +21,7 @@ class Clock:
     def __init__(self, device: torch.device, sampled: bool):
         self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
-        self.seconds = defaultdict(float)  # since the last log
+        self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
         self.window_ms = deque(maxlen=WINDOW)
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
@@ -48,24 +48,23 @@ class Clock:
         if self.events:
             self.events.end()
 
+    def host_ms(self, steps: int) -> dict[str, float]:
+        """ms per step by phase since `take`, by the host's clock."""
+        self.phase(self.current)
+        return {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+
     def own_ms(self, steps: int) -> list[float]:
         """ms per step of this rank's own work by phase, without waiting for other ranks."""
-        self.phase(self.current)
-        ms = self.events.means() if self.events else {
-            name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+        ms = self.events.means() if self.events else self.host_ms(steps)
         return [ms.get(name, 0.0) for name in OWN_PHASES]
 
     def take(self, steps: int) -> tuple[dict[str, float], list[float]]:
         """(ms per step by phase since the last call, ms of the newest steps)."""
-        self.phase(self.current)
-        seconds = dict.fromkeys(PHASES, 0.0) | self.seconds
-        ms = {name: spent / steps * 1e3 for name, spent in seconds.items()}
-        window = [*self.window_ms]
-        self.seconds.clear()
+        ms, window = self.host_ms(steps), [*self.window_ms]
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.window_ms.clear()
         if self.events and (sampled := self.events.means()):
-            ms |= dict.fromkeys(STEP_PHASES, 0.0) | sampled
-            window = self.events.take()
+            ms, window = ms | sampled, self.events.take()
         return ms, window
 
 
@@ -99,14 +98,14 @@ class DeviceTimes:
         self.open = None
 
     def means(self) -> dict[str, float]:
-        """Mean ms by phase over the steps read since take."""
+        """Mean ms by phase over the steps read since take; {} without any."""
         while self.done and self.done[0][-1][1].query():
             ms = defaultdict(float)
             for (phase, event), (_, following) in itertools.pairwise(self.done.popleft()):
                 ms[phase] += event.elapsed_time(following)
             self.steps.append(ms)
-        names = {name for ms in self.steps for name in ms}
-        return {name: sum(ms[name] for ms in self.steps) / len(self.steps) for name in names}
+        return {name: sum(ms[name] for ms in self.steps) / len(self.steps)
+                for name in STEP_PHASES if self.steps}
 
     def take(self) -> list[float]:
         """ms of each step read since the last call."""

@@ -23,37 +23,32 @@ TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
-    """A fixed piece of work: products of matrices, on as many threads as the program has."""
+    """Fixed work: a small product on as many threads as the program has, a large one on a GPU."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
         self.small = torch.full((128, 128), 0.01)
-        self.product = torch.empty_like(self.small)
-        self.gpu = None  # events around a kernel that may still be running
+        self.product, self.large, self.events = torch.empty_like(self.small), None, None
+        if device.type == "cuda":
+            # 58 GFLOP, about 0.1 ms of an H100: long enough for the events' half microsecond
+            self.large = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
+            self.result = torch.empty_like(self.large)
 
-    def read(self, device: torch.device) -> dict[str, float]:
-        """Microseconds; on CUDA also of the kernel started at the last call."""
+    def read(self) -> dict[str, float]:
+        """Microseconds; of the GPU's product started at an earlier call."""
         times = []
         for _ in range(3):  # the best: an interrupted try says nothing about the cores
             began = time.perf_counter()
             torch.mm(self.small, self.small, out=self.product)
             times.append(time.perf_counter() - began)
         row = {"machine/cpu_probe_us": min(times) * 1e6}
-        if device.type != "cuda":
-            return row
-        if self.gpu is None:
-            # 58 GFLOP, about 0.1 ms of an H100: long enough for the events' half microsecond
-            self.matrix = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
-            self.result = torch.empty_like(self.matrix)
-            self.gpu = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        elif self.gpu[1].query():  # never waits
-            row["machine/gpu_probe_us"] = self.gpu[0].elapsed_time(self.gpu[1]) * 1e3
-        else:
-            return row
-        # the first one keeps the device busy until the host has queued the rest
-        torch.mm(self.matrix, self.matrix, out=self.result)
-        self.gpu[0].record()
-        torch.mm(self.matrix, self.matrix, out=self.result)
-        self.gpu[1].record()
+        if self.events and self.events[1].query():  # never waits
+            row["machine/gpu_probe_us"] = self.events[0].elapsed_time(self.events[1]) * 1e3
+            self.events = None
+        if self.large is not None and not self.events:
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            for event in self.events:  # the first keeps the GPU busy until the second is queued
+                torch.mm(self.large, self.large, out=self.result)
+                event.record()
         return row
 
 
@@ -62,7 +57,7 @@ class Machine:
 
     def __init__(self, device: torch.device, step: int):
         """Counts from here, after this step."""
-        self.device, self.probe = device, Probe()
+        self.device, self.probe = device, Probe(device)
         self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         gc.callbacks.append(self.on_gc)
@@ -94,7 +89,7 @@ class Machine:
         moved = {name: new[name] - old[name] for name in new.keys() & old.keys()}
         row |= {f"machine/{name}": ms / (step - before) for name, ms in own_stalls(moved).items()}
         row |= busiest(ran, now, step - before)
-        row |= self.probe.read(self.device) | gpu_readings(self.device)
+        row |= self.probe.read() | gpu_readings(self.device)
         self.slow_read = time.perf_counter(), step, new, now
         return row
 
@@ -143,22 +138,20 @@ def threads() -> dict[int, tuple[float, float]]:
 def counters() -> dict[str, float]:
     """ms since the process or the machine began: of a core stolen by the hypervisor (mean of all),
     of a CPU quota used up, of any process stalled on disks or memory. Of this thread: pages read
-    back from a disk (faults), bytes read from one.
+    back from a disk (faults), bytes read from one. The unknown is left out.
     """
-    out = {}
-    if fields := proc.stat_fields("thread-self"):
-        out["faults"] = int(fields[9])
-    if read := proc.read("proc/thread-self/io").partition("\nread_bytes: ")[2]:
-        out["read_bytes"] = proc.number(read)
-    if cpus := proc.read("proc/stat").split():
-        out["steal_ms"] = int(cpus[8]) * 1e3 / TICKS / os.cpu_count()
-    for kind, name in (("io", "disk_ms"), ("memory", "memory_ms")):
-        if some := proc.read(f"proc/pressure/{kind}").partition("total=")[2]:
-            out[name] = proc.number(some) / 1e3
-    for folder in proc.cgroup_folders():
-        if used_up := proc.read(f"{folder}/cpu.stat").partition("throttled_usec ")[2]:
-            return out | {"throttled_ms": proc.number(used_up) / 1e3}
-    return out
+    fields, cpus = proc.stat_fields("thread-self"), proc.read("proc/stat").split()
+    throttled = [proc.number(f"{folder}/cpu.stat", "throttled_usec ")
+                 for folder in proc.cgroup_folders()]
+    out = {
+        "faults": int(fields[9]) if fields else math.inf,
+        "read_bytes": proc.number("proc/thread-self/io", "\nread_bytes: "),
+        "steal_ms": int(cpus[8]) * 1e3 / TICKS / os.cpu_count() if cpus else math.inf,
+        "disk_ms": proc.number("proc/pressure/io", "total=") / 1e3,
+        "memory_ms": proc.number("proc/pressure/memory", "total=") / 1e3,
+        "throttled_ms": max(filter(math.isfinite, throttled), default=math.inf) / 1e3,
+    }
+    return {name: x for name, x in out.items() if math.isfinite(x)}
 
 
 def own_stalls(moved: dict[str, float]) -> dict[str, float]:

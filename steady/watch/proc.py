@@ -18,6 +18,13 @@ def read(path: str) -> str:
         return ""
 
 
+def number(path: str, after: str = "") -> float:
+    """The first number in such a file, or behind a text in it; infinity for "max" and without."""
+    text = read(path)
+    words = (text.partition(after)[2] if after else text).split()[:1]
+    return float(words[0]) if words and words[0].isdigit() else math.inf
+
+
 def names(folder: str) -> list[str]:
     """Of the files in a folder below ROOT; [] without one."""
     try:
@@ -67,12 +74,12 @@ def process_age_seconds() -> float:
 
 def available_bytes() -> float:
     """Host memory that this process could still take: the system's, or less in a cgroup."""
-    rooms = [number(read("proc/meminfo").partition("MemAvailable:")[2]) * 1024]
+    rooms = [number("proc/meminfo", "MemAvailable:") * 1024]
     for folder in cgroup_folders():
-        limit, used = (number(read(f"{folder}/memory.{name}")) for name in ("max", "current"))
+        limit, used = (number(f"{folder}/memory.{name}") for name in ("max", "current"))
         if math.isfinite(limit) and math.isfinite(used):
-            stat = dict(line.split() for line in read(f"{folder}/memory.stat").splitlines())
-            files = (int(stat.get(f"{kind}_file", 0)) for kind in ("inactive", "active"))
+            files = (number(f"{folder}/memory.stat", f"\n{kind}_file ")
+                     for kind in ("inactive", "active"))
             rooms.append(limit - used + sum(files))  # pages of files are taken back
     return max(0.0, min(rooms))
 
@@ -81,8 +88,8 @@ def available_threads(now: int) -> float:
     """Threads that could still be started, by the user's limit and by the cgroup's."""
     rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
     for folder in cgroup_folders():
-        used = number(read(f"{folder}/pids.current"))
-        rooms.append(number(read(f"{folder}/pids.max")) - (used if math.isfinite(used) else 0))
+        limit = number(f"{folder}/pids.max")
+        rooms.append(limit - number(f"{folder}/pids.current") if limit < math.inf else math.inf)
     return max(0.0, min(rooms))
 
 
@@ -96,9 +103,3 @@ def cgroup_folders() -> list[str]:
 def soft_limit(name: str) -> float:
     limit = resource.getrlimit(getattr(resource, name))[0]
     return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def number(text: str) -> float:
-    """The leading number of a text; infinity for "max" and for a missing file."""
-    word = text.replace("/", " ").split()[:1]
-    return float(word[0]) if word and word[0].isdigit() else math.inf
