@@ -40,7 +40,7 @@ from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
 from steady.watch.sinks import Sinks, say
-from steady.watch.trends import Spikes, limits, read_resources
+from steady.watch.trends import Spikes
 
 CHECK_SHARE = 1e-3  # of the time, at most, for computing findings
 accounted_s = 0.0  # of this process's age, by an earlier Monitor of it
@@ -83,7 +83,7 @@ class Monitor:
             self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
         self.clock = Clock(self.device, level != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.parts, self.limited, self.next_check = [], False, 0.0
+        self.parts, self.next_check = [], 0.0
         if first_step is not None:
             self.begin(first_step)
 
@@ -91,10 +91,10 @@ class Monitor:
         """Open the sinks, with the history of earlier processes."""
         self.first_step, self.logged_step = first_step, first_step - 1
         if self.out_dir and self.level != "off":
-            self.machine = Machine(self.device, first_step - 1)
             self.sampler = Sampler(self.clock)
             self.tracer = Tracer(self.out_dir, self.device, self.trace)
-            self.parts = [self.machine, self.sampler, self.tracer]
+            machine = Machine(self.device, first_step - 1, self.out_dir)
+            self.parts = [machine, self.sampler, self.tracer]
         if self.out_dir:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
             self.history = self.sinks.history
@@ -227,8 +227,7 @@ class Monitor:
         row = {"perf/step_ms": step_ms} | ({} if lr is None else {"train/learning_rate": lr})
         if self.step_tokens:
             rate, padded = self.step_tokens / step_ms * 1e3, steps * self.step_tokens
-            row |= {"train/tokens": self.all_tokens + round(padded),
-                    "perf/tokens_per_second": rate}
+            row |= {"train/tokens": self.all_tokens + round(padded), "perf/tokens_per_second": rate}
             row |= self.columns()  # may have another count: without padding, of earlier processes
             real = (row["train/tokens"] - self.all_tokens) / padded
             self.all_tokens = row["train/tokens"]
@@ -258,13 +257,7 @@ class Monitor:
             return
         for part in self.parts:
             row |= part.read(step)
-        if "machine/cpu_probe_us" in row:  # not at every log of short steps
-            row |= read_resources(self.device, self.out_dir)
         self.write(step, row)
-        if "memory/threads" in row and not self.limited:  # now that the loader's processes run
-            self.limited = True
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            self.write(step, {"about": limits(row, self.device, ranks)})
         say(log_line(step, self.last_step(), row))
         if time.perf_counter() >= self.next_check:
             self.check()
@@ -277,36 +270,29 @@ class Monitor:
         self.history.about["last_step"] = self.last_step() or 0
         for found in news(self.history):
             self.write(self.newest_step, {"finding": found.row()})
-            self.warn(self.newest_step, str(found))
+            say(f"warning: step {self.newest_step}: {found}")
         self.sampler.hurry = waits_for_lines(self.history)
         now = time.perf_counter()
         self.next_check = now + (now - began) / CHECK_SHARE
 
     def report_anomaly(self, row: dict):
         """A row and a warning about a spike or a step that was not finite."""
-        again, step = row.pop("again", False), row.pop("step")
+        again, step = row.pop("again"), row.pop("step")
         if self.autopsy:
             row |= self.autopsy(step, row["rank"])
         self.write(step, row)
-        if not again:
-            self.warn(step, describe_anomaly(row))
-
-    def warn(self, step: int, text: str):
-        if self.out_dir:
-            say(f"warning: step {step}: {text}")
+        if self.sinks and not again:
+            say(f"warning: step {step}: {describe_anomaly(row)}")
 
     def safely(self, call, *args):
         """call(*args), a part of the diagnosis: its first error switches it off, not training."""
-        if not self.healthy:
-            return None
         try:
-            return call(*args)
+            return call(*args) if self.healthy else None
         except Exception as e:
             self.healthy = False
             place = traceback.extract_tb(e.__traceback__)[-1]
             say(f"warning: the monitor is off after an error in it, training goes on: "
                 f"{type(e).__name__}: {e} ({Path(place.filename).name}:{place.lineno})")
-            return None
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from conftest import whole_crowded
 
 from steady.checkpoints import opening
 from steady.watch import machine, proc
-from steady.watch import trends as limits
 from steady.watch.history import History
+from steady.watch.machine import limits, read_resources
 from steady.watch.report import news
-from steady.watch.trends import read_resources
 
 CPU = torch.device("cpu")
 LAST = 100_000
@@ -187,9 +186,9 @@ def test_what_is_read_at_a_log(root, monkeypatch):
     put(root, proc__self__statm="5000 3000 1000 1 0 1 0\n", proc__self__task__11="",
         proc__self__task__12="", proc__self__fd__0="", proc__7__statm="9 900 100 1 0 1 0\n")
     worker = namedtuple("Worker", "pid")(7)
-    monkeypatch.setattr(limits.multiprocessing, "active_children", lambda: [worker])
+    monkeypatch.setattr(machine.multiprocessing, "active_children", lambda: [worker])
     monkeypatch.setattr(proc.os, "sysconf", lambda name: 4096)
-    monkeypatch.setattr(limits.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096))
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096))
     assert read_resources(CPU, root) == {
         "memory/threads": 2, "memory/open_files": 1, "memory/host_rss_gb": 3000 * 4096 / 1e9,
         HOST: (2000 + 800) * 4096 / 1e9,  # with the loader's, without the pages of files
@@ -199,13 +198,15 @@ def test_what_is_read_at_a_log(root, monkeypatch):
 def test_what_is_missing_is_left_out(root):
     assert read_resources(CPU, None) == read_resources(CPU, root / "none") == {}
     (root / "proc/meminfo").unlink()
-    assert limits.limits({}, CPU, 1) == {"limit/open_files": 1024}
+    assert limits({}, CPU) == {"limit/open_files": 1024}
 
 
-def test_memory_that_is_available_is_added_to_what_is_used(root):
+def test_memory_that_is_available_is_added_to_what_is_used(root, monkeypatch):
     row = {HOST: 2.0, "memory/host_rss_gb": 9.0}
-    assert limits.limits(row, CPU, 1)["limit/host_gb"] == pytest.approx(2 + 10.24)
-    assert limits.limits(row, CPU, 4)["limit/host_gb"] == pytest.approx(2 + 2.56)
+    assert limits(row, CPU)["limit/host_gb"] == pytest.approx(2 + 10.24)
+    monkeypatch.setattr(machine.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(machine.dist, "get_world_size", lambda: 4)
+    assert limits(row, CPU)["limit/host_gb"] == pytest.approx(2 + 2.56)
 
 
 def test_a_cgroup_above_the_process_limits_memory(root):
@@ -221,12 +222,12 @@ def test_a_cgroup_above_the_process_limits_memory(root):
 
 def test_threads_are_limited_by_the_user_and_the_cgroup(root, monkeypatch):
     now = {"memory/threads": 10}
-    assert "limit/threads" not in limits.limits(now, CPU, 1)
+    assert "limit/threads" not in limits(now, CPU)
     monkeypatch.setattr(proc, "soft_limit", lambda name: 800)
-    assert limits.limits(now, CPU, 1)["limit/threads"] == 800
+    assert limits(now, CPU)["limit/threads"] == 800
     put(root, **{"sys__fs__cgroup__job__pids.max": "200\n",
                  "sys__fs__cgroup__job__pids.current": "60\n"})
-    assert limits.limits(now, CPU, 1)["limit/threads"] == 10 + 140
+    assert limits(now, CPU)["limit/threads"] == 10 + 140
 
 
 def test_what_kept_a_process_from_running(root):

@@ -40,7 +40,7 @@ class Driven(Clock):
         # of the machine that the tests run on, which others may use
         monkeypatch.setattr(machine, "counters", lambda: {})
         monkeypatch.setattr(machine.Probe, "read", lambda *_: {"machine/cpu_probe_us": 10.0})
-        monkeypatch.setattr(monitor, "read_resources", lambda *_: {})
+        monkeypatch.setattr(machine, "read_resources", lambda *_: {})
 
     @property
     def late(self) -> bool:
@@ -220,7 +220,7 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     (lambda clock: {}, "unexplained"),
 ])
 def test_signals_of_a_gpu(drive, clock, monkeypatch, row, cause):
-    monkeypatch.setattr(monitor, "read_resources", lambda *_: row(clock))
+    monkeypatch.setattr(machine, "read_resources", lambda *_: row(clock))
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)
     assert value(event, "phases") == [("backward", pytest.approx(10))]
     assert codes(event)[0] == cause

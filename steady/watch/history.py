@@ -20,7 +20,6 @@ OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not finite
 NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/", "limit/")
-DECODER = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, Infinity
 
 
 class History:
@@ -134,7 +133,7 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
         for line in file:
             end += len(line)
             with contextlib.suppress(ValueError, RecursionError):
-                row = checked(DECODER.decode(line.decode()))
+                row = checked(json.loads(line, parse_constant=lambda name: None))  # NaN, Infinity
                 if line.endswith(b"\n") and row:
                     yield end, row
 

@@ -7,13 +7,16 @@ timed at the logs, and the kernel is asked for its waits; slower.py and slow.py 
 import contextlib
 import gc
 import math
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from steady.watch import proc
 
@@ -55,8 +58,9 @@ class Probe:
 class Machine:
     """Reads possible causes of slow steps outside the training loop, on the training thread."""
 
-    def __init__(self, device: torch.device, step: int):
+    def __init__(self, device: torch.device, step: int, out_dir: Path | None = None):
         """Counts from here, after this step."""
+        self.out_dir, self.limited = out_dir, False
         self.device, self.probe = device, Probe(device)
         self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
@@ -90,6 +94,9 @@ class Machine:
         row |= {f"machine/{name}": ms / (step - before) for name, ms in own_stalls(moved).items()}
         row |= busiest(ran, now, step - before)
         row |= self.probe.read() | gpu_readings(self.device)
+        row |= read_resources(self.device, self.out_dir)
+        if "memory/threads" in row and not self.limited:  # now that the loader's processes run
+            self.limited, row["about"] = True, limits(row, self.device)
         self.slow_read = time.perf_counter(), step, new, now
         return row
 
@@ -104,16 +111,15 @@ def take_signal(number: int, handler):
     before = signal.getsignal(number)
     free = before in (signal.SIG_DFL, signal.SIG_IGN) or (  # or of a Monitor never closed
         getattr(before, "__module__", None) == handler.__module__)
-    if free and threading.current_thread() is threading.main_thread():
-        return signal.signal(number, handler)
-    return None
+    with contextlib.suppress(ValueError):  # in another thread
+        return signal.signal(number, handler) if free else None
 
 
 def give_back_signal(number: int, handler, before):
     """Restore the handler before, unless the program has set another one since."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and before is not None and signal.getsignal(number) == handler:
-        signal.signal(number, before)
+    if before is not None and signal.getsignal(number) == handler:
+        with contextlib.suppress(ValueError):
+            signal.signal(number, before)
 
 
 def compiler() -> dict[str, int]:
@@ -188,3 +194,45 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row
+
+
+def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, float]:
+    """GB and counts used or free now; the unknown is left out."""
+    row = {}
+    if rss := proc.rss_bytes():
+        row["memory/host_rss_gb"] = rss / 1e9
+        pids = "self", *(worker.pid for worker in multiprocessing.active_children())
+        own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
+        row["memory/host_anonymous_gb"] = own / 1e9
+        row["memory/open_files"] = len(proc.names("proc/self/fd"))
+        row["memory/threads"] = len(proc.names("proc/self/task"))
+    if device.type == "cuda":
+        stats = torch.accelerator.memory_stats(device)
+        row["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
+        row["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
+        row["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
+        row["memory/alloc_retries"] = stats["num_alloc_retries"]
+    with contextlib.suppress(OSError):  # the folder is gone
+        disk = os.statvfs(out_dir) if out_dir else None
+        if disk and disk.f_blocks:
+            row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
+    return row
+
+
+def limits(row: dict, device: torch.device) -> dict[str, float]:
+    """How far each resource of this process can grow, GB and counts; row: its use now.
+
+    The ranks, as if all were on this host, have equal shares of the rest.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    threads, host_gb = row.get("memory/threads", 0), row.get("memory/host_anonymous_gb", 0.0)
+    found = {
+        "limit/host_gb": host_gb + proc.available_bytes() / ranks / 1e9,
+        "limit/threads": threads + proc.available_threads(threads) / ranks,
+        "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
+    }
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # without the share of others, and of the driver
+        found["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
+    return {name: limit for name, limit in found.items() if math.isfinite(limit)}

@@ -46,7 +46,7 @@ class Sinks:
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                   for k, v in row.items()}
-        line = ENCODER.encode({"step": step, **finite}) + "\n"
+        line = json.dumps({"step": step, **finite}, default=str) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
 
@@ -71,9 +71,6 @@ def say(text: str):
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-ENCODER = json.JSONEncoder(default=str)
 
 
 def open_metrics(path: Path, start_step: int) -> tuple:

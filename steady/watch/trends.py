@@ -1,15 +1,9 @@
 """Whether a run learns, and whether a resource ends before the run does: from its history."""
 
-import contextlib
 import math
-import multiprocessing
-import os
-from pathlib import Path
 
 import numpy as np
-import torch
 
-from steady.watch import proc
 from steady.watch.findings import Finding, finding, si
 from steady.watch.history import History, quantile
 
@@ -97,10 +91,10 @@ class Spikes:
         good = [math.isfinite(loss + norm) for loss, norm in zip(worst, norms, strict=True)]
         found, bad = [], good.count(False)
 
-        def add(kind: str, i: int, value: float, median: float, steps: int, **more):
+        def add(kind: str, i: int, value: float, median: float, steps: int, again=False):
             rank = sizes[i].index(worst[i])
             found.append(dict(step=step - len(norms) + 1 + i, anomaly=kind, value=value,
-                              median=median, steps=steps, rank=rank, **more))
+                              median=median, steps=steps, rank=rank, again=again))
 
         if bad:
             add("not finite", good.index(False), math.nan, 0.0, bad, again=self.was_bad)
@@ -139,47 +133,6 @@ RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for
     "threads": ("memory/threads", "limit/threads"),
     "disk space": ("disk/free_gb", ""),
 }
-
-
-def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, float]:
-    """GB and counts used or free now; the unknown is left out."""
-    row = {}
-    if rss := proc.rss_bytes():
-        row["memory/host_rss_gb"] = rss / 1e9
-        pids = "self", *(worker.pid for worker in multiprocessing.active_children())
-        own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
-        row["memory/host_anonymous_gb"] = own / 1e9
-        row["memory/open_files"] = len(proc.names("proc/self/fd"))
-        row["memory/threads"] = len(proc.names("proc/self/task"))
-    if device.type == "cuda":
-        stats = torch.accelerator.memory_stats(device)
-        row["memory/allocated_gb"] = stats["allocated_bytes.all.current"] / 1e9
-        row["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
-        row["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
-        row["memory/alloc_retries"] = stats["num_alloc_retries"]
-    with contextlib.suppress(OSError):  # the folder is gone
-        disk = os.statvfs(out_dir) if out_dir else None
-        if disk and disk.f_blocks:
-            row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
-    return row
-
-
-def limits(row: dict, device: torch.device, ranks: int) -> dict[str, float]:
-    """How far each resource of this process can grow, GB and counts; row: its use now.
-
-    ranks: processes of the run on this host, with equal shares of the rest.
-    """
-    threads, host_gb = row.get("memory/threads", 0), row.get("memory/host_anonymous_gb", 0.0)
-    found = {
-        "limit/host_gb": host_gb + proc.available_bytes() / ranks / 1e9,
-        "limit/threads": threads + proc.available_threads(threads) / ranks,
-        "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
-    }
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # without the share of others, and of the driver
-        found["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
-    return {name: limit for name, limit in found.items() if math.isfinite(limit)}
 
 
 def runs_out(history: History) -> list[Finding]:
