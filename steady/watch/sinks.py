@@ -87,26 +87,19 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         length *= 2
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
-    dropped = [row for _, row in rows if row["step"] > start_step]
     file = open(path, "a", buffering=1)  # each row is written as a whole
-    if lost := seconds_of(dropped, start_step):
-        file.write(json.dumps({"step": start_step, "lost_s": lost}) + "\n")
-    for row in dropped:
+    lost, newest = 0.0, start_step
+    for row in (row for _, row in rows if row["step"] > start_step):
+        if row.get("perf/step_ms"):
+            lost += max(0, row["step"] - newest) * row["perf/step_ms"] / 1e3
+            newest = row["step"]
         if "hang" in row:  # the reason for a restart
             file.write(json.dumps({"step": start_step, "hang": row["hang"]}) + "\n")
+    if lost:
+        file.write(json.dumps({"step": start_step, "lost_s": lost}) + "\n")
     evaluated = {(start_step, name) for _, row in kept if row["step"] == start_step
                  for name in row if name.startswith("val/")}  # left by a killed process
     return file, History(row for _, row in kept), evaluated
-
-
-def seconds_of(rows: list[dict], step: int) -> float:
-    """Wall time of the steps after `step` in these rows."""
-    total = 0.0
-    for row in rows:
-        if row.get("perf/step_ms"):
-            total += max(0, row["step"] - step) * row["perf/step_ms"] / 1e3
-            step = row["step"]
-    return total
 
 
 class TensorBoard:

@@ -5,6 +5,7 @@ program's, and the lines in it that became longer are named. Readings of the ker
 the probe name the machine's part. The rest is unexplained.
 """
 
+import itertools
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -118,23 +119,23 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
     """{series: {point: ms/step}}: time of each phase alone, and time all share.
 
     They share the growth of the middle one of forward, backward and optimizer: a plant in one of
-    them does not move it, a slower machine moves all. Outside phases: their cost per step.
+    them does not move it, a slower machine moves all. Phases only of points with as much work as
+    the newest. Outside phases: their cost per step.
     """
-    start = same_work_since([point["work"] for point in points])
-    usual = points[start : start + BASELINE]
+    work = statistics.median_low(point["work"] for point in points[-BASELINE:])
+    same = [SAME_WORK[0] < point["work"] / work < SAME_WORK[1] for point in points]
+    usual = list(itertools.compress(points, same))[:BASELINE]
     normal = {name: float(np.median([ms_of(point, name) for point in usual]))
               for name in STEP_PHASES}
-    work = float(np.median([point["work"] for point in usual]))
     series = {name: {} for name in (*STEP_PHASES, COMMON)}
     last_done = {}
     for i, point in enumerate(points):
         factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
         factor = statistics.median_low(factors) if factors else 1.0
-        alone = {}
-        if SAME_WORK[0] < point["work"] / work < SAME_WORK[1]:
-            alone = {name: ms_of(point, name) - factor * normal[name] for name in STEP_PHASES}
+        alone = {name: ms_of(point, name) - factor * normal[name]
+                 for name in STEP_PHASES if same[i]}
         series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
-        for name, value in alone.items() if i >= start else ():
+        for name, value in alone.items():
             series[name][i] = value / max(1.0, factor)  # noise grows with the machine's
         for name in OUTSIDE_PHASES:
             total = ms_of(point, name) * (point["step"] - point["first"] + 1)
@@ -147,16 +148,6 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
 
 def ms_of(row: dict, name: str) -> float:
     return row.get(f"perf/{name}_ms", 0.0)
-
-
-def same_work_since(work: list[float]) -> int:
-    """The first point of the newest stretch of equal work."""
-    start, level = 0, statistics.median(work[:BASELINE])
-    for i in range(BASELINE, len(work)):
-        newest = work[i - BASELINE + 1 : i + 1]
-        if not any(SAME_WORK[0] < w / level < SAME_WORK[1] for w in newest):
-            start, level = i - BASELINE + 1, statistics.median(newest)
-    return start
 
 
 # --- rises -----------------------------------------------------------------------------------
@@ -257,8 +248,6 @@ def locate(rise: Rise, series: dict[int, float]):
     """Refine `since`; tell a gradual rise from a jump."""
     end = max(series) if rise.until is None else rise.until
     part = [i for i in series if rise.began <= i <= end]
-    if len(part) < 8 or part[0] > rise.since:
-        return
     k, creeps = change_point(np.array([series[i] for i in part]))
     if part[k] <= rise.found:  # not a later change
         rise.since, rise.creeps = part[k], creeps
