@@ -20,7 +20,8 @@ COMMON = "all phases"
 COMPUTE = ("forward", "backward", "optimizer")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
 STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
-MEANS = ("_ms", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")  # ends of their names
+# ends of the names of measurements; the rest are counts and sizes
+MEASURED = ("_ms", "_us", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms",
          "memory": "machine/memory_ms"}
@@ -49,7 +50,7 @@ def slowdown(history: History) -> list[Finding]:
     series = split(points)
     rises = [rise for name, values in series.items() for rise in find_rises(name, values, points)]
     events, known = [], []
-    for rise in sorted(rises, key=lambda rise: (rise.found, rise.series == COMMON)):
+    for rise in sorted(rises, key=lambda rise: rise.found):
         locate(rise, series[rise.series])
         if not any(belongs(rise, other) for other in known):
             events.append(rise)
@@ -98,20 +99,12 @@ def merge(rows) -> list[dict]:
 
 
 def mean_row(rows: list[dict]) -> dict:
-    """Means of measurements, medians of probes, the newest of counts and sizes, all looks.
-
-    Not every row has them; a probe may have caught a bad moment.
-    """
+    """Means of measurements, the newest of counts and sizes, all looks. Not every row has them."""
     profile = add_profiles(rows)
     out = {"profile": profile, "looks": sum(sum(lines.values()) for lines in profile.values())}
     for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
-        if name.endswith("_probe_us"):
-            out[name] = statistics.median(values)
-        elif name.endswith(MEANS):
-            out[name] = sum(values) / len(values)
-        else:
-            out[name] = values[-1]
+        out[name] = sum(values) / len(values) if name.endswith(MEASURED) else values[-1]
     return out
 
 
@@ -237,11 +230,9 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
 
 def usual_level(normal: list[float]) -> tuple[float, float]:
     """(mean without outliers, standard deviation)."""
-    values = np.array(normal)
     # from differences: a gradual rise hardly widens them; 0.954 = 0.6745 sqrt(2)
-    sigma = float(np.median(np.abs(np.diff(values)))) / 0.954
-    middle = np.median(values)
-    return float(np.clip(values, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
+    sigma, middle = float(np.median(np.abs(np.diff(normal)))) / 0.954, np.median(normal)
+    return float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
 
 
 def locate(rise: Rise, series: dict[int, float]):
