@@ -19,7 +19,7 @@ STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not finite
-NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/", "limit/")
+NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/")
 
 
 class History:

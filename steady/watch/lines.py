@@ -34,6 +34,10 @@ def library_of(place: str) -> str:
     return place.partition(" | ")[2]
 
 
+def source_of(place: str, sources: dict[str, str]) -> str:
+    return sources.get(place.partition(" ")[0], "")
+
+
 def waits_for_loader(place: str) -> bool:
     """Whether the loop waits there for loader processes."""
     return function_of(place) == ("data.py", "loader") or library_of(place) in LOADER_WAITS

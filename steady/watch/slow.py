@@ -12,7 +12,7 @@ import numpy as np
 
 from steady.watch.findings import Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import function_of, library_of, own_part, waits_for_loader
+from steady.watch.lines import function_of, library_of, own_part, source_of, waits_for_loader
 from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
@@ -87,8 +87,8 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
 def eager(history: History) -> list[Finding]:
     """torch.compile has given up on functions that it compiled again and again."""
     rows = [row for row in history.rows if row.get("perf/eager_functions")]
-    count = rows and int(rows[-1]["perf/eager_functions"])
-    return [finding("eager", rows[0]["step"], dict(count=count))] if rows else []
+    return [finding("eager", first["step"], dict(count=int(rows[-1]["perf/eager_functions"])))
+            for first in rows[:1]]
 
 
 def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str]):
@@ -105,10 +105,6 @@ def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str,
             advice = advice_for(place, sources) or ADVICE[phase]
             left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
                       line=own_part(place), source=source_of(place, sources))
-
-
-def source_of(place: str, sources: dict[str, str]) -> str:
-    return sources.get(place.partition(" ")[0], "")
 
 
 def advice_for(place: str, sources: dict[str, str]) -> str:
@@ -135,14 +131,12 @@ def take_rank(left: Left, mean: dict, rows: list[dict]):
 
 def take_rare(left: Left, mean: dict, rows: list[dict]):
     """Take the time of a few heavy steps, and of repeated compilation."""
-    median = float(np.mean([row["perf/step_ms_median"] for row in rows]))
-    taken = sum(part.ms for part in left.parts)
+    step, median = mean["perf/step_ms"], mean["perf/step_ms_median"]
     above = [row["perf/step_ms"] - row["perf/step_ms_median"] for row in rows]
-    rare = float(np.quantile(above, ALWAYS)) - taken
-    queue = mean.get("perf/cpu_queue_ms", 0.0)
-    if rare < RARE * mean["perf/step_ms"] + 2 * queue or median <= 0:
+    rare = float(np.quantile(above, ALWAYS)) - sum(part.ms for part in left.parts)
+    if rare < RARE * step + 2 * ms_of(mean, "cpu_queue"):
         return
     if goes_on(rows, "perf/compilations"):
         left.take("compilations", rare, COMPUTE)
     else:
-        left.take("rare", rare, STEP_PHASES, factor=mean["perf/step_ms"] / median)
+        left.take("rare", rare, STEP_PHASES, factor=step / median)

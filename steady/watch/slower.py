@@ -14,14 +14,14 @@ import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import add_profiles, longer_lines, waits_for_loader
+from steady.watch.lines import add_profiles, longer_lines, source_of, waits_for_loader
 
 COMMON = "all phases"
 COMPUTE = ("forward", "backward", "optimizer")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
 STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
 # ends of the names of measurements; the rest are counts and sizes
-MEASURED = ("_ms", "_us", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")
+MEASURED = ("_ms", "_us", "_median", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms",
          "memory": "machine/memory_ms"}
@@ -34,6 +34,8 @@ BASELINE = 10  # points that define the usual time of each phase
 SAME_WORK = 0.9, 1.1  # of a step: other work has other shares of phases
 LEAST = 0.025  # of a step: two quiet halves of a run differ by less
 WORTH_NAMING = 0.05  # of the time added
+# of a step, to be reported: a shared machine has its small ups and downs
+LEAST_OF = {"program": 0.01, "machine": 0.1, "unclear": 0.1}
 LOWER_CLOCKS = 0.97  # of a GPU's clock before
 SLOWER_RANK = 1.1  # times the work of the others
 LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
@@ -56,13 +58,7 @@ def slowdown(history: History) -> list[Finding]:
             events.append(rise)
         known.append(rise)
     found = [explain(event, series, points, history.sources) for event in events]
-    return [f for f in found if worth_reporting(f)]
-
-
-def worth_reporting(found: Finding) -> bool:
-    """Not if it came to nothing, nor for the small ups and downs of a shared machine."""
-    least = 1 if found.side == "program" else 10
-    return found.phase != "step" or dict(found.values)["percent"] >= least
+    return [f for f in found if f.phase != "step" or f.ms >= LEAST_OF[f.side] * f.of]
 
 
 def is_certain(found: Finding) -> bool:
@@ -201,7 +197,7 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
     values = list(series.items())
     for n, (i, value) in enumerate(values):
         newest.append(value)
-        if lower and len(newest) == 5 and sorted(newest)[2] < lower[-1][1]:
+        if lower and statistics.median(newest) < lower[-1][1]:
             normal, _, rise = lower.pop()
             rise.until, rising, total, since, began = i, [], 0.0, n + 1, n + 1
             learn()
@@ -375,10 +371,8 @@ def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
     votes = [(int(row["perf/slowest_rank"]), OWN_PHASES[int(row["perf/slowest_rank_phase"])])
              for row in rows if "perf/slowest_rank" in row
              and row.get("perf/slowest_rank_phase", len(OWN_PHASES)) < len(OWN_PHASES)]
-    if not votes:
-        return 0, "", 0.0
-    rank, phase = max(set(votes), key=votes.count)
-    return rank, phase, sum(each == rank for each, _ in votes) / len(votes)
+    rank, phase = statistics.mode(votes) if votes else (0, "")
+    return rank, phase, sum(each == rank for each, _ in votes) / max(1, len(votes))
 
 
 def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[str, str]):
@@ -390,7 +384,7 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
             sure = ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error
             if sure and not waits_for_loader(place):
                 left.take("line", ms, [phase], line=place, error=error, phase=phase,
-                          source=sources.get(place.partition(" ")[0], ""))
+                          source=source_of(place, sources))
 
 
 def take_waits(left: Left, old: dict, new: dict, shared: float):

@@ -23,8 +23,7 @@ END_SECONDS = 30  # for a tracker to take the last rows
 def scalars(row: dict) -> dict:
     """The charts of a row of metrics.jsonl; an anomaly has none."""
     return {} if "anomaly" in row else {
-        name: value for name, value in row.items()
-        if isinstance(value, (int, float)) and not name.startswith("limit/")}
+        name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def identity(tracker: str, run_dir: Path) -> dict:
