@@ -12,6 +12,7 @@ from conftest import ROOT
 from test_slower import made, value
 
 from steady.watch.history import History
+from steady.watch.lines import OTHERS
 from steady.watch.report import findings, news, report, report_text
 from steady.watch.slow import slow
 from tests.bench.diagnosis import RESULTS, kept
@@ -58,6 +59,10 @@ def test_a_slow_data_set_in_the_training_process_names_its_line():
     line = found["line"]
     assert line.line == "my_data.py:6 augment" and value(line, "source") == "time.sleep(0.01)"
     assert line.ms == pytest.approx(14.0 * 10 / 11)
+
+
+def test_lines_without_a_name_are_no_line():
+    assert list(parts_of(rows_of({"data": 14.0}, {"data": {OTHERS: 9}}))) == ["data"]
 
 
 def test_evaluation_is_named_by_no_line_of_it():

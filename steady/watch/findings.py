@@ -49,23 +49,18 @@ def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> 
 
 CAUSES = {  # code → "meaning; remedy"
     "gc": "Python's garbage collector; collect rarely, after gc.freeze()",
-    "thread": "another thread of this process computes: {name}; move its work to a process, or do "
-              "less of it",
-    "quota": "a CPU quota throttles the container; raise it, or use fewer threads and loader "
-             "processes",
+    "thread": "another thread of this process computes: {name}; move its work to a process",
+    "quota": "a CPU quota throttles the container; raise it, or use fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others; use a machine of your own",
     "contention": "other processes run on these cores; stop them, or use fewer threads "
                   "(OMP_NUM_THREADS=1 suffers least)",
     "disk": "the process waits for a disk; a faster disk, or a local copy",
-    "memory": "memory is short: pages are read again and again; fewer loader processes, smaller "
-              "buffers, or more memory",
+    "memory": "memory is short: pages are read again and again; use fewer loader processes",
     "probe": "the machine is slower: its probe takes {ratio:.2f} times as long; look for a "
              "neighbour on this host, or lower clocks",
-    "clocks": "lower GPU clocks, from heat or the power limit: {readings}; check cooling and the "
-              "power limit",
+    "clocks": "lower GPU clocks, from heat or the power limit: {readings}; check the cooling",
     "stopped": "the process is stopped and continued by signals; find the sender of SIGSTOP",
-    "network": "collectives take longer, and no rank is slower than the others; check the network "
-               "between the ranks",
+    "network": "collectives take longer, and no rank is slower than the others; check the network",
     "slow rank": "rank {rank} does {ratio:.2f} times the work of the others, mostly in {phase}; "
                  "look at its machine, and at its share of the work",
     "compilations": "recompilation: shapes or flags change; TORCH_LOGS=recompiles names them",
@@ -73,11 +68,9 @@ CAUSES = {  # code → "meaning; remedy"
                  "or PYTORCH_ALLOC_CONF=expandable_segments:True",
     "data": "the loop waits for data; more --num_workers, a faster disk, or less work per sample",
     "line": "{source}; {advice}",
-    "rare": "a few heavy steps: the mean is {factor:.2f} times the median; look for work done only "
-            "at some steps, such as a profiler or a flush",
+    "rare": "a few heavy steps: the mean is {factor:.2f} times the median; a profiler, or a flush?",
     "padding": "{share:.0%} of the tokens computed are padding; --data_mode packed",
-    "logging": "logging, or a sink that blocks; ten times the --log_interval, or another "
-               "--tensorboard_dir",
+    "logging": "logging, or a sink that blocks; ten times the --log_interval, or a local --out_dir",
     "evaluation": "evaluation; twice the --eval_interval, or half the --eval_steps",
     "checkpoint": "checkpoints; twice the --save_interval, or a faster disk",
     "checkpoint grows": "something saved each time grows; look for a list that is kept",
@@ -99,8 +92,7 @@ WORDS = {  # code → text; "slower" has a function of its own
              "alone {alone_ms:.3g}",
     "diverged": "training diverged since about step {since}: loss {loss:.4g}, {first:.4g} at the "
                 "start, {lowest:.4g} at best",
-    "nothing learned": "training has learned nothing: loss {loss:.4g}, a uniform guess has "
-                       "{uniform:.4g}",
+    "nothing learned": "it has learned nothing: loss {loss:.4g}, a uniform guess {uniform:.4g}",
     "validation": "validation loss {loss:.4g} at step {step}; the lowest was {best:.4g} at step "
                   "{since}",
     "eager": "torch.compile has given up on {count} functions, eager since about step {since}: "
@@ -111,10 +103,8 @@ WORDS = {  # code → text; "slower" has a function of its own
     "device memory": f"device memory {RUNS_OUT}; look for tensors kept by the loop, such as losses "
                      "never detached, and for reference cycles",
     "open files": f"open files: the limit {RUNS_OUT}; close them, or raise ulimit -n",
-    "threads": f"threads: the limit {RUNS_OUT}; look for a thread or a pool started again and "
-               "again",
-    "disk space": f"disk space {RUNS_OUT}; fewer checkpoints (--keep_checkpoints), or another "
-                  "--out_dir",
+    "threads": f"threads: the limit {RUNS_OUT}; look for a pool that is started again and again",
+    "disk space": f"disk space {RUNS_OUT}; lower --keep_checkpoints, or use another --out_dir",
 }
 
 

@@ -44,8 +44,6 @@ class History:
             self.reported.append(row["finding"] | {"reported_at": row["step"]})
         self.about |= row.get("about", {})
         self.sources |= row.get("sources", {})
-        while self.rows and row.get("perf/step_ms") and self.rows[-1]["step"] >= row["step"]:
-            self.rows.pop()  # repeated after a rollback
         if row.get("evaluated", self.evaluated) != self.evaluated:
             self.evaluated = row["evaluated"]
             for old in self.rows:  # losses of other data are not compared
@@ -53,8 +51,10 @@ class History:
         if "perf/startup_s" in row:
             self.process_began = row["step"]
         if row.get("perf/step_ms"):
+            while self.rows and self.rows[-1]["step"] >= row["step"]:
+                self.rows.pop()  # repeated after a rollback
             self.rows.append(row)
-        elif self.rows and any(name.startswith("val/") for name in row):
+        elif self.rows:
             self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
 
     def column(self, name: str) -> np.ndarray:
@@ -90,10 +90,6 @@ def is_size(value) -> bool:
     return is_number(value) and value >= 0
 
 
-def is_count(value) -> bool:
-    return type(value) is int and 0 < value < 1e9
-
-
 def is_finding(value) -> bool:
     return (isinstance(value, dict) and isinstance(value.get("code"), str)
             and isinstance(value.get("phase", ""), str) and type(value.get("since")) is int
@@ -118,7 +114,7 @@ SHAPES = {  # of all that is not a number
     **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
     **dict.fromkeys(("about", "seconds", "order"), {str: is_number}),
     **dict.fromkeys(("positions", "datasets"), list), "evaluated": dict, "finding": is_finding,
-    "sources": {str: str}, "profile": {str: {str: is_count}},
+    "sources": {str: str}, "profile": {str: {str: lambda n: type(n) is int and 0 < n < 1e9}},
 }
 
 

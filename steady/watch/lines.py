@@ -1,6 +1,7 @@
 """Lines of Python by the time spent in them, from the looks of the sampler."""
 
 import math
+from collections.abc import Iterable
 
 OTHERS = "…"  # lines without a name in a profile
 MIN_LOOKS = 8  # at a phase, to say anything of its lines
@@ -43,6 +44,15 @@ def waits_for_loader(place: str) -> bool:
     return function_of(place) == ("data.py", "loader") or library_of(place) in LOADER_WAITS
 
 
+def by_function(places) -> Iterable[list[str]]:
+    """The places of each function, without those without a name and waits for the loader."""
+    functions = {}
+    for place in places:
+        if place != OTHERS and not waits_for_loader(place):
+            functions.setdefault(function_of(place), []).append(place)
+    return functions.values()
+
+
 def longer_lines(ms: list[float], looks: list[dict[str, int]],
                  factor: float) -> list[tuple[float, float, str]]:
     """(ms per step, half its 95 % interval, place) of each function that takes longer than `factor`
@@ -55,12 +65,8 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
     totals = [sum(lines.values()) for lines in looks]
     if totals[1] < MIN_LOOKS:
         return []
-    functions = {}  # function → its lines
-    for place in {**looks[0], **looks[1]}:
-        if place != OTHERS:
-            functions.setdefault(function_of(place), []).append(place)
     found = []
-    for places in functions.values():
+    for places in by_function({**looks[0], **looks[1]}):
         shares = [[lines.get(place, 0) / max(1, total) for place in places]
                   for lines, total in zip(looks, totals, strict=True)]
         old, new = (t * sum(each) for t, each in zip(ms, shares, strict=True))

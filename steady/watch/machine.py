@@ -93,8 +93,7 @@ class Machine:
         moved = {name: new[name] - old[name] for name in new.keys() & old.keys()}
         row |= {f"machine/{name}": ms / (step - before) for name, ms in own_stalls(moved).items()}
         row |= busiest(ran, now, step - before)
-        row |= self.probe.read() | gpu_readings(self.device)
-        row |= read_resources(self.device, self.out_dir)
+        row |= self.probe.read() | read_resources(self.device, self.out_dir)
         if "memory/threads" in row and not self.limited:  # now that the loader's processes run
             self.limited, row["about"] = True, limits(row, self.device)
         self.slow_read = time.perf_counter(), step, new, now
@@ -169,17 +168,6 @@ def own_stalls(moved: dict[str, float]) -> dict[str, float]:
     return kept
 
 
-def gpu_readings(device: torch.device) -> dict[str, float]:
-    """Clock, temperature and power, if torch's reader (the package nvidia-ml-py) is installed."""
-    row = {}
-    with contextlib.suppress(Exception):
-        if device.type == "cuda":
-            row["perf/clock_mhz"] = torch.cuda.clock_rate(device)
-            row["machine/gpu_celsius"] = torch.cuda.temperature(device)
-            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
-    return row
-
-
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     """ms/step the longest waiting thread was kept from a core (the others of an operation wait for
     it), and ms/step the busiest other thread of Python computed."""
@@ -197,7 +185,7 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
 
 
 def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, float]:
-    """GB and counts used or free now; the unknown is left out."""
+    """GB and counts used or free now, clock and power of a GPU; the unknown is left out."""
     row = {}
     if rss := proc.rss_bytes():
         row["memory/host_rss_gb"] = rss / 1e9
@@ -212,6 +200,10 @@ def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, floa
         row["memory/reserved_gb"] = stats["reserved_bytes.all.current"] / 1e9
         row["memory/peak_gb"] = stats["allocated_bytes.all.peak"] / 1e9
         row["memory/alloc_retries"] = stats["num_alloc_retries"]
+        with contextlib.suppress(Exception):  # without the package nvidia-ml-py
+            row["perf/clock_mhz"] = torch.cuda.clock_rate(device)
+            row["machine/gpu_celsius"] = torch.cuda.temperature(device)
+            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
     with contextlib.suppress(OSError):  # the folder is gone
         disk = os.statvfs(out_dir) if out_dir else None
         if disk and disk.f_blocks:

@@ -12,7 +12,7 @@ import numpy as np
 
 from steady.watch.findings import Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import function_of, library_of, own_part, source_of, waits_for_loader
+from steady.watch.lines import by_function, function_of, library_of, own_part, source_of
 from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
@@ -93,15 +93,11 @@ def eager(history: History) -> list[Finding]:
 
 def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str]):
     """Take functions from a phase of host work, and from others lines known to be avoidable."""
-    functions = {}  # (file, function) → [(looks, place)] of avoidable lines
-    for place, n in lines.items():
-        function = function_of(place)  # "" for lines without a name
-        if function[1] and (phase in HOST_PHASES or advice_for(place, sources)):
-            functions.setdefault(function, []).append((n, place))
     ms_of_a_look = left.ms[phase] / max(1, sum(lines.values()))
-    for places in functions.values():
-        looks, place = sum(n for n, _ in places), max(places)[1]
-        if looks > 2 and not waits_for_loader(place):
+    for places in by_function(place for place in lines
+                              if phase in HOST_PHASES or advice_for(place, sources)):
+        looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
+        if looks > 2:
             advice = advice_for(place, sources) or ADVICE[phase]
             left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
                       line=own_part(place), source=source_of(place, sources))

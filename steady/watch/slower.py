@@ -14,7 +14,7 @@ import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding, finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import add_profiles, longer_lines, source_of, waits_for_loader
+from steady.watch.lines import add_profiles, longer_lines, source_of
 
 COMMON = "all phases"
 COMPUTE = ("forward", "backward", "optimizer")
@@ -158,17 +158,14 @@ class Rise:
     until: int | None = None
     creeps: bool = False
 
-    @property
-    def kind(self) -> str:
-        """"a phase", COMMON, or a phase outside steps."""
-        return "a phase" if self.series in STEP_PHASES else self.series
-
 
 def belongs(rise: Rise, other: Rise) -> bool:
     """Whether it is part of an event found before: began before that was known, and while it
     lasted."""
+    of_steps = {rise.series, other.series} <= {*STEP_PHASES}
     lasts = other.until is None or rise.found <= other.until
-    return rise.kind == other.kind and lasts and rise.since <= other.found
+    same = of_steps or rise.series == other.series
+    return same and lasts and rise.since <= other.found
 
 
 def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[Rise]:
@@ -381,8 +378,7 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
         looks = [row["profile"].get(phase, {}) for row in (old, new)]
         phase_ms = [ms_of(row, phase) for row in (old, new)]
         for ms, error, place in longer_lines(phase_ms, looks, factor):
-            sure = ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error
-            if sure and not waits_for_loader(place):
+            if ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error:
                 left.take("line", ms, [phase], line=place, error=error, phase=phase,
                           source=source_of(place, sources))
 
