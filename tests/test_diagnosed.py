@@ -11,8 +11,8 @@ def test_real_runs_are_diagnosed_as_well_as_ever():
     assert {run["threads"] for run in runs} == {0, 1, 2}
     assert len({run["kind"] for run in runs}) >= 15
     scores = [score(run, diagnosed(run["rows"])) for run in runs]
-    for name, least in (("found", 0.93), ("since", 0.96), ("named", 0.86), ("blame", 0.96),
+    for name, least in (("found", 0.94), ("since", 0.98), ("named", 0.86), ("blame", 0.97),
                         ("not the program", 1.0), ("quiet", 0.75), ("no wrong line", 0.99),
-                        ("no wrong cause", 0.94)):
+                        ("no wrong cause", 0.95)):
         values = [each[name] for each in scores if name in each]
         assert sum(values) >= least * len(values), name

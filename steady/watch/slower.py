@@ -53,7 +53,9 @@ def slowdown(history: History) -> list[Finding]:
     rises = [rise for name, values in series.items() for rise in find_rises(name, values, points)]
     events, known = [], []
     for rise in sorted(rises, key=lambda rise: rise.found):
-        locate(rise, series[rise.series])
+        ends = [other.since for other in rises
+                if other.series == rise.series and other.found > rise.found]
+        locate(rise, series[rise.series], min([*ends, rise.until or len(points)]))
         if not any(belongs(rise, other) for other in known):
             events.append(rise)
         known.append(rise)
@@ -228,13 +230,11 @@ def usual_level(normal: list[float]) -> tuple[float, float]:
     return float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
 
 
-def locate(rise: Rise, series: dict[int, float]):
-    """Refine `since`; tell a gradual rise from a jump."""
-    end = max(series) if rise.until is None else rise.until
-    part = [i for i in series if rise.began <= i <= end]
-    k, creeps = change_point(np.array([series[i] for i in part]))
-    if part[k] <= rise.found:  # not a later change
-        rise.since, rise.creeps = part[k], creeps
+def locate(rise: Rise, series: dict[int, float], end: int):
+    """Refine `since`, up to the point `end`; tell a gradual rise from a jump."""
+    part = [i for i in series if rise.began <= i < end]
+    k, rise.creeps = change_point(np.array([series[i] for i in part]))
+    rise.since = part[k]
 
 
 def change_point(values: np.ndarray) -> tuple[int, bool]:
