@@ -22,7 +22,7 @@ class Clock:
         self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
-        self.step_began, self.outside_seconds = self.since, 0.0  # outside: since step_began
+        self.step_seconds = 0.0  # of the step that goes on
         self.window_ms = deque(maxlen=WINDOW)
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
@@ -34,17 +34,17 @@ class Clock:
         now, ended = time.perf_counter(), self.current
         took = now - self.since
         self.seconds[ended] += took
-        if ended in OUTSIDE_PHASES:
-            self.outside_seconds += took
+        if ended not in OUTSIDE_PHASES:
+            self.step_seconds += took
         self.current, self.since = name, now
         if self.events:
             self.events.mark(name)
         return ended
 
     def end_step(self):
-        now = time.perf_counter()
-        self.window_ms.append((now - self.step_began - self.outside_seconds) * 1e3)
-        self.step_began, self.outside_seconds = now, 0.0
+        self.phase(self.current)
+        self.window_ms.append(self.step_seconds * 1e3)
+        self.step_seconds = 0.0
         if self.events:
             self.events.end()
 

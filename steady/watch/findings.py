@@ -141,7 +141,7 @@ def describe_slower(found: Finding) -> str:
     lines += map(describe_part, found.parts)
     if found.phase == "step":
         shared = f"all phases take {1 + found.ms / found.of:.2f} times as long: "
-        lines.append(shared * values["shared"] + SIDES[found.side])
+        lines.append(shared * values.get("shared", False) + SIDES[found.side])
     if found.until is not None:
         lines.append(f"it ended at step {found.until}")
     return "\n    ".join(lines)

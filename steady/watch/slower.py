@@ -51,14 +51,12 @@ def slowdown(history: History) -> list[Finding]:
         return []
     series = split(points)
     rises = [rise for name, values in series.items() for rise in find_rises(name, values, points)]
-    events, known = [], []
-    for rise in sorted(rises, key=lambda rise: rise.found):
-        ends = [other.since for other in rises
-                if other.series == rise.series and other.found > rise.found]
-        locate(rise, series[rise.series], min([*ends, rise.until or len(points)]))
-        if not any(belongs(rise, other) for other in known):
-            events.append(rise)
-        known.append(rise)
+    rises.sort(key=lambda rise: rise.found)
+    for n, rise in enumerate(rises, start=1):
+        following = [other.since for other in rises[n:] if other.series == rise.series]
+        locate(rise, series[rise.series], min([*following, rise.until or len(points)]))
+    events = [rise for n, rise in enumerate(rises)
+              if not any(belongs(rise, other) for other in rises[:n])]
     found = [explain(event, series, points, history.sources) for event in events]
     return [f for f in found if f.phase != "step" or f.ms >= LEAST_OF[f.side] * f.of]
 

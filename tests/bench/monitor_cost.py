@@ -79,7 +79,7 @@ def block_ms(run: train.Run, steps: int) -> float:
     gc.collect()
     clock = getattr(run.monitor, "clock", None)
     if clock:
-        clock.since = clock.step_began = time.perf_counter()  # before: not training
+        clock.since, clock.step_seconds = time.perf_counter(), 0.0  # before: not training
     return 1e3 * seconds(train_steps, run, steps) / steps
 
 
