@@ -17,6 +17,7 @@ from test_house import TOP
 
 import train
 from steady.guard.process import exit_code
+from tests.bench import referee
 from tools import compare, report
 
 # --- the statistics --------------------------------------------------------------------------
@@ -28,15 +29,16 @@ def test_critical_values_are_those_of_tables():
     assert found == pytest.approx([9.925, 4.604, 3.499, 2.861, 15.767, 7.069], rel=1e-3)
 
 
-def ends(differences: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+def ends(differences: np.ndarray, level) -> tuple[np.ndarray, np.ndarray]:
     """(whether each row finds a difference, whether it prefers B), as `settled` does."""
-    found, preferred = np.zeros((2, len(differences)), bool)
+    found, preferred = np.zeros((2, *differences.shape[:-1]), bool)
     for n in compare.LOOKS:
-        part = differences[:, :n]
-        if part.shape[1] == n:
-            t = part.mean(1) / part.std(1, ddof=1) * np.sqrt(n)
-            new = ~found & (abs(t) > compare.critical(n, level / len(compare.LOOKS)))
-            preferred |= new & (t < 0)
+        part = differences[..., :n]
+        if part.shape[-1] == n:
+            mean, error = part.mean(-1), part.std(-1, ddof=1) / np.sqrt(n)
+            half = compare.critical(n, level / len(compare.LOOKS)) * error
+            new = ~found & (abs(mean) > np.maximum(half, compare.ROUNDING))
+            preferred |= new & (mean < 0)
             found |= new
     return found, preferred
 
@@ -65,17 +67,34 @@ def test_error_over_all_looks_is_at_most_its_level():
             assert share <= 0.05 + 3 * np.sqrt(0.05 / 100_000), (draw, seeds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["normal", "laplace", "t"])
+REAL = json.loads(referee.RESULTS.read_text())["nulls"]
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace", "t", *REAL])
 def test_a_night_of_harmless_changes_keeps_none_in_19_of_20(kind):
-    """1,000 nights of 100 comparisons each; differences around 0, normal or of heavier tails."""
-    random, nights = np.random.default_rng(2), 1000
+    """1,000 nights of 100 comparisons each: drawn differences, and those of real pairs of runs.
+
+    More often only if a change makes the results of runs skewed, and not better.
+    """
+    random, nights, most = np.random.default_rng(2), 1000, 0.05
     draw = dict(normal=random.standard_normal, laplace=random.laplace,
                 t=lambda size: random.standard_t(3, size))
-    kept = np.zeros(nights, bool)
-    for k in range(1, 101):
-        kept |= ends(draw[kind](size=(nights, 20)), compare.level_of(k))[1]
-    assert kept.mean() <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / nights)
+    if kind in draw:
+        differences = draw[kind](size=(nights, 100, 20))
+    else:
+        differences = referee.nights(kind, REAL[kind], nights, random)
+        most = 0.24 if kind == referee.UNLIKE else most
+    kept = ends(differences, compare.level_of(np.arange(1, 101)))[1].any(1)
+    assert kept.mean() <= most + 2 * np.sqrt(most * (1 - most) / nights)
+
+
+def test_rounding_is_no_difference():
+    """In fp32: equal differences of its last bit have no spread at all."""
+    bit = float(np.spacing(np.float32(2)))
+    for n in compare.LOOKS:
+        assert compare.verdict([-bit] * n, 0.1)[1] is None
+        assert compare.verdict([-bit, -2 * bit] * n, 0.1)[1] is None
+        assert compare.verdict([-1e-4] * n, 0.1)[1] == "B"
 
 
 # --- pairs -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ EXIT_CODES = {"B": 0, "A": 3, None: 4}  # by the better arm
 # All comparisons of a ledger together find a difference that is not there with a probability of
 # at most 10 %, so B is wrongly preferred in 5 %. Comparison k gets 5 / ((k + 4) (k + 5)) of this
 # error, and each of these numbers of pairs a fifth of that: differences are tested after so many.
-ERROR, LOOKS = 0.1, (3, 5, 8, 13, 20)
+ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
                "--tracker=none", "--no_auto_resume", "--no_overwrite",
@@ -50,7 +50,7 @@ def critical(n: int, level: float) -> float:
     """
     u = np.geomspace(1e-8, math.pi / 2, 100_000)
     tail = np.cumsum(np.sin(u) ** (n - 2) * u)
-    return math.sqrt(n - 1) / math.tan(np.interp(level * tail[-1], tail, u))
+    return math.sqrt(n - 1) / np.tan(np.interp(level * tail[-1], tail, u))
 
 
 def interval(values: list[float], level: float) -> tuple[float, float]:
@@ -72,7 +72,7 @@ def verdict(differences: list[float], level: float) -> tuple[str, str | None]:
     n = f"({len(differences)} pairs)"
     if not any(differences):
         return f"A and B are the same: no difference at all {n}", None
-    if abs(mean) <= half:
+    if abs(mean) <= max(half, ROUNDING):
         return f"no difference larger than {abs(mean) + half:.2g} nats is seen {n}", None
     better = "B" if mean < 0 else "A"
     return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", better
