@@ -3,10 +3,11 @@
     python train.py --help_all                    every option with its unit and default
     python train.py --config runs/001/config.yaml the same run again
 
-Values come from the defaults below, then --preset, then --config, then the command line; the later
-one wins. To add an option, add a field here and read `cfg.name` where it is used.
+Values come from the defaults below, then --preset, --config, the command line; the last one wins.
+To add an option, add a field here and read `cfg.name` where it is used.
 """
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,11 +16,8 @@ from steady import options as cli
 from steady.conflicts import refuse_conflicts
 from steady.options import UNKNOWN, ConfigError, option
 
-# A size names a shape and the run it is usually trained with: sequence length, batch and learning
-# rate. Learning rates of the large sizes are from the GPT-3 paper (arXiv:2005.14165, table 2.1).
+# Shapes with sequence length, batch and learning rate, from the GPT-3 paper (arXiv:2005.14165).
 MODELS = {
-    "default": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=128, d_ff=352, qk_norm=True,
-                    tie_embeddings=False, seq_len=64, batch_size=32, learning_rate=1.5e-2),
     "gpt2-124m": dict(n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048,
                       tie_embeddings=True, seq_len=1024, batch_size=512, learning_rate=6e-4),
     "350m": dict(n_layer=24, n_head=16, n_kv_head=16, d_model=1024, d_ff=2816,
@@ -30,7 +28,7 @@ MODELS = {
                tie_embeddings=False, seq_len=2048, batch_size=1024, learning_rate=1.2e-4),
 }
 SHAPE_DEFAULTS = dict(qkv_bias=False, qk_norm=False, rope_theta=10000.0, optimizer="muon",
-                      lr_schedule="wsd")
+                      lr_schedule="wsd", weight_decay=0.1, max_steps=1000)
 
 PRESETS = {
     "fast": dict(compile=True, precision="auto", monitor="light", log_interval=50),
@@ -49,7 +47,6 @@ NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "m
 @dataclass
 class Config:
     # An option whose default is None gets its value in `resolve`, or once the machine is known.
-
     config: str | None = option(None, "YAML file of options, such as a run's config.yaml",
                                 group="run", saved=False, command_line=True, metavar="FILE")
     preset: Literal[tuple(PRESETS)] | None = option(
@@ -57,21 +54,18 @@ class Config:
     out_dir: str | None = option(None, "run directory (default: the next runs/NNN)", saved=False)
     overwrite: bool = option(False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
-        False, "continue the run in out_dir from its newest checkpoint, or start it", saved=False)
-    resume: str | None = option(
-        None, "continue from this checkpoint, or from the backup at this URL", saved=False)
+        False, "continue out_dir from its newest checkpoint, or start it", saved=False)
+    resume: str | None = option(None, "continue from this checkpoint, or backup's URL", saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...", saved=False)
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
                        below=2**63, fixed="trajectory")
-    eval_only: bool = option(
-        False, "evaluate the weights of --resume or --init_from and exit", saved=False)
+    eval_only: bool = option(False, "evaluate --resume or --init_from and exit", saved=False)
     check_checkpoints: str | None = option(
         None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
     verify_resume: int = option(0, "train 2 K steps, the last K again, compare every bit and exit",
                                 saved=False, metavar="K", at_least=0)
-    json: bool = option(False, "end with a line of JSON: step, losses, seconds, memory, verdict",
-                        saved=False)
+    json: bool = option(False, "end with losses, times and verdict as JSON", saved=False)
     estimate: int = option(0, "print estimated memory and time on N devices, then exit",
                            saved=False, metavar="N", at_least=0)
 
@@ -85,32 +79,30 @@ class Config:
     seq_len: int | None = option(None, "tokens in a sequence (default: from --model)", at_least=1,
                                  at_most=2**24, fixed="trajectory")
     data_mode: Literal["auto", "stream", "documents", "packed"] = option(
-        "auto", "stream: blocks of one long stream; documents: each sample is one, cut at seq_len, "
-        "and the loss counts responses, not prompts; packed: rows of several documents, attention "
-        "stays inside each; auto is documents where there are prompts", fixed="trajectory")
+        "auto", "stream: blocks of one long stream; documents: one a sample, the loss counts only "
+        "responses; packed: several in a row, attention stays inside each; auto: documents where "
+        "there are prompts", fixed="trajectory")
     num_workers: str = option(
         "auto", "loader processes per rank; auto is 0 on a CPU, the fastest there", metavar="N")
     pin_memory: bool = option(True, "pin the memory that batches are copied to CUDA from")
     prefetch_factor: int = option(2, "micro-batches prefetched by each loader process", at_least=1,
                                   at_most=1000)
 
-    init_from: str | None = option(
-        None, "initial weights: a Hugging Face folder, or a name on the hub",
-        group="model", metavar="NAME")
+    init_from: str | None = option(None, "initial weights: a Hugging Face folder, or a name on "
+                                   "the hub", group="model", metavar="NAME")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model from the hub", saved=False, command_line=True)
     lora_rank: int = option(0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0,
                             at_most=2**16, fixed="weights")
     lora_alpha: float | None = option(
-        None, "LoRA scale is lora_alpha / lora_rank (default: 2 lora_rank)", above=0,
-        fixed="function")
+        None, "LoRA scale times lora_rank (default: 2 lora_rank)", above=0, fixed="function")
     lora_targets: list[str] = option(
         ["all-linear"], "layers to adapt, by name suffix: q_proj, ...", fixed="weights")
-    resize_embeddings: bool = option(
-        False, "add embedding rows for new token ids to --init_from, each the mean of the old ones")
-    model: Literal[(*MODELS, "transformers")] = option(
-        "default", "shape by name, which --n_layer and so on change; --init_from sets transformers "
-        "for architectures that model.py does not have")
+    resize_embeddings: bool = option(False, "add rows for new token ids, each the mean of the old")
+    depth: int | None = option(None, "layers, from which shape and recipe follow (default: 2)",
+                               at_least=1, at_most=200)
+    model: Literal[("default", *MODELS, "transformers")] = option(
+        "default", "shape by name; transformers: another architecture, of --init_from")
     n_layer: int | None = option(
         None, "transformer blocks (default: from --model, like those below)", at_least=1,
         at_most=10_000, fixed="weights")
@@ -121,8 +113,8 @@ class Config:
                                   at_most=2**20, fixed="weights")
     d_model: int | None = option(
         None, "width of the residual stream", at_least=1, at_most=2**20, fixed="weights")
-    d_ff: int | None = option(
-        None, "width of the SwiGLU feed-forward layer", at_least=1, at_most=2**20, fixed="weights")
+    d_ff: int | None = option(None, "width of the SwiGLU layer", at_least=1, at_most=2**20,
+                              fixed="weights")
     vocab_size: int | None = option(
         None, "vocabulary size (default: the data's)", at_least=1, at_most=2**31, fixed="weights")
     qkv_bias: bool | None = option(
@@ -133,13 +125,11 @@ class Config:
     rope_theta: float | None = option(None, "base of the rotary embedding's wavelengths",
                                       at_least=1, at_most=1e30, fixed="function")
     rope_scaling: list[float] = option(
-        [], "factor that stretches the rotary embedding; or factor, low and high frequency factor, "
-        "and original context, as in Llama 3.1", above=0, fixed="function")
-    max_position: int | None = option(
-        None, "context length stated in an exported model (default: seq_len)", at_least=1)
+        [], "factor that stretches the rotary embedding; or Llama 3.1's four: factor, low and high "
+        "frequency factor, original context", above=0, fixed="function")
+    max_position: int | None = option(None, "context of an export (default: seq_len)", at_least=1)
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
-    dropout: float = option(
-        0.0, "probability, on attention, each block's outputs and embeddings", at_least=0, below=1)
+    dropout: float = option(0.0, "on attention, blocks and embeddings", at_least=0, below=1)
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
     activation_checkpointing: Literal["none", "full"] = option(
@@ -155,20 +145,19 @@ class Config:
         None, "sequences per optimizer step, over all devices together (default: from --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
-        None, "sequences per device and forward pass; lower it when memory runs out, the result "
-        "stays the same; auto tries powers of two on CUDA (default: up to 16,384 tokens; 65,536 on "
-        "a GPU with much memory)", metavar="N")
+        None, "sequences per device and forward pass, with the same result; auto tries powers of "
+        "two on CUDA (default: up to 16,384 tokens; 65,536 with much GPU memory)", metavar="N")
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
         None, "peak learning rate (default: from --model, falling with a larger d_model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
-    warmup_steps: int | None = option(
-        None, "steps of linear warm-up (default: 2 %% of max_steps)", at_least=0)
+    warmup_steps: int | None = option(None, "linear (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
         None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
     decay_fraction: float = option(0.7, "share of max_steps in wsd's decay", at_least=0, at_most=1)
-    weight_decay: float = option(0.1, "decoupled weight decay, on 2-D block weights", at_least=0)
+    weight_decay: float | None = option(
+        None, "decoupled, on 2-D block weights (default: from --depth, else 0.1)", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
     grad_clip: float = option(1.0, "global gradient norm to clip to; 0: off", at_least=0)
@@ -176,10 +165,9 @@ class Config:
         0.0, "decay of averaged weights, which are evaluated, sampled from and exported; 0: none",
         at_least=0, below=1)
     on_nonfinite: Literal["skip", "rollback", "abort"] = option(
-        "skip", "after max_nonfinite consecutive non-finite steps, all skipped: keep skipping, "
+        "skip", "after max_nonfinite non-finite steps in a row, all skipped: keep skipping, "
         "rollback to the newest checkpoint and go on with later samples, or abort")
-    max_nonfinite: int = option(
-        10, "consecutive non-finite steps before --on_nonfinite acts, at a log", at_least=1)
+    max_nonfinite: int = option(10, "see --on_nonfinite", at_least=1)
     skip_spikes: float = option(0.0, "skip steps whose loss or gradient norm is this many standard "
                                 "deviations above the last 128; 0: never", at_least=0)
 
@@ -187,53 +175,44 @@ class Config:
         50, "steps between log lines", group="logs and evaluation (intervals in steps; 0 is never)",
         at_least=0)
     eval_interval: int = option(500, "steps between evaluations, and one at the end", at_least=0)
-    eval_steps: int = option(64, "batches of batch_size sequences in an evaluation; 0 is all data",
-                             at_least=0)
-    patience: int = option(0, "stop after this many evaluations in a row without a new best; "
-                           "0: never", at_least=0)
+    eval_steps: int = option(64, "batches of batch_size in an evaluation; 0: all data", at_least=0)
+    patience: int = option(0, "end after N evaluations without a new best; 0: never", at_least=0)
     sample_interval: int | None = option(
-        None, "steps between samples of generated text, and one at the end; 0: none (default: one "
-        "at the end)", at_least=0)
+        None, "steps between samples of text (default: one at the end; 0: none)", at_least=0)
     monitor: Literal["off", "light", "full"] = option(
-        "light", "off: loss and throughput; light: also phases, memory, gradient norm, anomalies; "
-        "full: also norms of weights and updates, and the entropy of the output", flag="monitoring")
-    trace: int = option(0, "first of three steps to trace, to out_dir/traces; 0: none", at_least=0,
-                        saved=False)
+        "light", "off: loss and throughput; light: also phases, memory, anomalies; full: also "
+        "norms of weights and updates, and the output's entropy", flag="monitoring")
+    trace: int = option(0, "first of three steps to trace; 0: none", at_least=0, saved=False)
     peak_tflops: float | None = option(
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
         None, "folder for them (default: the cloud's, or out_dir/tensorboard)", metavar="DIR")
-    tensorboard_flush_secs: int = option(120, "seconds between flushes to the event file",
-                                         at_least=1, at_most=10**6)
+    tensorboard_flush_secs: int = option(120, "seconds between flushes", at_least=1, at_most=10**6)
     tracker: Literal["none", "wandb", "swanlab", "trackio"] = option("none", "send metrics there")
     wandb: bool = option(False, "the same as --tracker wandb", saved=False)
 
     save_interval: int = option(100, "steps between checkpoints, and one at the end",
                                 group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best", at_least=1)
-    backup_to: str | None = option(
-        None, "copy the newest checkpoint and the logs there: file://, s3://, …", metavar="URL")
+    backup_to: str | None = option(None, "copy the newest checkpoint and the logs to file://, "
+                                   "s3://, …", metavar="URL")
 
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "where to train", group="device and distribution")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto", "autocast dtype; auto is bf16 where the hardware supports it")
     compile: bool | None = option(None, "torch.compile the model (default: on CUDA only)")
-    deterministic: bool = option(
-        False, "use only deterministic algorithms on CUDA: slower, and the same bits in each run")
+    deterministic: bool = option(False, "deterministic algorithms on CUDA: slower, same bits")
     parallel: Literal["ddp", "zero2", "zero3"] = option(
-        "ddp", "replicate everything (ddp), shard gradients and optimizer (zero2), shard weights "
-        "too (zero3)")
+        "ddp", "ddp replicates all; zero2 shards gradients and optimizer, zero3 also weights")
     shard_size: int = option(0, "ranks per model copy (0: all)", at_least=0)
-    cache_clear_interval: int = option(
-        100, "steps between clearings of CUDA's allocator cache", at_least=0)
+    cache_clear_interval: int = option(100, "steps between clearings of CUDA's cache", at_least=0)
     hang_seconds: int = option(
-        300, "seconds without progress before the stuck rank is named and the run ends; six times "
-        "as long at the start and between steps; 0: never", at_least=0, at_most=10**7)
+        300, "seconds without progress until the stuck rank is named and the run ends, six times "
+        "as many at the start and between steps; 0: never", at_least=0, at_most=10**7)
     check_replicas_interval: int = option(
-        1000, "steps between checks that replicas hold the same weights, and one at max_steps; "
-        "0: never", at_least=0)
+        1000, "steps between checks that ranks hold the same weights; 0: never", at_least=0)
 
 
 def train_parser():
@@ -249,8 +228,9 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     """
     parser = train_parser()
     given = cli.read_flags(parser, argv)
-    named = any(flag.split("=")[0] == "--model" for flag in argv)
-    drop = {"head_dim"}.union(*MODELS.values()) if named else set()  # a model's shape in a file
+    named = given.depth or any(flag.split("=")[0] == "--model" for flag in argv)
+    drop = {"head_dim", "depth", "qk_norm"}.union(*MODELS.values()) if named else set()
+    drop |= {"warmup_steps", *of_depth(1)} if given.depth else set()
     flags = [f"--{name}={value}" for name, value in PRESETS.get(given.preset, {}).items()]
     flags += cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
     flags += argv
@@ -267,23 +247,43 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     return cfg
 
 
+def of_depth(depth: int) -> dict:
+    """The shape of --depth and its recipe, in powers of depth; fitted in EXPERIMENTS.md.
+
+    Tokens grow like weights, as depth^3 (arXiv:2203.15556); half of that each in the batch and the
+    steps. Weight decay remembers the same share of a run (arXiv:2505.13738).
+    """
+    n_head = depth if depth >= 4 else 2 * depth  # of width 64, or 32
+    seq_len = min(2048, max(64, 16 * depth**2))
+    batch_size = max(1, round(256 * (depth / 2) ** 1.5 / seq_len)) * 8
+    max_steps = round(2_048_000 * (depth / 2) ** 3 / (batch_size * seq_len))
+    learning_rate = 1.5e-2 * (depth / 2) ** -0.5
+    return dict(n_layer=depth, n_head=n_head, n_kv_head=n_head // (2 - n_head % 2),
+                d_model=64 * depth, d_ff=176 * depth, qk_norm=True, tie_embeddings=False,
+                seq_len=seq_len, batch_size=batch_size, max_steps=max_steps,
+                learning_rate=learning_rate, weight_decay=1.5 / (learning_rate * max_steps))
+
+
 def resolve(cfg: Config) -> Config:
     """Fill in --model's values, and check everything that needs no data and no device.
 
     Options that depend on the machine (device, precision, compile, workers, micro-batch) stay as
     given, so that a run can continue on another machine. Raises ConfigError.
     """
-    shape = SHAPE_DEFAULTS | MODELS.get(cfg.model, {})  # of transformers: set by --init_from
+    shape = of_depth(cfg.depth or 2) if cfg.model == "default" else MODELS.get(cfg.model, {})
+    shape = SHAPE_DEFAULTS | shape  # of transformers: set by --init_from
+    shape |= {"max_steps": None} if cfg.epochs else {}  # `load_data` knows it
     if cfg.d_model and "d_model" in shape:  # a wider one takes a lower rate (arXiv:2203.03466)
         shape["learning_rate"] *= min(1.0, shape["d_model"] / cfg.d_model)
     cfg = replace(cfg, **{k: v for k, v in shape.items() if getattr(cfg, k) is None})
+    if cfg.depth and cfg.model != "default":
+        raise ConfigError(f"--depth {cfg.depth}: not with --model {cfg.model}, another shape")
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
     cli.check_bounds(cfg)
     if cfg.max_minutes:  # the warm-up ends as max_steps is known
         cfg.max_steps = UNKNOWN
         cfg.warmup_steps = 100 if cfg.warmup_steps is None else cfg.warmup_steps
-    cfg.max_steps = cfg.max_steps or (None if cfg.epochs else 1000)  # `load_data` knows of epochs
     if cfg.warmup_steps is None and cfg.max_steps:
         cfg.warmup_steps = round(0.02 * cfg.max_steps)
     if cfg.head_dim is None and cfg.d_model % cfg.n_head == 0:

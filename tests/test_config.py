@@ -244,3 +244,39 @@ def test_a_value_that_reads_like_an_option_ends_no_run(tmp_path):
     assert config.parse(["--out_dir", "epochs"], str(saved)).max_steps == 77
     for flags in (["--epochs", "2"], ["--max-minutes=3"]):
         assert config.parse(flags, str(saved)).max_steps is None
+
+
+def test_the_default_run_has_depth_2():
+    assert dataclasses.replace(parsed("--depth", "2"), depth=None) == parsed()
+    assert parsed("--depth", "2", "--max_steps", "7", "--weight_decay", "0").weight_decay == 0
+
+
+def test_depth_sets_shape_and_recipe():
+    cfg = parsed("--depth", "12")
+    shape = (cfg.n_layer, cfg.d_model, cfg.n_head, cfg.head_dim, cfg.n_kv_head, cfg.d_ff)
+    assert shape == (12, 768, 12, 64, 6, 2112)
+    assert (cfg.seq_len, cfg.batch_size, cfg.max_steps) == (2048, 16, 13_500)
+    for depth in range(1, 65):  # as many tokens for each weight, the same memory of weight decay
+        cfg = parsed("--depth", str(depth))
+        tokens = cfg.max_steps * cfg.batch_size * cfg.seq_len
+        assert tokens == pytest.approx(2_048_000 * (depth / 2) ** 3, rel=0.01)
+        assert cfg.learning_rate * cfg.weight_decay * cfg.max_steps == pytest.approx(1.5)
+        assert memory.micro_batch_size(cfg, 8) >= 1
+        assert (cfg.n_kv_head * 2 == cfg.n_head) == (cfg.n_head % 2 == 0)
+
+
+def test_depth_replaces_the_shape_and_recipe_in_a_file_and_goes_with_no_other(tmp_path):
+    file = tmp_path / "run.yaml"
+    write_yaml(parsed("--seed", "5", "--depth", "3"), file, {})
+    same = parsed("--config", str(file))
+    assert (same.depth, same.d_model) == (3, 192)
+    for flags in (["--depth", "4"], ["--model", "350m"]):
+        cfg = parsed("--config", str(file), *flags)
+        kept = {} if "--depth" in flags else dict(max_steps=same.max_steps,
+                                                  warmup_steps=same.warmup_steps,
+                                                  weight_decay=same.weight_decay)
+        assert dataclasses.replace(cfg, config=None) == dataclasses.replace(
+            parsed(*flags, "--seed", "5"), **kept)
+    assert "not with --model 1b" in refused("--depth", "4", "--model", "1b")
+    assert "--depth 0: expected at least 1" in refused("--depth", "0")
+    assert parsed("--depth", "4", "--epochs", "2").max_steps is None

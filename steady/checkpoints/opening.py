@@ -44,21 +44,21 @@ def describe(run) -> str:
     each = zip(data.datasets, shares, data.order.epochs(samples), strict=True)
     sources = [f"{d.name} {' → '.join(f'{x:.1%}' for x in share)} ({epochs:.2f} epochs){d.details}"
                for d, share, epochs in each]
-    at_most = "at most " if data.row_lengths_vary else ""
+    name = f"--depth {cfg.depth} (EXPERIMENTS.md)" if cfg.depth else cfg.init_from or cfg.model
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
     lines = [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
         f"attention, compile {'on' if run.compiled else 'off'}{sharded}",
-        f"model   {cfg.init_from or cfg.model}: {parameters / 1e6:.2f} M parameters{of_those}, "
+        f"model   {name}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
         f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {steps}, "
         f"{ranks.workers} loader processes per rank",
-        f"step    {at_most}{si(cfg.batch_size * cfg.seq_len)} tokens = {cfg.batch_size} x "
-        f"{cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches of "
-        f"{ranks.micro_batch}",
+        f"step    {'at most ' * data.row_lengths_vary}{si(cfg.batch_size * cfg.seq_len)} tokens = "
+        f"{cfg.batch_size} x {cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches "
+        f"of {ranks.micro_batch}; rate {cfg.learning_rate:.3g}, decay {cfg.weight_decay:.2g}",
         f"run     {run.dir.path}",
         f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from),
     ]

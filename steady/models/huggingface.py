@@ -71,8 +71,8 @@ def config_from_hf(cfg):
 
     Raises ConfigError if flags ask for another shape, and for untrusted code.
     """
-    if cfg.model not in ("default", "transformers"):
-        raise ConfigError(f"--model {cfg.model}: the shape is that of --init_from")
+    if cfg.depth or cfg.model not in ("default", "transformers"):
+        raise ConfigError(f"--model {cfg.depth or cfg.model}: the shape is that of --init_from")
     found = read_config(cfg)
     try:
         shape = native_shape(found)
