@@ -7,7 +7,6 @@ Values come from the defaults below, then --preset, --config, the command line; 
 To add an option, add a field here and read `cfg.name` where it is used.
 """
 
-import math
 import os
 from dataclasses import dataclass, replace
 from typing import Literal

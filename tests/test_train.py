@@ -128,6 +128,21 @@ def test_optimizer_flags_and_precision_can_change_on_resume(run, tmp_path):
     assert state["state"][0]["step"].item() == 16  # the moments were kept
 
 
+def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpus):
+    depth, recipe = ["--depth", 1], config.of_depth(1)
+    only = ["--out_dir", "r", "--auto_resume"]
+    printed = run(*depth, *only, "--data", corpus, "--max_steps", 4, "--eval_steps", 2, bare=True)
+    assert "model   --depth 1 (" in printed
+    assert f"rate {recipe['learning_rate']:.3g}, decay {recipe['weight_decay']:.2g}" in printed
+    run(*depth, *only, "--max_steps", 6, bare=True)
+    run(*only, "--max_steps", 8, bare=True)
+    state = load(tmp_path / "r/checkpoints/step_00000008.pt")
+    groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
+    assert {group["weight_decay"] for group in groups} == {0.0, recipe["weight_decay"]}
+    assert state["config"]["depth"] == 1 and state["position"] == 8 * recipe["batch_size"]
+    assert "n_layer 1 -> 2" in run(*only, "--depth", 2, "--max_steps", 9, bare=True, expect=2)
+
+
 @pytest.mark.parametrize("how, found", [
     (lambda muon, adamw: [muon], "0 optimizers have embedding.weight"),
     (lambda muon, adamw: [muon, adamw, muon], "2 optimizers have blocks.0.attention.qkv.weight"),

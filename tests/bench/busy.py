@@ -1,0 +1,103 @@
+"""A step beside busy processes, and of two trainings that share a machine.
+
+    python -m tests.bench busy
+
+OpenMP's threads spin while they wait for one another, which takes cores from the threads they wait
+for. What steady sets before torch is imported is compared with torch's default (GOMP_SPINCOUNT
+300,000) and with one thread, in turns; the neighbours are there before a training starts, or come
+once it runs. A machine with more than two cores gets the same number of neighbours for each.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from steady.watch.history import read_rows
+from tests.bench.common import Figure, compare, in_turns
+from tests.bench.startup import TRAIN
+
+SETTINGS = {"steady": {}, "torch's default": {"GOMP_SPINCOUNT": "300000"},
+            "one thread": {"OMP_NUM_THREADS": "1"}}
+SIZES = {  # flags, seconds of training
+    "default": ([], 8),
+    "default, compiled": (["--compile"], 8),
+    "gpt2-124m 2 x 256": (["--model", "gpt2-124m", "--batch_size", "2", "--seq_len", "256"], 20),
+}
+NEIGHBOURS = ["none", "1 before", "2 before", "4 before", "1 later", "4 later", "a training"]
+FLAGS = ["--max_steps", "100000", "--warmup_steps", "1", "--eval_interval", "0", "--log_interval",
+         "1", "--save_interval", "0", "--no_tensorboard", "--monitoring", "off"]
+
+
+def start(folder: Path, env: dict, flags: list[str]) -> subprocess.Popen:
+    kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")}
+    return subprocess.Popen([sys.executable, str(TRAIN), *FLAGS, *flags, "--out_dir", str(folder)],
+                            env=kept | env, stdout=subprocess.DEVNULL)
+
+
+def step_ms(env: dict, flags: list[str], seconds: int, neighbours: str) -> float:
+    """The median time of a step, once the neighbours are there."""
+    number = int(neighbours[0]) if neighbours[0].isdigit() else 0
+    number *= max(1, (os.cpu_count() or 2) // 2)
+    processes = []
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name, "a", "metrics.jsonl")
+
+        def rows() -> list[dict]:
+            found = read_rows(file) if file.exists() else []
+            return [row for _, row in found if "perf/step_ms" in row]
+
+        def join():
+            processes.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                             for _ in range(number))
+
+        try:
+            if neighbours.endswith("before"):
+                join()
+                time.sleep(0.5)
+            processes.append(start(Path(name, "a"), env, flags))
+            if neighbours == "a training":
+                processes.append(start(Path(name, "b"), env, flags))
+            while len(rows()) < 5:
+                time.sleep(0.1)
+            if neighbours.endswith("later"):
+                join()
+            time.sleep(1)
+            before = len(rows())
+            time.sleep(seconds)
+            while len(found := rows()[before:]) < 2:
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+    return statistics.median(row["perf/step_ms"] for row in found)
+
+
+def main(options) -> list[Figure]:
+    figures = []
+    for size, (flags, seconds) in SIZES.items():
+        seconds, alone = 1 if options.quick else seconds, None
+        for neighbours in NEIGHBOURS if size == "default" else NEIGHBOURS[::3]:
+            found = in_turns({name: partial(step_ms, env, flags, seconds, neighbours)
+                              for name, env in SETTINGS.items()}, 1 if options.quick else 2)
+            alone = alone or found
+            what = f"{size}, neighbours: {neighbours}"
+            aim = "<= 1.01" if neighbours == "none" else ""
+            figures.append(compare(what, "torch's default", found["steady"],
+                                   found["torch's default"], "{:.1f} ms", aim))
+            if neighbours == "a training":
+                figures.append(compare(what, "alone", found["steady"], alone["steady"],
+                                       "{:.1f} ms", "<= 2.5"))
+            elif neighbours != "none":
+                figures.append(compare(what, "one thread", found["steady"], found["one thread"],
+                                       "{:.1f} ms", "<= 1.3"))
+            print(*figures[-1].row(), flush=True)
+        if options.quick:
+            break
+    return figures
