@@ -245,7 +245,7 @@ def test_a_file_of_options_names_the_stages(run, sets, tmp_path):
     assert compare(*map(state, ends))[1] == []
 
 
-def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path):
+def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path, capsys):
     """But not where their data lie."""
     more = ["--auto_resume", "--out_dir", "r"]
     run(*FLAGS, *STAGE, "--out_dir", "r", "--patience", 1, "--eval_interval", 4)
@@ -261,6 +261,9 @@ def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path):
     assert "nothing to do" in run(*more, *moved, bare=True)
     told = run(*more, *moved, "--max_steps", 24, "--allow_change", "stage", bare=True)
     assert "at step 12" in told and max(column(tmp_path / "r", "train/loss")) == 24
+    assert prepare.main(["show", "r", "13"]) == 0
+    assert prepare.main(["show", "r", "12"]) == 2
+    assert "step 12: trained with another --stage" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):

@@ -34,9 +34,8 @@ def evaluate(writer, options):
     # to look through all of the harness's own tasks takes seconds
     manager = TaskManager(include_path=folders, include_defaults=len(folders) < len(tasks))
     try:
-        results = simple_evaluate(
-            model, tasks=tasks, task_manager=manager, num_fewshot=options.num_fewshot,
-            limit=options.limit, log_samples=False)
+        results = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=options.limit,
+                                  num_fewshot=options.num_fewshot, log_samples=False)
     except (OSError, KeyError) as e:  # no such task or data, no network
         raise ConfigError(f"--tasks {' '.join(tasks)}: {' '.join(str(e).split())}") from e
     print(json.dumps(results["results"]) if options.json else make_table(results))

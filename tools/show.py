@@ -57,6 +57,8 @@ def samples_of_step(run_dir: str, step: int):
         if "order" in row and row["step"] < step:
             order, before = row["order"], row["step"]
     data.order.seed, n = order["seed"], order["batch_size"]
+    if order.get("stages") not in (None, hash(tuple(map(tuple, data.order.plan)))):
+        raise ConfigError(f"step {step}: trained with another --stage than the newest steps")
     data.group_by_length(data.GROUP_STEPS, n)
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)

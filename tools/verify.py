@@ -37,8 +37,7 @@ def check_checkpoints(run_dir: Path) -> int:
     found = [*checkpoints.list_checkpoints(folder), *best, *aside]
     if not found:
         wrong = "has no checkpoints" if run_dir.is_dir() else "no such directory"
-        raise ConfigError(f"--check_checkpoints {run_dir}: {wrong}; expected a run directory such "
-                          "as runs/001")
+        raise ConfigError(f"--check_checkpoints {run_dir}: {wrong}; expected a run, as runs/001")
     for checkpoint in found:
         damage = checkpoint.find_damage()
         if not checkpoint.path.exists():

@@ -96,8 +96,7 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 
 def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
     """The largest power of two of sequences to fit into memory, forward and backward."""
-    # for the optimizer, and the buckets of ddp
-    copies = 3 if ranks.world_size > 1 else 2
+    copies = 3 if ranks.world_size > 1 else 2  # for the optimizer, and the buckets of ddp
     kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
             for _ in range(copies)]
     size = 1

@@ -31,7 +31,8 @@ def monitor_options(run, flops: int) -> dict:
 
 def starting_row(run) -> dict:
     """A row of each start, for `data.py show` and comparisons of validation losses."""
-    order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.progress.position)
+    order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.progress.position,
+                 stages=hash(tuple(map(tuple, run.train_data.order.plan))))
     return {"order": order, "evaluated": run.progress.evaluated}
 
 
