@@ -1,13 +1,16 @@
-"""A step of gpt2-124m against transformers' Qwen2 of that shape and nanoGPT: speed and memory.
+"""A step of gpt2-124m against transformers' Qwen2 of that shape, nanoGPT and nanochat.
 
-    python -m tests.bench training --nanogpt DIR
+    python -m tests.bench training --nanogpt DIR --nanochat DIR
 
 Forward, backward, clipping and AdamW's update on random tokens, in the precision that train.py
 picks here. Each in a process of its own: ours in train.py's loop, the others in a plain loop with
-autocast and fused AdamW, also nanoGPT, whose recipe for a CPU has neither.
+autocast and fused AdamW, also nanoGPT, whose recipe for a CPU has neither. nanochat's model has as
+many multiplications; it has its own Muon, which it always compiles, no clipping, and ours has Muon
+beside it.
 """
 
 import importlib.util
+import os
 import sys
 from functools import partial
 
@@ -77,6 +80,29 @@ def nanogpt(flags: list[str], checkout: str):
     return plain_loop(cfg, model, weights, loss)
 
 
+def nanochat(flags: list[str], checkout: str):
+    cfg = config.resolve(config.parse(flags))
+    dtype = pick_dtype(cfg.precision, pick_device(cfg.device, 0))
+    os.environ["NANOCHAT_DTYPE"] = str(dtype).removeprefix("torch.")
+    sys.path.insert(0, checkout)
+    theirs = importlib.import_module("nanochat.gpt")
+    model = theirs.GPT(theirs.GPTConfig(
+        sequence_len=cfg.seq_len, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer,
+        n_head=cfg.n_head, n_kv_head=cfg.n_kv_head, n_embd=cfg.d_model, window_pattern="L"))
+    model.init_weights()
+    optimizer = model.setup_optimizer()
+    if cfg.compile:
+        model.compile(dynamic=False)
+
+    def step():
+        tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.seq_len + 1))
+        model(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+    return repeat(step, torch.device("cpu"))
+
+
 def three_steps(make, flags: list[str]):
     make(flags)(3)
 
@@ -97,10 +123,16 @@ def main(options) -> list[Figure]:
             peer = "nanoGPT with autocast and fused AdamW"
             makers[peer] = (nanogpt, [*flags, switch], options.nanogpt)
             aims[peer] = ">= 1.25"
+        if options.nanochat and not options.quick:
+            makers["ours, muon"] = (steady, [*flags, switch, "--optimizer", "muon"])
+            makers["nanochat"] = (nanochat, [*flags, switch], options.nanochat)
         found = take_turns(makers, rounds, steps=1 if options.quick else 3, warm_up=2)
         rates = {name: [batch * seq_len / s for s in each] for name, each in found.items()}
         figures += [compare(f"{shape}, {how}", f"{peer}, {how}", rates["ours"], rates[peer],
                             "{:.0f} tokens/s", aims[peer]) for peer in aims]
+        if options.nanochat and not options.quick:
+            figures.append(compare(f"{shape}, Muon, {how}", f"nanochat, {how}", rates["ours, muon"],
+                                   rates["nanochat"], "{:.0f} tokens/s", ">= 1.15"))
     ours, theirs = (apart(three_steps, make, [*flags, "--no_compile"])[1]
                     for make in (steady, qwen2))
     return [*figures, compare(f"{shape}, peak memory", "transformers' Qwen2", [ours], [theirs],
