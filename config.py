@@ -247,20 +247,21 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
 
 
 def of_depth(depth: int) -> dict:
-    """The shape of --depth and its recipe, in powers of depth; fitted in EXPERIMENTS.md.
+    """The shape of --depth and its recipe.
 
     Tokens grow like weights, as depth^3 (arXiv:2203.15556); half of that each in the batch and the
     steps. Weight decay remembers the same share of a run (arXiv:2505.13738).
     """
     n_head = depth if depth >= 4 else 2 * depth  # of width 64, or 32
+    n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
     seq_len = min(2048, max(64, 16 * depth**2))
     batch_size = max(1, round(256 * (depth / 2) ** 1.5 / seq_len)) * 8
     max_steps = round(2_048_000 * (depth / 2) ** 3 / (batch_size * seq_len))
-    learning_rate = 1.5e-2 * (depth / 2) ** -0.5
-    return dict(n_layer=depth, n_head=n_head, n_kv_head=n_head // (2 - n_head % 2),
-                d_model=64 * depth, d_ff=176 * depth, qk_norm=True, tie_embeddings=False,
-                seq_len=seq_len, batch_size=batch_size, max_steps=max_steps,
-                learning_rate=learning_rate, weight_decay=1.5 / (learning_rate * max_steps))
+    learning_rate = 3e-2 / depth  # best on depths 1 to 4, like 1 / width: EXPERIMENTS.md
+    return dict(n_layer=depth, n_head=n_head, n_kv_head=n_kv_head, d_model=64 * depth,
+                d_ff=176 * depth, qk_norm=True, tie_embeddings=False, seq_len=seq_len,
+                batch_size=batch_size, max_steps=max_steps, learning_rate=learning_rate,
+                weight_decay=1.5 / (learning_rate * max_steps))
 
 
 def resolve(cfg: Config) -> Config:
