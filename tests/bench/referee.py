@@ -132,9 +132,9 @@ def main(options) -> list[Figure]:
         measure()
     found, figures = json.loads(RESULTS.read_text()), []
     compare.critical = functools.cache(compare.critical)
-    random, count = np.random.default_rng(1), 20 if options.quick else 1000
+    count = 20 if options.quick else 1000
     for kind, values in found["nulls"].items():
-        kept = sum(map(keeps_any, nights(kind, values, count, random).tolist()))
+        kept = sum(map(keeps_any, nights(kind, values, count, np.random.default_rng(1)).tolist()))
         figures.append(Figure(f"nights that keep a harmless change: {kind}", "100 comparisons each",
                               [kept / count], "<= 0.05", share(kept, count)))
     print("| B | true difference | verdict | |\n|---|---|---|---|")
