@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
                         "docs/benchmarks.md and results/cpu.json")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to compare with")
     parser.add_argument("--nanochat", metavar="DIR", help="a checkout of nanochat, for `training`")
+    parser.add_argument("--peers", metavar="DIR", help="virtual environments of other programs, "
+                        "for `resume`")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")
     parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="of gpu")
     options = parser.parse_args(argv)
