@@ -257,7 +257,7 @@ def of_depth(depth: int) -> dict:
     seq_len = min(2048, max(64, 16 * depth**2))
     batch_size = max(1, round(256 * (depth / 2) ** 1.5 / seq_len)) * 8
     max_steps = round(2_048_000 * (depth / 2) ** 3 / (batch_size * seq_len))
-    learning_rate = 3e-2 / depth  # best on depths 1 to 4, like 1 / width: EXPERIMENTS.md
+    learning_rate = 1.5e-2 * (2 / depth) ** 1.3  # fitted to depths 1 to 4: EXPERIMENTS.md
     return dict(n_layer=depth, n_head=n_head, n_kv_head=n_kv_head, d_model=64 * depth,
                 d_ff=176 * depth, qk_norm=True, tie_embeddings=False, seq_len=seq_len,
                 batch_size=batch_size, max_steps=max_steps, learning_rate=learning_rate,

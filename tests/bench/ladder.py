@@ -21,8 +21,8 @@ from config import of_depth
 from tests.bench.common import Figure
 from tests.bench.startup import TRAIN
 
-FACTORS = {1: (0.5, 0.7, 1, 1.4, 2), 2: (0.5, 0.7, 1, 1.4, 2), 3: (0.6, 0.9, 1.2, 1.7),
-           4: (0.7, 1.4)}  # depth → rates, in those of `of_depth`
+FACTORS = {1: (0.4, 0.6, 0.8, 1.1, 1.6), 2: (0.5, 0.7, 1, 1.4, 2), 3: (0.7, 1, 1.4, 2),
+           4: (0.6, 0.9, 1.7)}  # depth → rates, in those of `of_depth`
 SEEDS = {1: 3, 2: 3, 3: 3, 4: 2}
 SHARE = 4  # of the steps of the recipe: one in so many
 
