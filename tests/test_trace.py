@@ -86,7 +86,7 @@ def test_the_warnings_of_waits_end_with_the_trace(tmp_path, monkeypatch, last):
     modes = [2]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.profiler, "profile", Mock)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Mock())
     tracer = Tracer(tmp_path, SimpleNamespace(type="cuda"), at=2)
     for step in range(1, last + 1):
         tracer.step(step)

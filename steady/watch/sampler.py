@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -179,7 +179,6 @@ class Tracer:
     def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
         self.folder, self.device, self.at = out_dir / "traces", device, at
         self.profiler, self.wanted, self.row = None, False, {}
-        self.ends = ExitStack()  # of a trace
         self.before = take_signal(signal.SIGUSR2, self.want)
 
     def want(self, *_):
@@ -194,25 +193,34 @@ class Tracer:
         # a fork may profile by itself; torch does not promise this name
         elif ((self.wanted or 0 < self.at <= step + 1)
               and not getattr(torch.autograd, "_profiler_enabled", bool)()):
+            from torch.profiler import ProfilerActivity, profile
+
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+            activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
-                self.ends.callback(torch.cuda.set_sync_debug_mode,
-                                   torch.cuda.get_sync_debug_mode())
+                activities.append(ProfilerActivity.CUDA)
+                self.sync_mode = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("warn")
-            self.profiler, self.first, self.at = torch.profiler.profile(), step + 1, 0
+            self.profiler, self.first = profile(activities=activities), step + 1
             self.profiler.start()
-            self.ends.callback(self.profiler.stop)
+            self.at = 0
         self.wanted = False
 
+    def stop(self):
+        self.profiler.stop()
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(self.sync_mode)
+
     def end(self, step: int):
-        self.ends.close()
+        self.stop()
         profiler, self.profiler = self.profiler, None
         file = self.folder / f"step_{self.first}.json"
         with suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
-            self.row["trace"] = os.path.relpath(file)
-            say(f"step {step}: a trace of {TRACED_STEPS} steps is in {self.row['trace']}")
+            shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            say(f"step {step}: a trace of {TRACED_STEPS} steps is in {shown}")
+            self.row["trace"] = str(shown)
 
     def read(self, step: int) -> dict:
         """Columns of a row with traced steps."""
@@ -220,5 +228,6 @@ class Tracer:
         return taken
 
     def close(self):
-        self.ends.close()
+        if self.profiler:
+            self.stop()
         give_back_signal(signal.SIGUSR2, self.want, self.before)
