@@ -15,7 +15,7 @@ from steady import options as cli
 from steady.conflicts import refuse_conflicts
 from steady.options import UNKNOWN, ConfigError, option
 
-# Shapes with sequence length, batch and learning rate, from the GPT-3 paper (arXiv:2005.14165).
+# Shapes, with batch and sequence length; rates are those of the GPT-3 paper (arXiv:2005.14165).
 MODELS = {
     "gpt2-124m": dict(n_layer=12, n_head=12, n_kv_head=12, d_model=768, d_ff=2048,
                       tie_embeddings=True, seq_len=1024, batch_size=512, learning_rate=6e-4),
@@ -75,7 +75,7 @@ class Config:
         [], "from a share of max_steps on, other data: 0.8 PATH[:WEIGHT] ...", metavar="SHARE|PATH")
     val_data: list[str] = option(
         [], "token files to validate on (default: those beside --data)", metavar="PATH")
-    seq_len: int | None = option(None, "tokens in a sequence (default: from --model)", at_least=1,
+    seq_len: int | None = option(None, "tokens in a row (from --depth or --model)", at_least=1,
                                  at_most=2**24, fixed="trajectory")
     data_mode: Literal["auto", "stream", "documents", "packed"] = option(
         "auto", "stream: blocks of one long stream; documents: one a sample, the loss counts only "
@@ -103,7 +103,7 @@ class Config:
     model: Literal[("default", *MODELS, "transformers")] = option(
         "default", "shape by name; transformers: another architecture, of --init_from")
     n_layer: int | None = option(
-        None, "transformer blocks (default: from --model, like those below)", at_least=1,
+        None, "transformer blocks (default: from --depth, --model, as below)", at_least=1,
         at_most=10_000, fixed="weights")
     n_head: int | None = option(None, "query heads", at_least=1, at_most=2**20, fixed="weights")
     n_kv_head: int | None = option(None, "key and value heads; fewer than n_head is GQA",
@@ -134,14 +134,14 @@ class Config:
     activation_checkpointing: Literal["none", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, 1/3 more work")
 
-    max_steps: int | None = option(None, "optimizer steps in the whole run (default: 1000)",
+    max_steps: int | None = option(None, "optimizer steps in all (default: from --depth, or 1000)",
                                    group="optimization", at_least=1, at_most=10**12)
     epochs: int | None = option(
         None, "passes over the data, in place of max_steps", at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
         None, "time budget in minutes, or the Slurm job's; sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
-        None, "sequences per optimizer step, over all devices together (default: from --model)",
+        None, "sequences per optimizer step, over all devices (default: from --depth, --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
     micro_batch_size: str | None = option(
         None, "sequences per device and forward pass, with the same result; auto tries powers of "
@@ -149,7 +149,7 @@ class Config:
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(
-        None, "peak learning rate (default: from --model, falling with a larger d_model)", above=0)
+        None, "peak rate (default: from --depth or --model, less for larger d_model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
     warmup_steps: int | None = option(None, "linear (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(

@@ -13,6 +13,7 @@ import config
 import train
 from model import Transformer
 from steady.guard import memory
+from steady.models.huggingface import config_from_hf
 from steady.options import ConfigError, check_bounds, write_yaml
 from tools import estimate, prepare
 from tools.generate import GenerateOptions
@@ -278,5 +279,7 @@ def test_depth_replaces_the_shape_and_recipe_in_a_file_and_goes_with_no_other(tm
         assert dataclasses.replace(cfg, config=None) == dataclasses.replace(
             parsed(*flags, "--seed", "5"), **kept)
     assert "not with --model 1b" in refused("--depth", "4", "--model", "1b")
+    with pytest.raises(ConfigError, match="--depth 4: the shape is that of --init_from"):
+        config_from_hf(config.parse(["--depth", "4", "--init_from", "folder"]))
     assert "--depth 0: expected at least 1" in refused("--depth", "0")
     assert parsed("--depth", "4", "--epochs", "2").max_steps is None

@@ -72,7 +72,8 @@ def config_from_hf(cfg):
     Raises ConfigError if flags ask for another shape, and for untrusted code.
     """
     if cfg.depth or cfg.model not in ("default", "transformers"):
-        raise ConfigError(f"--model {cfg.depth or cfg.model}: the shape is that of --init_from")
+        flag = f"--depth {cfg.depth}" if cfg.depth else f"--model {cfg.model}"
+        raise ConfigError(f"{flag}: the shape is that of --init_from")
     found = read_config(cfg)
     try:
         shape = native_shape(found)
@@ -90,8 +91,7 @@ def config_from_hf(cfg):
                           "beyond a sliding window, pass --model transformers")
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
     usual |= dict(learning_rate=2e-4) if cfg.lora_rank else {}
-    usual = {name: value for name, value in usual.items() if getattr(cfg, name) is None}
-    return replace(cfg, **shape, **usual)
+    return replace(cfg, **shape, **{k: v for k, v in usual.items() if getattr(cfg, k) is None})
 
 
 def read_config(cfg):
