@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import Config
 from steady.checkpoints.disk import retry
-from steady.guard.process import FORK
-from steady.guard.workers import leave_to_parent, share
+from steady.guard.memory import share
+from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream

@@ -38,7 +38,7 @@ from steady.checkpoints import run_dir as rundir
 from steady.checkpoints.checkpoint import Checkpoint
 from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, save_checkpoint
 from steady.guard import memory, process
-from steady.guard.deadline import Deadline, rate_jump
+from steady.guard.deadline import Deadline
 from steady.guard.guard import Guard, NotFinite
 from steady.guard.metrics import monitor_options, starting_row
 from steady.guard.recovery import rescue, roll_back
@@ -499,8 +499,6 @@ def main(argv: list[str]) -> int:
 def train_with_recovery(run: Run):
     """Train, rolling back or rescuing when steps fail; report, and show a sample."""
     cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
-    if run.dir.resumed_from and ranks.rank == 0:
-        print(rate_jump(run, learning_rate), end="", flush=True)
     report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))

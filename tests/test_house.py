@@ -99,14 +99,14 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 544,
+    "train.py": 542,
     "model.py": 261,
     "data.py": 343,
     "monitor.py": 300,
     "config.py": 293,
     "steady/checkpoints": 1400,
     "steady/ranks": 1153,
-    "steady/guard": 788,
+    "steady/guard": 787,
     "steady/watch": 2391,
     "steady/tokens": 889,
     "steady/models": 1325,

@@ -1,6 +1,5 @@
 """--max_minutes: max_steps is set once the time of a step is known."""
 
-import math
 import os
 import time
 
@@ -8,8 +7,7 @@ from steady.options import UNKNOWN
 from steady.watch.proc import process_age_seconds
 
 SETTING_STEP = 100  # of this process, at which max_steps is set; the warm-up lasts as long
-EARLIER = 2, 5, 20  # or at these, if SHARE of the time is over
-SHARE = 0.3
+EARLIER, SHARE = (2, 5, 20), 0.3  # or at these, if this share of the time is over
 RESERVE = 0.02, 2.0  # of the time, and seconds, for the end: a checkpoint, the sample, the report
 
 
@@ -48,14 +46,3 @@ class Deadline:
         if ranks.rank == 0:
             print(f"step {progress.step}: {cfg.max_steps} steps fit into --max_minutes "
                   f"{cfg.max_minutes:g}, at {seconds * 1e3:.3g} ms/step", flush=True)
-
-
-def rate_jump(run, learning_rate) -> str:
-    """A line if the newest update had another rate than the schedule gives it; or ""."""
-    group, step = run.optimizers[0].param_groups[0], run.progress.step
-    before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
-                   for at in (step - 1, step))
-    lr = group.get("lr", before)
-    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
-        return ""
-    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed\n"

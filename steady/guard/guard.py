@@ -3,7 +3,6 @@
 It needs no monitor: it reads the device itself, at the steps of a log.
 """
 
-import time
 from collections import deque
 
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 from steady.options import Failed, due
 from steady.ranks.replicas import Replicas
 
-PATIENCE = 30.0  # seconds for the steps that a device was given before one of them failed
 WINDOW = 128  # steps that a new one is compared with, at most
 NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
-SHOWN = 5  # spikes in one warning
-MOST_SEEN = 1000  # steps between two logs, at most, with their spikes counted
 
 
 class NotFinite(Failed):
@@ -50,13 +46,6 @@ class Guard:
         self.clean = True
         if self.updated:
             self.updated.record()
-
-    def device_is_there(self) -> bool:
-        """Whether the device has made the newest update; waits for it, but not for ever."""
-        until = time.monotonic() + PATIENCE
-        while self.updated and not self.updated.query() and time.monotonic() < until:
-            time.sleep(0.01)
-        return not self.updated or self.updated.query()
 
     def check(self, step: int, ended: bool = False):
         """Raise NotFinite after too many non-finite steps in a row, or ReplicasDiffer.
@@ -100,7 +89,7 @@ class Spikes:
         self.sigmas = sigmas
         self.window = torch.full((WINDOW, 2), torch.inf, device=device)  # inf: no step yet
         # of each step since `take`: standard deviations above the mean (0: no spike), loss, norm
-        self.seen = deque(maxlen=MOST_SEEN)
+        self.seen = deque(maxlen=1000)
 
     def restore(self, window: Tensor | None):
         """Go on with the window of a checkpoint, or an empty one."""
@@ -134,7 +123,6 @@ class Spikes:
         found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
                  for i, (sigmas, loss, norm) in enumerate(table, step - len(table) + 1) if sigmas]
         if found:
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            print(f"warning: step {step}: spikes, the updates were skipped: "
-                  f"{', '.join(found[:SHOWN])}{more}", flush=True)
+            print(f"warning: step {step}: spikes, the updates were skipped: {', '.join(found[:5])}",
+                  flush=True)
         return {"health/skipped_spikes": len(found)}

@@ -1,11 +1,12 @@
-"""Memory: the size of a micro-batch, garbage collection, advice when memory runs out."""
+"""Memory: the size of a micro-batch, shared batches, garbage, advice when memory runs out."""
 
 import gc
 import os
 
 import torch
+from torch.utils.data import get_worker_info
 
-from steady.options import ConfigError, due
+from steady.options import ConfigError, Failed, due
 from steady.ranks.ranks import rank_and_world
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import si
@@ -83,14 +84,13 @@ def refuse_too_large(cfg, device: torch.device, shards: int = 1):
 
 def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
     """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
-    most = usual_micro_batch(cfg, 0)
-    if ranks.device.type == "cuda":
-        # of all of a GPU's memory, free or not, so that a resume finds the same
-        most = usual_micro_batch(cfg, memory_bytes(ranks.device))
-        if cfg.micro_batch_size == "auto":
-            most = largest_micro_batch(new_model(), cfg, ranks, varlen)
-            gc.collect()
-            torch.cuda.empty_cache()
+    on_gpu = ranks.device.type == "cuda"
+    # of all of a GPU's memory, free or not, so that a resume finds the same
+    most = usual_micro_batch(cfg, memory_bytes(ranks.device) if on_gpu else 0)
+    if on_gpu and cfg.micro_batch_size == "auto":
+        most = largest_micro_batch(new_model(), cfg, ranks, varlen)
+        gc.collect()
+        torch.cuda.empty_cache()
     return micro_batch_size(cfg, ranks.world_size, ranks.minimum(most), uneven)
 
 
@@ -130,6 +130,20 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     advice = (f"try --micro_batch_size {smaller[-1]}; the result stays the same" if smaller else
               "try --activation_checkpointing full, or a shorter --seq_len")
     return f"out of memory: {str(error).splitlines()[0].rstrip('.')}; {advice}"
+
+
+def share(batch: tuple) -> tuple:
+    """In a loader process, copy a batch to shared memory, as the queue to the trainer would: its
+    thread drops a batch that finds no room there, and the trainer waits for ever. Raises Failed.
+    """
+    try:
+        for tensor in filter(torch.is_tensor, batch if get_worker_info() else ()):
+            tensor.share_memory_()
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise Failed(f"a loader process cannot hand over a batch in /dev/shm: {reason}; make it "
+                     "larger (docker run --shm-size 1g), or take --num_workers 0") from None
+    return batch
 
 
 def collect_garbage(step: int, first_step: int):

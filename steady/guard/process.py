@@ -15,17 +15,12 @@ import threading
 import time
 import traceback
 
-from steady.watch import proc
+from steady.guard.neighbours import make_room
 from steady.watch.screen import Printable, Screen
 
 # Loader processes are forks, as before Python 3.14: those of a fork server import all anew and
 # outlive a parent that is killed.
 FORK = "fork" if sys.platform == "linux" else None
-
-# How often an OpenMP thread looks for another before it sleeps. torch's default, 300,000, takes the
-# cores from busy processes that it waits for; 20,000 costs nothing on quiet cores, 5,000 18 %.
-# Beside one busy process on two cores a step takes six times as long with it, 1.1 with PASSIVE.
-SPINS = "20000"
 
 # --- the beginning ---------------------------------------------------------------------------
 
@@ -33,9 +28,7 @@ SPINS = "20000"
 def begin():
     """Call before the slow imports. They run without garbage collection: that saves a tenth."""
     gc.disable()
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():  # read as torch is imported
-        busy = proc.competing_threads() * 4 >= (os.cpu_count() or 1)
-        os.environ.update({"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": SPINS})
+    threading.Thread(target=make_room, daemon=True).start()
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         # torch's search for a rank 0 that is gone never comes back to Python
         signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)
@@ -71,6 +64,13 @@ def stop_with_torchrun(launcher: int):
         time.sleep(0.5)
     os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone, so it stops\n".encode())
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def leave_to_parent(worker: int):
+    """Ctrl-C and SIGTERM reach every process of the group; the trainer ends its loaders itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
 
 
 # --- the end ---------------------------------------------------------------------------------
@@ -128,11 +128,10 @@ def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
             print(f"{prog}: failed: {e}", file=sys.stderr)
         return 1
     except Exception as e:
-        if several_ranks() and lost_connection(e):
-            reason = str(e).splitlines()[0]
-            print(f"{prog}: failed: another rank is gone: {reason}", file=sys.stderr)
-        else:
-            print(f"{prog}: failed: {type(e).__name__}: {e}", file=sys.stderr)
+        lost = several_ranks() and lost_connection(e)
+        kind = "another rank is gone" if lost else type(e).__name__
+        print(f"{prog}: failed: {kind}: {str(e).splitlines()[0] if lost else e}", file=sys.stderr)
+        if not lost:
             traceback.print_exc()
         return 1
 
@@ -142,10 +141,8 @@ def several_ranks() -> bool:
 
 
 def leave(code: int):
-    """End the process.
-
-    With several ranks, without shutting the interpreter down: a gloo or NCCL thread that wakes up
-    meanwhile would abort the process ("terminate called without an active exception").
+    """End the process; with several ranks without shutting the interpreter down, as a gloo or NCCL
+    thread that wakes up meanwhile would abort it ("terminate called without an active exception").
     """
     if several_ranks():
         sys.stdout.flush()

@@ -49,43 +49,38 @@ def rescue(run, error: BaseException):
     out.
     """
     if isinstance(error, ReplicasDiffer):
-        if run.ranks.rank == 0:
+        if run.ranks.rank == 0 and error.agreed is not None:
             quarantine(run.dir.writer, error)
         return
     try:
-        said = save_last_step(run)
+        save_last_step(run)
     except Exception as e:
-        said = f"warning: step {run.progress.step} could not be saved: {e}"
-    if said:
-        alert(said)
+        alert(f"warning: step {run.progress.step} could not be saved: {e}")
     if out_of_memory(error):
         raise MemoryError(memory_advice(run.ranks, run.cfg.batch_size, error)) from error
 
 
-def save_last_step(run) -> str:
-    """Save the last completed step, unless an update has begun since; returns a line about it.
+def save_last_step(run):
+    """Save the last completed step, unless an update has begun since, and say so.
 
     On the ranks with a writer: sharded, there is a checkpoint if all of them get here.
     """
     writer, step = run.dir.writer, run.progress.step
     if not writer:
-        return ""
+        return
     writer.hurry = True
-    sound = (run.guard.clean and step and not run.ranks.watchdog.mixed
-             and run.guard.device_is_there())
+    sound = run.guard.clean and step and not run.ranks.watchdog.mixed
     if sound:
+        if run.guard.updated:
+            run.guard.updated.synchronize()
         save_checkpoint(run, alone=True)
     writer.wait()  # also for an older one on its way to the disk
-    if not sound or writer.written != step:
-        return ""
-    part = ", this rank's part of it" if writer.size > 1 else ""
-    return f"saved the last completed step, {step}{part}"
+    if sound and writer.written == step:
+        alert(f"saved the last completed step, {step}")
 
 
 def quarantine(writer, error: ReplicasDiffer):
     """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
-    if error.agreed is None:
-        return
     writer.wait()
     found = list_checkpoints(writer.folder)
     doubtful = [checkpoint for checkpoint in found if checkpoint.step > error.agreed]

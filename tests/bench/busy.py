@@ -3,9 +3,9 @@
     python -m tests.bench busy
 
 OpenMP's threads spin while they wait for one another, which takes cores from the threads they wait
-for. What steady sets before torch is imported is compared with torch's default (GOMP_SPINCOUNT
-300,000) and with one thread, in turns; the neighbours are there before a training starts, or come
-once it runs. A machine with more than two cores gets the same number of neighbours for each.
+for. train.py as it is (steady/guard/neighbours.py) is compared with itself without that, and with
+one thread, in turns; the neighbours are there before a training starts, or come once it runs. A
+machine with more than two cores gets the same number of neighbours for each two.
 """
 
 import os
@@ -22,8 +22,15 @@ from steady.watch.history import read_rows
 from tests.bench.common import Figure, compare, in_turns
 from tests.bench.startup import TRAIN
 
-SETTINGS = {"steady": {}, "torch's default": {"GOMP_SPINCOUNT": "300000"},
-            "one thread": {"OMP_NUM_THREADS": "1"}}
+SPINNING = """
+import runpy, sys
+from steady.guard import process
+process.make_room = lambda: None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SETTINGS = {"steady": ([], {}), "spinning": (["-c", SPINNING], {}),
+            "one thread": ([], {"OMP_NUM_THREADS": "1"})}
 SIZES = {  # flags, seconds of training
     "default": ([], 6),
     "default, compiled": (["--compile"], 6),
@@ -34,13 +41,14 @@ FLAGS = ["--max_steps", "100000", "--warmup_steps", "1", "--eval_interval", "0",
          "1", "--save_interval", "0", "--no_tensorboard", "--monitoring", "off"]
 
 
-def start(folder: Path, env: dict, flags: list[str]) -> subprocess.Popen:
+def start(folder: Path, setting: tuple[list[str], dict], flags: list[str]) -> subprocess.Popen:
+    before, env = setting
     kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")}
-    return subprocess.Popen([sys.executable, str(TRAIN), *FLAGS, *flags, "--out_dir", str(folder)],
-                            env=kept | env, stdout=subprocess.DEVNULL)
+    command = [sys.executable, *before, str(TRAIN), *FLAGS, *flags, "--out_dir", str(folder)]
+    return subprocess.Popen(command, env=kept | env, stdout=subprocess.DEVNULL, cwd=TRAIN.parent)
 
 
-def step_ms(env: dict, flags: list[str], seconds: int, neighbours: str) -> float:
+def step_ms(setting: tuple, flags: list[str], seconds: int, neighbours: str) -> float:
     """The median time of a step, once the neighbours are there."""
     number = int(neighbours[0]) if neighbours[0].isdigit() else 0
     number *= max(1, (os.cpu_count() or 2) // 2)
@@ -60,9 +68,9 @@ def step_ms(env: dict, flags: list[str], seconds: int, neighbours: str) -> float
             if neighbours.endswith("before"):
                 join()
                 time.sleep(0.5)
-            processes.append(start(Path(name, "a"), env, flags))
+            processes.append(start(Path(name, "a"), setting, flags))
             if neighbours == "a training":
-                processes.append(start(Path(name, "b"), env, flags))
+                processes.append(start(Path(name, "b"), setting, flags))
             while len(rows()) < 5:
                 time.sleep(0.1)
             if neighbours.endswith("later"):
@@ -85,12 +93,12 @@ def main(options) -> list[Figure]:
         seconds, alone = 1 if options.quick else seconds, None
         rounds = 2 if size == "default" and not options.quick else 1
         for neighbours in NEIGHBOURS if size == "default" else ("none", "4 before", "a training"):
-            found = in_turns({name: partial(step_ms, env, flags, seconds, neighbours)
-                              for name, env in SETTINGS.items()}, rounds)
+            found = in_turns({name: partial(step_ms, setting, flags, seconds, neighbours)
+                              for name, setting in SETTINGS.items()}, rounds)
             alone = alone or found
             what = f"{size}, neighbours: {neighbours}"
             aim = "<= 1.01" if neighbours == "none" else ""
-            against = [("torch's default", found["torch's default"], aim)]
+            against = [("spinning", found["spinning"], aim)]
             if neighbours == "a training":
                 against.append(("alone", alone["steady"], "<= 2.5"))
             elif neighbours != "none":
