@@ -261,9 +261,10 @@ def test_what_a_template_leaves_out_is_counted_by_name(made_of):
 def test_an_empty_reply_is_not_learned(made_of):
     for family in ("qwen3", "smollm3"):  # without and with marks in the template
         tokenizer, empty = tokenizer_of(family), dict(role="assistant", content=" ")
-        (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], empty]))
-        (reply,) = map(tokenizer.decode, runs(found))
-        assert reply.strip().endswith("Hi.<|im_end|>")
+        for last in (empty, dict(empty, id="a1")):  # no template writes an id
+            (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], last]))
+            (reply,) = map(tokenizer.decode, runs(found))
+            assert reply.strip().endswith("Hi.<|im_end|>")
     (thought,) = documents(tokenizer_of("qwen3"), dict(
         messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")]))
     assert len(runs(thought)) == 1

@@ -34,7 +34,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     tools = without_none(expect(list, record.get("tools") or [], "tools")) or None
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
-    counted = [i for i in weighted if says_something(messages[i])]
+    counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
     whole = at_eos(tokenizer, apply(tokenizer, messages, tools))
     parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
     if not parts:
@@ -51,10 +51,13 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     return documents, counts
 
 
-def says_something(reply: dict) -> bool:
-    """Whether a reply has any text or call, also beside its content."""
-    values = [value for name, value in reply.items() if name not in ("role", "weight")]
-    return any(value.strip() if isinstance(value, str) else value for value in values)
+def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
+    """Whether the last message, a reply, says nothing, not even beside its content."""
+    reply = messages[-1]
+    if reply["content"].strip() or reply.get("tool_calls"):
+        return False
+    bare = [*messages[:-1], dict(role="assistant", content=reply["content"])]
+    return apply(tokenizer, bare, tools) == apply(tokenizer, messages, tools)
 
 
 def left_out(message: dict, text: str) -> Iterator[str]:
