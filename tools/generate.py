@@ -47,8 +47,7 @@ class SamplingOptions(ModelOptions):
         None, "0 takes the likeliest token (default of this and the next two: the model's "
         "generation_config.json, or 0.8, 50 and 1)", at_least=0, at_most=10**6)
     top_k: int | None = option(None, "sample from this many likeliest tokens; 0 is all", at_least=0)
-    top_p: float | None = option(
-        None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
+    top_p: float | None = option(None, "sample from this share of probability", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
 
 

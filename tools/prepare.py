@@ -22,12 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from steady.checkpoints.disk import acquire_lock
 from steady.guard.process import FORK, run_command
-from steady.guard.workers import leave_to_parent
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.tokens import tokenizers
@@ -36,7 +34,6 @@ from steady.watch.proc import usable_cores
 from tools import read
 from tools.chat import Part, chat_documents, expect
 from tools.read import Document, find_inputs, find_keys, read_chunks, read_items
-from tools.show import show
 
 TRAINING_BYTES = 1 << 30  # of input, to train a tokenizer on
 LISTED = 8  # names of a kind, in the summary
@@ -63,8 +60,7 @@ class Options:
         at_least=0, below=1)
     text_field: str | None = option(
         None, "key or column of a document's text (default: text, unless there is a chat)")
-    workers: int | None = option(
-        None, "processes that tokenize, at most (default: one per core)", at_least=1, at_most=1000)
+    workers: int | None = option(None, "processes, at most one per core (the default)", at_least=1)
     split: str = option("train", "split of a hf: data set, or of a folder of several splits")
     limit: int | None = option(None, "records of each file or data set, at most", at_least=1)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
@@ -223,7 +219,9 @@ def reason(error: Exception) -> str:
 
 def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tuple]:
     """Encode the chunks in several processes; yields the results in their order."""
-    workers = min(encoder.options.workers or 1000, usable_cores())
+    from torch.utils.data import DataLoader  # here: mistakes are found two seconds sooner
+
+    workers = min(encoder.options.workers or math.inf, usable_cores())
     workers = workers if workers > 1 else 0
     for result in DataLoader(
             encoder, batch_size=None, sampler=chunks, num_workers=workers,
@@ -235,6 +233,8 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
 
 
 def start_worker(worker: int):
+    from steady.guard.workers import leave_to_parent
+
     leave_to_parent(worker)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
@@ -254,6 +254,8 @@ def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
         if len(argv) != 3 or not argv[2].isdecimal():
             raise ConfigError("expected: data.py show DIR N, or data.py show RUN_DIR STEP")
+        from tools.show import show
+
         show(argv[1], int(argv[2]))
         return
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
