@@ -28,7 +28,7 @@ from steady.tokens.tokenizers import load_tokenizer
 from steady.watch.screen import Screen
 from tools import prepare
 from tools import read as read_module
-from tools.encode import IN_PIECES, Encoder
+from tools.prepare import IN_PIECES, Encoder
 
 
 def strings(folder, split="train"):

@@ -15,8 +15,7 @@ from test_prepare import command, made, read, write_jsonl
 from steady.options import ConfigError
 from tools import prepare
 from tools.chat import FLAGS
-from tools.encode import Encoder
-from tools.read import Chunk
+from tools.prepare import Encoder
 
 SYSTEM, TALK = "Be brief.", chat("user: Hello", "assistant: Hi.", "user: And?", "assistant: Bye.")
 SAID = {"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}
@@ -35,7 +34,10 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
     encoder.vocab_size = len(tokenizer)
     data = [json.dumps(record).encode() if as_json else record for record in records]
-    ids, ends, mask, _ = encoder(Chunk("a", data))[0]["train"]
+    found = encoder[[("a", i, record) for i, record in enumerate(data, 1)]]
+    if isinstance(found, ConfigError):
+        raise found
+    ids, ends, mask, _ = found[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
     begins = [0, *ends[:-1]]
     return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
@@ -45,7 +47,7 @@ def counts(tokenizer, *records) -> dict:
     """What the summary counts."""
     encoder = Encoder(None, prepare.Options(val_fraction=0))
     encoder.tokenizer = tokenizer
-    return +encoder.documents(Chunk("a", [*records]))[1]
+    return +encoder.documents([("a", i, record) for i, record in enumerate(records, 1)])[1]
 
 
 def runs(document) -> list[list[int]]:
@@ -259,9 +261,10 @@ def test_what_a_template_leaves_out_is_counted_by_name(made_of):
 def test_an_empty_reply_is_not_learned(made_of):
     for family in ("qwen3", "smollm3"):  # without and with marks in the template
         tokenizer, empty = tokenizer_of(family), dict(role="assistant", content=" ")
-        (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], empty]))
-        (reply,) = map(tokenizer.decode, runs(found))
-        assert reply.strip().endswith("Hi.<|im_end|>")
+        for last in (empty, dict(empty, id="a1")):  # no template writes an id
+            (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], last]))
+            (reply,) = map(tokenizer.decode, runs(found))
+            assert reply.strip().endswith("Hi.<|im_end|>")
     (thought,) = documents(tokenizer_of("qwen3"), dict(
         messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")]))
     assert len(runs(thought)) == 1

@@ -6,13 +6,9 @@ import json
 import sys
 
 import pytest
-import torch
-from test_huggingface import FINE, GPT2Config, run_of_60_steps, save_random, trained, tune
+from test_huggingface import run_of_60_steps, trained
 
-from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
-from tools import prepare
-from tools.evaluate import harness_model
 
 CHOICE = """
 task: sums
@@ -95,42 +91,3 @@ def test_scores_are_those_of_the_harness_for_an_export(trained, tasks, capsys):
     assert "|sums" in table and "|text" in table and "written" not in table
     assert generation.main(["eval", "out", "--tasks", "suns"]) == 2
     assert "--tasks suns: " in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bytes", "trained tokenizer", "gpt2"])
-def test_answers_are_those_of_the_harness_for_an_export(tmp_path, trained, tune, kind):
-    """In batches of prompts of several lengths, some longer than the model can see."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    if kind == "trained tokenizer":
-        (tmp_path / "a.txt").write_text("".join(f"{i} and then {i * i}, a line\n"
-                                                for i in range(2000)))
-        assert prepare.main(["a.txt", "--out", "o", "--train_tokenizer", "300"]) == 0
-        tune("--data", "o", "--out_dir", "r", "--overwrite", "--max_steps", 40)
-    elif kind == "gpt2":
-        save_random(tmp_path / "m", GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4,
-                                               n_positions=64, eos_token_id=256))
-        tune("--init_from", "m", "--out_dir", "r", "--overwrite")
-    assert generation.main(["export", "r", "out"]) == 0
-    writer = generation.Writer(tmp_path / "r", generation.EvalOptions(device="cpu"))
-    ours = harness_model(writer, 4)
-    theirs = HFLM("out", device="cpu", batch_size=4)
-    texts = ["12 + 3 =", "a", "and then 8 lines\n", "x" * 80, "1 + 1 = 2\n2 + 2 =", "naïve 猫"]
-
-    def ask(kind: str, *arguments: tuple):
-        requests = [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
-        return [getattr(model, kind)(requests) for model in (ours, theirs)]
-
-    for found, expected in (
-        ask("loglikelihood", *((text, end) for text in texts for end in (" 4", " the end"))),
-        ask("loglikelihood", ("", "text"), ("a ", "b")),
-        ask("loglikelihood_rolling", *((text * 3,) for text in texts)),
-    ):
-        assert torch.tensor(found) == pytest.approx(torch.tensor(expected), rel=1e-4)
-    how = [dict(until=["\n"], max_gen_toks=20), dict(until=["1", " a"], max_gen_toks=9),
-           dict(until=[], max_gen_toks=20, do_sample=False, temperature=0.0)]
-    found, expected = ask("generate_until", *((text, each) for text in texts for each in how))
-    assert found == expected and len({*found}) > (2 if kind == "gpt2" else 5)

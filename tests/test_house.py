@@ -111,7 +111,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/tokens": 889,
     "steady/models": 1325,
     "steady": 410,
-    "tools": 2458,
+    "tools": 2171,
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from steady.watch import history as telemetry
 from steady.watch.report import report
-from tools import page
+from tools import report as page
 from tools.report import main
 
 EVIL = ("</script><script>document.title = 'owned'</script>"

@@ -35,7 +35,7 @@ from steady.options import ConfigError
 from steady.tokens.files import TokenWriter, find_files
 from tools import prepare
 from tools import read as read_module
-from tools.encode import Encoder
+from tools.prepare import Encoder
 
 WORDS = "the cat sat on a mat ‒ naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n".split(" ")
 
@@ -399,17 +399,15 @@ def test_a_damaged_file_of_the_library_is_left_out_from_the_damage_on(tmp_path, 
 
 
 @pytest.mark.slow
-def test_it_works_without_torch(tmp_path, made, chats):
-    """As it does from the command line: torch takes most of the start and of the memory."""
+def test_one_process_and_two_make_the_same_of_chats_and_rows(tmp_path, made, chats):
+    """From the command line, without a word beside the summary."""
     sources = [write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": CHAT}]),
                save_as("parquet", tmp_path, dict(messages=[CHAT] * 40))]
     made(*sources, "--tokenizer", chats)
-    script = ("import sys; from tools.prepare import main; code = main(sys.argv[1:]); "
-              "sys.exit(code or sys.modules.get('torch') is not None)")
     for workers in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", script, *sources, "--out", tmp_path / "p", "--val_fraction", "0",
-             "--tokenizer", chats, "--workers", workers], env=environment(), cwd=ROOT,
+            [sys.executable, ROOT / "data.py", *sources, "--out", tmp_path / "p", "--val_fraction",
+             "0", "--tokenizer", chats, "--workers", workers], env=environment(),
             capture_output=True)
         assert done.returncode == 0 and not done.stderr, done
         assert files_of(tmp_path / "p") == files_of(tmp_path / "o")

@@ -1,4 +1,4 @@
-"""Conversations, written by a tokenizer's chat template; the loss counts what assistants say."""
+"""Conversations, written by a tokenizer's chat template; the loss counts the replies."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part]], Counter]:
     """The documents of a conversation, and counts for the summary.
 
-    keys: one of read.RECORDS. The template may mark replies as generated. Otherwise a reply begins
-    at the end of the template's generation prompt. If the template rewrites earlier turns as the
-    chat goes on (Qwen3's drops their thoughts), each reply ends a document of its own. Empty
-    replies and replies of weight 0 count as prompt. Raises ValueError if none of this works.
+    keys: one of read.RECORDS. A reply is what the template marks as generated, or else begins at
+    the end of its generation prompt. If the template rewrites earlier turns as the chat goes on
+    (Qwen3's drops their thoughts), each reply ends a document of its own. Empty replies and replies
+    of weight 0 count as prompt. Raises ValueError.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
@@ -35,19 +35,20 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
     counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
-    counts = Counter({("empty replies", "not in the loss"): len(weighted) - len(counted)})
-    whole = apply(tokenizer, messages, tools)
+    whole = at_eos(tokenizer, apply(tokenizer, messages, tools))
     parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
     if not parts:
         # a greeting, at 0, is no reply
         turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
-        parts = one_document(whole, turns, tokenizer.eos_token)
+        parts = one_document(whole, turns, tokenizer)
     documents = [parts] if parts else [
-        [(before, False), (after[len(before) :], True)] for before, after in turns]
-    text = whole + "".join(text for parts in documents for text, _ in parts)
-    counts.update(("not in the text", name)
-                  for name in left_out([*messages, dict(tools=tools)], text))
-    return [end_at_eos(parts, tokenizer.eos_token) for parts in documents], counts
+        [(before, False), (at_eos(tokenizer, after)[len(before) :], True)]
+        for before, after in turns]
+    text = squeeze(whole + "".join(text for parts in documents for text, _ in parts))
+    counts = Counter(("not in the text", name) for message in [*messages, dict(tools=tools)]
+                     for name in left_out(message, text))
+    counts["empty replies", "not in the loss"] = len(weighted) - len(counted)
+    return documents, counts
 
 
 def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
@@ -59,25 +60,21 @@ def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
     return apply(tokenizer, bare, tools) == apply(tokenizer, messages, tools)
 
 
-def left_out(messages: list[dict], text: str) -> Iterator[str]:
-    """Names, such as user.name, of all values missing in the text, as they are and in JSON.
+def left_out(message: dict, text: str) -> Iterator[str]:
+    """Names, such as user.name, of values missing in a squeezed text, as they are and in JSON.
 
-    Ignores white space. Raises ValueError if that changes the conversation: templates may rewrite
-    system prompts and thoughts, but not questions and calls.
+    Raises ValueError for questions and calls: templates may rewrite system prompts and thoughts.
     """
-    text = squeeze(text)
-    for message in messages:
-        role = message.get("role", "")
-        for name, value in leaves(message, role):
-            as_json = json.dumps(value, ensure_ascii=False)
-            if squeeze(str(value)) in text or squeeze(as_json).strip('"') in text:
-                continue
-            if name == f"{role}.role" or name == f"{role}.weight" and not value:
-                continue
-            if name == f"{role}.content" and role not in ("system", "assistant"):
-                raise ValueError(f"the chat template leaves out what {role} says")
-            if name == f"{role}.tool_calls.function.name":
-                raise ValueError("the chat template leaves out tool calls")
+    role = message.get("role", "")
+    for name, value in leaves(message, role):
+        as_json = json.dumps(value, ensure_ascii=False)
+        if squeeze(str(value)) in text or squeeze(as_json).strip('"') in text:
+            continue
+        if name == f"{role}.content" and role not in ("system", "assistant"):
+            raise ValueError(f"the chat template leaves out what {role} says")
+        if name == f"{role}.tool_calls.function.name":
+            raise ValueError("the chat template leaves out tool calls")
+        if name != f"{role}.role" and (name != f"{role}.weight" or value):
             yield name
 
 
@@ -97,15 +94,9 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-# --- records ---------------------------------------------------------------------------------
-
-
 def expect(kind: type, value, name: str):
-    """The value, if it is of this kind. Raises ValueError.
-
-    Lists and objects may come as JSON, as they often do in Parquet.
-    """
-    if kind is not str and isinstance(value, str):
+    """The value, if it is of this kind. Raises ValueError."""
+    if kind is not str and isinstance(value, str):  # JSON, as often in Parquet
         with contextlib.suppress(ValueError):
             value = without_none(json.loads(value))
     if not isinstance(value, kind):
@@ -180,9 +171,6 @@ def without_none(x):
     return [without_none(v) for v in x] if isinstance(x, list) else x
 
 
-# --- templates -------------------------------------------------------------------------------
-
-
 def apply(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
     from jinja2 import TemplateError
 
@@ -241,29 +229,24 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
         before = before.removesuffix(begun) + written
         begun = written
     if not after.startswith(head) or not (written + reply).startswith(begun):
-        raise ValueError("the chat template writes earlier turns differently when a reply "
-                         "follows, so that replies cannot be told from prompts")
+        raise ValueError("the chat template writes earlier turns differently if a reply follows")
     return before, before + (written + reply)[len(begun) :]
 
 
-def one_document(whole: str, turns: list[tuple[str, str]], eos: str) -> list[Part] | None:
+def one_document(whole: str, turns: list[tuple[str, str]], tokenizer) -> list[Part] | None:
     """The whole conversation; None if the template rewrites any turn later."""
     parts, done = [], 0
     for before, after in turns:
-        if not whole.startswith(after):
-            after = after.removesuffix(eos)  # Phi-3's ends the last turn with it
-        if not (after.startswith(before) and whole.startswith(after)):
+        # of the last turn; Phi-3's template ends it with an end-of-text
+        ends = after, at_eos(tokenizer, after), after.removesuffix(tokenizer.eos_token)
+        after = next(filter(whole.startswith, ends), "")
+        if not after.startswith(before):
             return None
-        parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+        parts += [(whole[done : len(before)], False), (after[len(before) :], True)]
         done = len(after)
     return [*parts, (whole[done:], False)]
 
 
-def end_at_eos(parts: list[Part], eos: str) -> list[Part]:
-    """Without empty parts, and without white space after the last end-of-text."""
-    parts = [part for part in parts if part[0]]
-    if parts and parts[-1][0].rstrip().endswith(eos):
-        parts[-1] = parts[-1][0].rstrip(), parts[-1][1]
-    elif len(parts) > 1 and not parts[-1][0].strip() and parts[-2][0].endswith(eos):
-        parts.pop()  # white space outside the marks
-    return parts
+def at_eos(tokenizer, text: str) -> str:
+    """Without white space after a last end-of-text."""
+    return text.rstrip() if text.rstrip().endswith(tokenizer.eos_token) else text

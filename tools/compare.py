@@ -3,9 +3,9 @@
     python monitor.py compare HEAD . --steps 200
     python monitor.py compare "" "--learning_rate 0.02" --data tokens --json
 
-Trains both arms with one seed after another. The same seed gives both the same samples, dropout and
-initial weights (up to the first tensor of another shape), so the difference within a pair varies
-far less than the losses. Compared are the final validation losses, of averaged weights with --ema.
+The same seed gives both arms the same samples, dropout and initial weights (up to the first tensor
+of another shape), so the difference within a pair varies far less than the losses. Compared are the
+final validation losses, of averaged weights with --ema.
 """
 
 import json
@@ -96,25 +96,24 @@ def git(*command: str | Path) -> str:
 def open_arm(text: str, more: list[str], folder: Path) -> Arm:
     """An arm of a revision, checked out into `folder`, a YAML file or flags. Raises ConfigError."""
     title, code, flags = text or "the defaults", ROOT, []
-    try:
-        if text.endswith((".yaml", ".yml")):
-            flags = ["--config", text]
-        elif text.startswith("-"):
+    if text.endswith((".yaml", ".yml")):
+        flags = ["--config", text]
+    elif text.startswith("-"):
+        try:
             flags = shlex.split(text)
-        elif text == ".":
-            title = f"the files after {git('log', '-1', '--format=%h %s')}"
-        elif text:
-            title = git("log", "-1", "--format=%h %s", text, "--")
-            code = folder / git("rev-parse", "--show-prefix")
-            git("worktree", "prune")  # those of earlier comparisons
-            git("worktree", "add", "--detach", folder, text)
-    except ValueError as e:
-        raise ConfigError(f"{text}: {e}") from None
+        except ValueError as e:
+            raise ConfigError(f"{text}: {e}") from None
+    elif text == ".":
+        title = f"the files after {git('log', '-1', '--format=%h %s')}"
+    elif text:
+        title = git("log", "-1", "--format=%h %s", text, "--")
+        code = folder / git("rev-parse", "--show-prefix")
+        git("worktree", "prune")  # left by earlier comparisons
+        git("worktree", "add", "--detach", folder, text)
     flags = [*FIXED_FLAGS, *flags, *more]
     cfg, _ = choose_run(flags)
     if cfg.resume or cfg.backup_to or cfg.eval_only or cfg.patience:
-        raise ConfigError(f"{text}: --resume, --backup_to, --eval_only and --patience cannot be "
-                          "compared")
+        raise ConfigError(f"{text}: not with --resume, --backup_to, --eval_only or --patience")
     val_data = load_data(cfg)[1]
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
@@ -147,29 +146,23 @@ def note(row: dict):
         file.write(f"\n{json.dumps(row)}\n")
 
 
-def table() -> str:
-    """All comparisons that ended, the largest gain of B first."""
-    rows = sorted((row for row in read_ledger() if "verdict" in row), key=lambda r: r["difference"])
-    return "\n".join(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
-                     f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}" for row in rows)
-
-
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     if argv == ["--ledger"]:
-        print(table())
+        rows = [row for row in read_ledger() if "verdict" in row]
+        for row in sorted(rows, key=lambda row: row["difference"]):
+            print(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
+                  f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}")
         return 0
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
-                    "Trains both with the same seeds, and compares validation losses in pairs.",
-                    epilog="Other flags are for both. It ends as soon as a difference is found, or "
-                    "after three pairs without any. `compare --ledger` prints all comparisons so "
-                    "far. Exit codes: 0 B is better, 3 A is, 4 neither is known to be; 1 a run "
-                    "failed, 2 wrong usage.")
+                    "Trains both with the same seeds, and compares validation losses in pairs, "
+                    "until a difference is found or three pairs show none at all.",
+                    epilog="Other flags are for both. `compare --ledger` prints all comparisons so "
+                    "far. Exit codes: 0 B is better, 3 A is, 4 neither is known to be.")
     parser.add_argument("A", help="a git revision, . for the files as they are, a YAML file, or "
                         "flags of train.py in quotes")
     parser.add_argument("B", help="another")
-    parser.add_argument("--steps", type=int, metavar="N",
-                        help="--max_steps of both (default: as in their options)")
+    parser.add_argument("--steps", type=int, metavar="N", help="--max_steps of both")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
                         help="pairs at most, 3 to 20 (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -187,29 +180,30 @@ def compare(argv: list[str]) -> int:
         found = decide(arms, args.seeds, sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(found))
-    else:
-        for name in ("difference", "step_ms_ratio", "memory_ratio"):
-            if found[name] is not None:
-                low, high = found[f"{name}_interval"]
-                print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
-        print(f"verdict       {found['verdict']}")
+        return EXIT_CODES[found["better"]]
+    for name in ("difference", "step_ms_ratio", "memory_ratio"):
+        if found[name] is not None:
+            low, high = found[f"{name}_interval"]
+            print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
+    print(f"verdict       {found['verdict']}")
     return EXIT_CODES[found["better"]]
 
 
 def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
     """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
-    number, pairs = 1 + sum("begun" in row for row in read_ledger()), []
+    number, pairs, gaps = 1 + sum("begun" in row for row in read_ledger()), [], []
     note(dict(begun=number))  # it counts, even if it does not end
     level = level_of(number)
     for seed in range(1, seeds + 1):
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
         pairs.append({name: train_once(name, arms[name], seed) for name in order})
-        losses = ", ".join(f"{name} {pairs[-1][name]['loss']:.4f}" for name in arms)
-        print(f"seed {seed}: {losses}, difference {differences(pairs)[-1]:+.4f}", file=screen,
+        a, b = (pairs[-1][name]["loss"] for name in "AB")
+        gaps.append(b - a)
+        print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
               flush=True)
-        if settled(differences(pairs), level):
+        if settled(gaps, level):
             break
-    (mean, half), (text, better) = (part(differences(pairs), level) for part in (interval, verdict))
+    (mean, half), (text, better) = interval(gaps, level), verdict(gaps, level)
     found = {name: arm.title for name, arm in arms.items()} | dict(
         verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
         difference_interval=[mean - half, mean + half],
@@ -219,10 +213,6 @@ def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
     note(found)
     return found
-
-
-def differences(pairs: list[dict]) -> list[float]:
-    return [pair["B"]["loss"] - pair["A"]["loss"] for pair in pairs]
 
 
 def ratio(pairs: list[dict], name: str, level: float) -> tuple[float | None, list[float]]:

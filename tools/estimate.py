@@ -1,8 +1,7 @@
 """python train.py --estimate DEVICES: parameters, FLOPs, memory and time of a run in advance.
 
-Two steps run on fake tensors (shapes and types without memory), and the bytes alive at each moment
-are added up. So the figures follow the operations of a real eager step, also after changes to the
-model, the loss or the optimizer.
+Two steps run on fake tensors (shapes and types without memory), and the bytes alive are added up:
+those of a real eager step, also after changes to the model, the loss or the optimizer.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from steady.models.device import DTYPE_NAMES, PEAK_TFLOPS, pick_dtype, takes_var
 from steady.models.huggingface import adapt, config_from_hf
 from steady.options import ConfigError
 from steady.private import use_fake_backend
-from steady.ranks.parallel import Shards, check_shard_size
+from steady.ranks.parallel import Shards
 from steady.tokens.packing import trial_documents
 from steady.watch.findings import duration
 
@@ -44,12 +43,12 @@ class Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage())
+                self.see(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
         return result
 
-    def see(self, storage, size: int | None = None):
+    def see(self, storage, size: int):
         """Count a storage by its size now; views and writes in place change nothing."""
-        key, size = storage._cdata, storage.nbytes() if size is None else size
+        key = storage._cdata
         if key not in self.sizes:
             weakref.finalize(storage, self.forget, key)
         self.bytes += size - self.sizes.get(key, 0)
@@ -61,7 +60,7 @@ class Live(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def imagined(way: str, world_size: int, shard_size: int, dtype: torch.dtype, live: Live):
+def imagined(cfg: Config, world_size: int, dtype: torch.dtype, live: Live):
     """Fake tensors, shards for ranks whose collectives do nothing, and layers as on a GPU."""
     resize = torch.UntypedStorage.resize_
 
@@ -69,18 +68,16 @@ def imagined(way: str, world_size: int, shard_size: int, dtype: torch.dtype, liv
         live.see(storage, size)
         return resize(storage, size)
 
-    if world_size > 1:
-        use_fake_backend()
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     on_cpu = layers.on_cpu if dtype == torch.float32 else lambda x: False
+    use_fake_backend()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
-        shards = Shards(way, world_size, shard_size)
+        shards = Shards(cfg.parallel, world_size, cfg.shard_size)
         with (patch.object(torch.UntypedStorage, "resize_", seen),
               patch.object(layers, "on_cpu", on_cpu), FakeTensorMode()):
             yield shards
     finally:
-        if world_size > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: int,
@@ -89,17 +86,17 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
 
     Everything temporary counts as activations, including parts gathered from other ranks.
     """
-    way = cfg.parallel if (cfg.shard_size or world_size) > 1 else "ddp"
-    live, n = Live(), world_size if way != "ddp" else 1
-    with imagined(way, n, cfg.shard_size, dtype, live) as shards:
-        with torch.device("meta" if n > 1 else "cpu"):
+    live = Live()
+    with imagined(cfg, world_size, dtype, live) as shards:
+        sharded = shards.size > 1
+        with torch.device("meta" if sharded else "cpu"):
             model = adapt(Transformer(cfg), cfg, dtype)
         shards.shard(model, dtype)
-        if n > 1:
+        if sharded:
             model.to_empty(device="cpu")
         shards.hold(model)
         for tensor in [*shards.tensors.values(), *model.buffers()]:
-            live.see(tensor.untyped_storage())
+            live.see(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
         held = list(shards.parameters.values())
         need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
         with live:
@@ -123,14 +120,13 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         states = tree_leaves([optimizer.state for optimizer in optimizers])
         need["optimizer"] = sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
         need["activations"] = live.peak - sum(need.values())
-    if world_size > n and accumulation > 1:  # ddp keeps the sum beside its buckets
+    if world_size > 1 and not sharded and accumulation > 1:  # ddp keeps the sum beside its buckets
         need["gradients"] *= 2
     return need
 
 
 def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) -> dict:
     """The figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
-    check_shard_size(cfg.shard_size, world_size)
     micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(cfg, DEVICE_GB * 10**9))
     accumulation = cfg.batch_size // (micro_batch * world_size)
     n = max(1, 2**15 // cfg.seq_len)  # so large that memory is linear in the sequences
@@ -142,24 +138,19 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     flops = flops_per_token(model, cfg)
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
     again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
+    seconds = again * flops * cfg.batch_size * cfg.seq_len / (peak * 1e12 * MFU * world_size)
     return dict(
         parameters=sum(p.numel() for p in model.parameters()), flops_per_token=flops,
         micro_batch=micro_batch, accumulation=accumulation, memory=memory,
         fits=max(0, n + math.floor((DEVICE_GB * 1e9 * FREE - some) / (twice - some) * n)),
-        peak_tflops=peak,
-        step_seconds=(again * flops * cfg.batch_size * cfg.seq_len
-                      / (peak * 1e12 * MFU * world_size)),
-    )
+        peak_tflops=peak, step_seconds=seconds)
 
 
 def estimate_run(cfg: Config, make_optimizers) -> str:
     """The needs of a run as text. Reads the data only for vocabulary and epochs."""
-    if cfg.init_from:
-        cfg = config_from_hf(cfg)
-    cfg = resolve(cfg)
+    cfg = resolve(config_from_hf(cfg) if cfg.init_from else cfg)
     if cfg.model == "transformers" or cfg.max_minutes:
-        raise ConfigError("--estimate: expected a model of steady's own Transformer and "
-                          "--max_steps, not --model transformers or --max_minutes")
+        raise ConfigError("--estimate: not with --model transformers or --max_minutes")
     if cfg.vocab_size is None or cfg.epochs:
         load_data(cfg)
     # auto is bf16, even if the CPU at hand is slow at it: the run is for another machine

@@ -1,9 +1,11 @@
 """python model.py generate|chat|eval|export: a model's text, its scores, its weights for others."""
 
-import contextlib
 import io
+import json
 import shutil
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +24,6 @@ from steady.options import ConfigError, check_bounds, make_parser, option, read_
 from steady.ranks.parallel import Shards
 from steady.tokens import tokenizers
 from tools.chat import apply, end_of_turn
-from tools.evaluate import evaluate
 
 USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option value ...]
        model.py chat RUN_DIR_OR_CHECKPOINT_OR_FOLDER [--option value ...]
@@ -43,19 +44,16 @@ class ModelOptions:
 class SamplingOptions(ModelOptions):
     max_new_tokens: int = option(200, "tokens to write, at most", at_least=1)
     temperature: float | None = option(
-        None, "0 takes the likeliest token, 1 samples from the model's distribution (default of "
-        "this and the next two: the model's generation_config.json, or 0.8, 50 and 1)", at_least=0,
-        at_most=10**6)
+        None, "0 takes the likeliest token (default of this and the next two: the model's "
+        "generation_config.json, or 0.8, 50 and 1)", at_least=0, at_most=10**6)
     top_k: int | None = option(None, "sample from this many likeliest tokens; 0 is all", at_least=0)
-    top_p: float | None = option(
-        None, "sample from the fewest tokens whose probabilities reach this", above=0, at_most=1)
+    top_p: float | None = option(None, "sample from this share of probability", above=0, at_most=1)
     seed: int = option(0, "sampling seed", at_least=0)
 
 
 @dataclass
 class GenerateOptions(SamplingOptions):
-    prompt: list[str] = option(
-        [], "one or several texts to continue (default: a line end)", may_be_empty=True)
+    prompt: list[str] = option([], "texts to continue (default: a line end)", may_be_empty=True)
     prompt_file: str | None = option(None, "each line of this file is a prompt, too")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
 
@@ -68,10 +66,8 @@ class ChatOptions(SamplingOptions):
 
 @dataclass
 class EvalOptions(ModelOptions):
-    tasks: list[str] = option(
-        [], "tasks of lm-evaluation-harness, or files (.yaml) and folders of your own")
-    num_fewshot: int | None = option(
-        None, "examples before each question (default: the task's)", at_least=0)
+    tasks: list[str] = option([], "tasks of lm-evaluation-harness, your own files or folders")
+    num_fewshot: int | None = option(None, "examples in a prompt (default: the task's)", at_least=0)
     limit: int | None = option(None, "documents of each task, at most", at_least=1)
     batch_size: int = option(8, "requests computed together", at_least=1)
     json: bool = option(False, "print the scores as JSON")
@@ -96,25 +92,23 @@ def run(argv: list[str]):
     kind = COMMANDS.get(argv[0] if argv else None, GenerateOptions)
     parser = make_parser(kind, "model.py", USAGE, ABOUT)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("source", help="run directory, checkpoint or Hugging Face folder")
+    parser.add_argument("source", type=Path, help="run, checkpoint or Hugging Face folder")
     if kind is ExportOptions:
-        parser.add_argument("out", help="folder to make")
+        parser.add_argument("out", type=Path, help="folder to make")
     given = vars(read_flags(parser, argv))
-    command, source, out = given.pop("command"), Path(given.pop("source")), given.pop("out", None)
+    command, source, out = given.pop("command"), given.pop("source"), given.pop("out", None)
     options = kind(**given)
     check_bounds(options)
     if command == "export":
-        print(export(source, Path(out), options))
+        print(export(source, out, options))
+    elif command == "eval":
+        print(evaluate(source, options))
     else:
         writer = Writer(source, options)
-        if getattr(options, "chat", command == "chat") and not writer.tokenizer.chat_template:
-            raise ConfigError(f"{source}: its tokenizer has no chat template; generate continues "
-                              "text")
-        torch.manual_seed(getattr(options, "seed", 0))
-        dict(generate=write_text, chat=talk, eval=evaluate)[command](writer, options)
-
-
-# --- text from a model -----------------------------------------------------------------------
+        if (command == "chat" or options.chat) and not writer.tokenizer.chat_template:
+            raise ConfigError(f"{source}: has no chat template; generate continues text")
+        torch.manual_seed(options.seed)
+        talk(writer, options) if command == "chat" else write_text(writer, options)
 
 
 class Writer:
@@ -131,13 +125,20 @@ class Writer:
         self.sampling = SAMPLING | usual_sampling(folder) | {
             name: x for name, x in vars(options).items() if name in SAMPLING and x is not None}
 
-    def chat_ids(self, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, up to the start of the answer. Raises ConfigError."""
-        try:
-            text = apply(self.tokenizer, messages, None, add_generation_prompt=True)
-        except (ValueError, TypeError, LookupError) as e:
-            raise ConfigError(f"{self.source}: {e}") from None
-        return self.ids(text, [])
+    def chat_ids(self, history: list[dict], system: str = "") -> list[int]:
+        """Ids up to the answer; drops the oldest turns to make room. Raises ConfigError."""
+        room = min(self.options.max_new_tokens, self.context // 2)
+        first = [dict(role="system", content=system)] if system else []
+        while True:
+            try:
+                text = apply(self.tokenizer, first + history, None, add_generation_prompt=True)
+            except (ValueError, TypeError, LookupError) as e:
+                raise ConfigError(f"{self.source}: {e}") from None
+            ids = self.ids(text, [])
+            if len(history) == 1 or len(ids) + room <= self.context:
+                return ids
+            del history[:2]
+            print("note: the oldest question is forgotten, to make room", file=sys.stderr)
 
     def ids(self, text: str, start: list[int]) -> list[int]:
         """The ids of a text after `start`, as data.py writes them; at least one."""
@@ -151,29 +152,23 @@ class Writer:
             print(f"warning: the prompt has {len(prompt):,} tokens, the model sees "
                   f"{self.context:,} at most: its beginning is left out", file=sys.stderr)
         # decoded after the prompt: SentencePiece's decoders drop a space at the beginning
-        self.text, self.written = "", prompt[-32:]
-        self.begin, self.done = 0, len(self.written)  # start of the text decoded again; printed
+        self.text, self.printed, self.new = "", prompt[-32:], []  # text; token ids
         try:
             generate(self.model, torch.tensor([prompt], device=self.device),
                      self.options.max_new_tokens, **self.sampling, stop=self.stop,
                      on_token=self.add)
-            self.show(complete=False)
         finally:
             print(flush=True)
 
-    def add(self, new: torch.Tensor):
-        self.written += [token for token in new.tolist() if token not in self.stop]
-        self.show()
-
-    def show(self, complete: bool = True):
-        decode = self.tokenizer.decode
-        old = decode(self.written[self.begin : self.done], skip_special_tokens=True)
-        new = decode(self.written[self.begin :], skip_special_tokens=True)
-        if new.endswith("\ufffd") and complete:  # inside a character
-            return
-        self.text += new[len(old) :]
-        print(new[len(old) :], end="", flush=True)
-        self.begin, self.done = self.done, len(self.written)
+    def add(self, token: torch.Tensor):
+        self.new += [i for i in token.tolist() if i not in self.stop]
+        ids = self.printed + self.new
+        old, text = (self.tokenizer.decode(x, skip_special_tokens=True)
+                     for x in (self.printed, ids))
+        if not text.endswith("\ufffd"):  # else inside a character
+            print(text[len(old) :], end="", flush=True)
+            self.text += text[len(old) :]
+            self.printed, self.new = ids[-32:], []
 
 
 def write_text(writer: Writer, options: GenerateOptions):
@@ -196,9 +191,6 @@ def write_text(writer: Writer, options: GenerateOptions):
         writer.write(ids)
 
 
-# --- a talk ----------------------------------------------------------------------------------
-
-
 def talk(writer: Writer, options: ChatOptions):
     """A conversation; input from a pipe or a file is one prompt, and only its answer is printed."""
     system, history = options.system, []  # messages
@@ -206,9 +198,9 @@ def talk(writer: Writer, options: ChatOptions):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         said = dict(role="user", content=sys.stdin.read().strip())
-        writer.write(fit(writer, system, [said]))
+        writer.write(writer.chat_ids([said], system))
         return
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401  # lets `input` edit and recall lines
     print(HELP)
     while True:
@@ -230,29 +222,46 @@ def talk(writer: Writer, options: ChatOptions):
         elif said:
             history.append(dict(role="user", content=said))
             try:
-                ids = fit(writer, system, history)
+                ids = writer.chat_ids(history, system)
             except ConfigError as e:  # of a template without system prompts, say
                 print(f"error: {e}", file=sys.stderr)
                 history.pop()
                 continue
-            with contextlib.suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt):
                 writer.write(ids)
             history.append(dict(role="assistant", content=writer.text))
 
 
-def fit(writer: Writer, system: str, history: list[dict]) -> list[int]:
-    """The ids of the conversation; drops the oldest turns until there is room for an answer."""
-    room = min(writer.options.max_new_tokens, writer.context // 2)
-    first = [dict(role="system", content=system)] if system else []
-    while True:
-        ids = writer.chat_ids(first + history)
-        if len(history) == 1 or len(ids) + room <= writer.context:
-            return ids
-        del history[:2]
-        print("note: the oldest question is forgotten, to make room", file=sys.stderr)
-
-
-# --- opening a model, and exporting it -------------------------------------------------------
+def evaluate(source: Path, options: EvalOptions) -> str:
+    """Scores by lm-evaluation-harness, of a run's temporary export. Raises ConfigError."""
+    tasks = []
+    for name in ",".join(options.tasks).split(","):
+        tasks += sorted(map(str, Path(name).glob("*.yaml"))) or [name]  # of a folder
+    if tasks == [""]:
+        raise ConfigError("--tasks: expected names or files of tasks, such as --tasks hellaswag")
+    try:
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as e:
+        raise ConfigError(f"eval: {e}; pip install 'lm_eval[hf]'") from None
+    folders = [str(Path(task).parent) for task in tasks if Path(task).is_file()]
+    # to look through all of the harness's own tasks takes seconds
+    manager = TaskManager(include_path=folders, include_defaults=len(folders) < len(tasks))
+    trust, device = options.trust_remote_code, str(pick_device(options.device, 0))
+    with tempfile.TemporaryDirectory(prefix="steady-eval-") as exported:
+        if not is_theirs(source):
+            export(source, Path(exported), ExportOptions(trust_remote_code=trust))
+            source = exported
+        try:
+            model = HFLM(str(source), device=device, batch_size=options.batch_size,
+                         trust_remote_code=trust)
+            results = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=options.limit,
+                                      num_fewshot=options.num_fewshot, log_samples=False)
+        except (OSError, KeyError, ValueError) as e:  # no such model, task or data, no network
+            raise ConfigError(f"eval --tasks {' '.join(tasks)}: {' '.join(str(e).split())}") from e
+    return json.dumps(results["results"]) if options.json else make_table(results)
 
 
 def ends_of(tokenizer, folder: Path | None) -> list[int]:
@@ -277,21 +286,22 @@ def usual_sampling(folder: Path | None) -> dict[str, float]:
     return usual
 
 
-def open_model(source: Path, trust_remote_code: bool = False):
-    """(model, tokenizer, folder) of a run, a checkpoint, or a Hugging Face folder.
+def is_theirs(source: Path) -> bool:
+    """Whether it is a Hugging Face folder, or on the hub."""
+    has_config = (source / "config.json").exists() or lora.is_adapter_folder(source)
+    return has_config or not source.exists()
 
-    folder: the model's own files, of a run those of --init_from, or None. Raises ConfigError.
-    """
-    state, theirs = None, (source / "config.json").exists() or lora.is_adapter_folder(source)
-    if source.is_dir() and theirs or not source.exists():
+
+def open_model(source: Path, trust_remote_code: bool = False):
+    """(model, tokenizer, folder of the model's or --init_from's own files). Raises ConfigError."""
+    if is_theirs(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
-        cfg = huggingface.config_from_hf(cfg)
-        name = str(huggingface.tokenizer_folder(str(source)))
-        tokenizer = tokenizers.load_tokenizer(name, needs_end=False)
+        state, cfg = None, huggingface.config_from_hf(cfg)
+        folder = str(huggingface.tokenizer_folder(str(source)))
+        tokenizer = tokenizers.load_tokenizer(folder, needs_end=False)
     else:
         checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
-        tokenizer = tokenizer_of(state, checkpoint.run_dir)
-        if not tokenizer:
+        if not (tokenizer := tokenizer_of(state, checkpoint.run_dir)):
             raise ConfigError(f"{checkpoint}: its run has no tokenizer, only token ids")
     cfg.seq_len = cfg.max_position or cfg.seq_len  # the base may have seen longer texts
     return build(cfg, state), tokenizer, source_folder(cfg)
@@ -299,10 +309,8 @@ def open_model(source: Path, trust_remote_code: bool = False):
 
 def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, dict, Config]:
     """The checkpoint, verified, of a run or a file; its state and options. Raises ConfigError."""
-    checkpoint = find_checkpoint(source)
-    if not checkpoint:
-        expected = "a checkpoint or a config.json in it" if source.is_dir() else "a file or folder"
-        raise ConfigError(f"{source}: expected {expected}")
+    if not (checkpoint := find_checkpoint(source)):
+        raise ConfigError(f"{source}: expected a file or folder with a checkpoint in it")
     state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)
@@ -341,18 +349,14 @@ def build(cfg: Config, state: dict | None = None):
 
 
 def export(source: Path, out: Path, options: ExportOptions) -> str:
-    """Write a checkpoint as a folder that AutoModelForCausalLM and AutoTokenizer load.
-
-    With options.adapter only adapters, in peft's format. Raises ConfigError.
-    """
+    """Write a checkpoint in the format of transformers, or of peft. Raises ConfigError."""
     checkpoint, state, cfg = open_checkpoint(source, options.trust_remote_code)
     if out.is_file() or out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another folder")
     if options.adapter and not cfg.lora_rank:
         raise ConfigError(f"{checkpoint}: --adapter: it was trained without --lora_rank")
     if cfg.qk_norm and cfg.qkv_bias:
-        raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and "
-                          "--qkv_bias; not exported")
+        raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and --qkv_bias")
     is_foreign, weights, dtype = cfg.model == "transformers", state["model"], DTYPES[options.dtype]
     if options.adapter:
         with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
@@ -362,21 +366,22 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         weights = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise ConfigError(f"{checkpoint}: non-finite weights in {name}; not exported")
+            raise ConfigError(f"{checkpoint}: non-finite weights in {name}")
         if not tensor.to(dtype).isfinite().all():
-            raise ConfigError(f"{checkpoint}: weights in {name} are too large for this --dtype; "
-                              "choose bf16 or fp32")
+            raise ConfigError(f"{checkpoint}: weights in {name} are too large for {dtype}")
     folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
+    ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
+    ends = [i for i in ends if i is not None and i < cfg.vocab_size]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not tokenizer:
             print("note: without a tokenizer, as the run has none", file=sys.stderr)
         elif state["tokenizer"] == "bytes":
             tokenizer.save_pretrained(out)
-            tokenizers.serve_version_4(out)
         else:
             shutil.copytree(checkpoint.run_dir / "tokenizer", out, dirs_exist_ok=True,
                             ignore=shutil.ignore_patterns(tokenizers.MADE))
+        if tokenizer:
             tokenizers.serve_version_4(out)
         if options.adapter:
             pairs = lora.pairs_of(weights, huggingface.linear_parts(model), cfg)
@@ -386,12 +391,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
                 model.save(out, dtype)
             else:
                 huggingface.save_weights(weights, cfg, out, dtype)
-            ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
-            ends = [i for i in ends if i is not None and i < cfg.vocab_size]
             huggingface.save_config(cfg, folder, out, dtype, ends)
-            if tokenizer and not options.trust_remote_code:  # transformers would ask to run it
-                tokenizers.load_tokenizer(str(out), needs_end=False)  # prints a note if it differs
     except (OSError, SafetensorError) as e:
-        raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}; delete it, "
-                          "and export again") from None
+        raise ConfigError(f"{out}: could not be written: {disk_error(e, out.parent)}") from None
     return f"{checkpoint} at step {state['step']} to {out}"

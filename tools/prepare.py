@@ -1,25 +1,27 @@
 """python data.py INPUT… --out DIR: text, records and data sets to token files; see docs/data.md.
 
-One process reads chunks of the input, others tokenize them, and the first writes the results in the
-order of the input, whatever the number of processes. Memory holds only the chunks in flight.
+One process reads, others tokenize, and the first writes the results in the order of the input,
+whatever the number of processes. Memory holds only the chunks in flight.
 """
 
 import hashlib
+import io
 import itertools
+import json
+import math
 import multiprocessing
 import os
+import re
 import shutil
-import signal
-import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from steady.checkpoints.disk import acquire_lock
@@ -27,13 +29,17 @@ from steady.guard.process import FORK, run_command
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.tokens import tokenizers
-from steady.tokens.files import TokenWriter
+from steady.tokens.files import BYTES_END_OF_TEXT, TokenWriter, share_of
 from steady.watch.proc import usable_cores
-from tools.encode import IN_PIECES, UNKNOWN, Encoder
-from tools.read import Chunk, find_inputs, read_chunks, read_file
+from tools import read
+from tools.chat import Part, chat_documents, expect
+from tools.read import Document, find_inputs, find_keys, read_chunks, read_items
 
 TRAINING_BYTES = 1 << 30  # of input, to train a tokenizer on
 LISTED = 8  # names of a kind, in the summary
+UNKNOWN = "unknown tokens"
+# The tokenizers library takes 200 times the size of a text, and is slower beyond the cache.
+IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
        data.py show DIR N           print the first N samples, marking the tokens in the loss
@@ -45,21 +51,198 @@ ABOUT = ("Turn text, JSON, CSV (.gz, .zst too), Parquet and Arrow into token fil
 @dataclass
 class Options:
     out: str = option(None, "folder to write to; a train.bin and val.bin in it are replaced")
-    tokenizer: str = option(
-        "bytes", "bytes, or what transformers.AutoTokenizer takes: a local folder or a hub name")
+    tokenizer: str = option("bytes", "bytes, a folder, or a name on the hub")
     train_tokenizer: int | None = option(
-        None, "train a byte-level BPE tokenizer of this many ids on the input (on 1 GB of it, "
-        "spread evenly, if there is more)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
+        None, "train a byte-level BPE tokenizer of this many ids on the input (1 GB of it, spread "
+        "evenly)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
     val_fraction: float = option(
         0.01, "share for validation: of documents, and of a text file of 100 kB or more its end",
         at_least=0, below=1)
     text_field: str | None = option(
         None, "key or column of a document's text (default: text, unless there is a chat)")
-    workers: int | None = option(
-        None, "processes that tokenize (default: one per core)", at_least=1, at_most=1000)
+    workers: int | None = option(None, "processes, at most one per core (the default)", at_least=1)
     split: str = option("train", "split of a hf: data set, or of a folder of several splits")
     limit: int | None = option(None, "records of each file or data set, at most", at_least=1)
     skip_bad: bool = option(False, "leave out lines and files that cannot be read, and count them")
+
+
+class Encoder:
+    """Turns records and texts into token ids. folder: of the tokenizer, None for "bytes"."""
+
+    def __init__(self, folder: Path | None, options):
+        self.options, self.tokenizer, self.prefix = options, None, []
+        self.adds_space = False  # before every text, as SentencePiece's do
+        self.before = "\n"  # stands before a continued text, so that it gets no space
+        self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
+        self.unknown, self.known = None, set()  # an id; characters that get tokens
+        if folder:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
+            self.tokenizer = tokenizers.load_tokenizer(str(folder))
+            if not self.tokenizer.is_fast:
+                raise ConfigError("--tokenizer: expected one with a tokenizer.json")
+            self.end = self.tokenizer.eos_token_id
+            self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+            tokenize = self.tokenizer.tokenize
+            self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
+            if tokenize("a") == tokenize("\na"):  # T5's turns a line end into that space
+                self.before = ""
+            self.prefix = tokenizers.text_start(self.tokenizer)
+            model = self.tokenizer.backend_tokenizer.model
+            unknown = getattr(model, "unk_token", self.tokenizer.unk_token)  # Unigram's has none
+            self.unknown = unknown and model.token_to_id(unknown)
+
+    def __getitem__(self, chunk: list[tuple]) -> tuple[dict[str, tuple], Counter] | ConfigError:
+        """(split → arguments of TokenWriter.add, counts for the summary), or an error."""
+        try:
+            documents, counts = self.documents(chunk)
+        except ConfigError as e:
+            return e  # raised from a process, it would come with a traceback around it
+        found = {split: self.encode([d for d in documents if d.split == split])
+                 for split in {document.split for document in documents}}
+        if self.tokenizer:
+            counts[UNKNOWN] += sum(int((ids == self.unknown).sum()) for ids, *_ in found.values())
+            text = "".join(text for document in documents for text, _ in document.parts)
+            encode = self.tokenizer.backend_tokenizer.encode
+            for letter in sorted(set(text) - self.known):
+                if encode(letter, add_special_tokens=False).ids or letter.isspace():
+                    self.known.add(letter)
+                else:
+                    counts["no token for", repr(letter)] += text.count(letter)
+        return found, counts
+
+    def documents(self, chunk: list[tuple]) -> tuple[list[Document], Counter]:
+        """(documents, long ones in pieces; counts for the summary). Raises ConfigError."""
+        found, counts = [], Counter()
+        for file, number, data in chunk:
+            if isinstance(data, Document):
+                found.append(data)
+                continue
+            if isinstance(data, bytes) and not data.strip():
+                continue
+            try:
+                record = json.loads(data.decode()) if isinstance(data, bytes) else data
+                documents, used, is_chat, more_counts = self.read(record)
+                key = "\0".join(text for parts in documents for text, _ in parts).encode()
+            except ConfigError as e:
+                raise ConfigError(f"{file}: {e}") from None
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+                why = reason(e)
+                if not self.options.skip_bad:
+                    raise ConfigError(f"{file}:{number}: {why}; --skip_bad leaves it out") from None
+                counts["left out", why] += 1
+                continue
+            counts += more_counts
+            counts.update(("ignored keys", name) for name in record if name not in used)
+            split = "val" if share_of(key) < self.options.val_fraction else "train"
+            counts["empty", "documents"] += documents.count([])
+            for parts in filter(None, documents):
+                counts["without a reply", split] += not any(counted for _, counted in parts)
+                [(text, counted), *more] = parts
+                if more or is_chat or not counted or len(text) <= read.CHUNK_BYTES:
+                    found.append(Document(split, parts, is_chat))
+                else:
+                    found += read.pieces(file, io.BytesIO(text.encode()), 0, math.inf, split)
+        return found, counts
+
+    def read(self, record) -> tuple[list[list[Part]], tuple[str, ...], bool, Counter]:
+        """(documents of a record; keys used; whether it is a chat; counts). Raises ValueError."""
+        if None in expect(dict, record, "record"):  # the csv module's key for surplus fields
+            raise ValueError("more fields than the header has")
+        names = (name if record[name] is not None else f"{name}: null" for name in record)
+        keys, used = find_keys(tuple(names), self.options.text_field)
+        is_chat, counts = False, Counter()
+        if keys in [("text",), (self.options.text_field,)]:
+            documents = [[(expect(str, record[keys[0]], keys[0]), True)]]
+        elif keys[0] == "prompt" and isinstance(record["prompt"], str):
+            used = keys
+            documents = [[(expect(str, record[key], key), key != "prompt") for key in keys]]
+        else:
+            is_chat, (documents, counts) = True, chat_documents(self.tokenizer, record, keys)
+        return ([[part for part in parts if part[0]] for parts in documents], used, is_chat, counts)
+
+    def encode(self, documents: list[Document]) -> tuple:
+        """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
+        ids, counts, last, n_bytes = [], [], [], 0  # last: indices of the parts that end
+        for document in documents:
+            texts, counted = zip(*document.parts, strict=True)
+            found = self.tokenize(texts, document.is_chat, document.begins)
+            start = [] if document.is_chat else self.prefix  # templates write it
+            if document.begins and found[0][: len(start)].tolist() != start:
+                found[0] = np.append(start, found[0])
+            if document.ends and found[-1][-1:].tolist() != [self.end]:
+                found[-1] = np.append(found[-1], self.end)
+            ids += found
+            counts += counted
+            n_bytes += sum(len(text.encode()) for text in texts)
+            if document.ends:
+                last.append(len(ids) - 1)
+        sizes = [len(part) for part in ids]
+        mask = None if all(counts) else np.repeat(np.array(counts, np.uint8), sizes)
+        ids = np.concatenate(ids, dtype=np.uint32, casting="unsafe")
+        return ids, np.cumsum(sizes)[last], mask, n_bytes
+
+    def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[np.ndarray]:
+        """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
+
+        There a token belongs to the text it begins in; begins False continues a document.
+        """
+        if self.tokenizer is None:
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        if not (is_chat or self.adds_space):
+            return [self.ids(text) for text in texts]
+        texts = ["" if begins else self.before, *texts]
+        encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
+        ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
+        part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
+        return [ids[part == k] for k in range(1, len(texts))]
+
+    def ids(self, text: str) -> np.ndarray:
+        found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
+        for piece in IN_PIECES.findall(text):
+            found += encode([piece], add_special_tokens=False)[0].ids
+        return np.array(found, np.uint32)
+
+
+def reason(error: Exception) -> str:
+    """Why a record is left out, in the same words for all of a kind."""
+    if isinstance(error, json.JSONDecodeError):
+        return "not JSON; expected an object on each line, or in .json an array of objects"
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, UnicodeEncodeError) or "TextEncodeInput" in str(error):
+        return "half of a character (a lone surrogate)"
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return " ".join(str(error).split())[:300]
+
+
+def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tuple]:
+    """Encode the chunks in several processes; yields the results in their order."""
+    from torch.utils.data import DataLoader  # here: mistakes are found two seconds sooner
+
+    workers = min(encoder.options.workers or math.inf, usable_cores())
+    workers = workers if workers > 1 else 0
+    for result in DataLoader(
+            encoder, batch_size=None, sampler=chunks, num_workers=workers,
+            collate_fn=copy,  # nothing to collate
+            worker_init_fn=start_worker, multiprocessing_context=FORK if workers else None):
+        if isinstance(result, ConfigError):
+            raise result
+        yield result
+
+
+def start_worker(worker: int):
+    from steady.guard.workers import leave_to_parent
+
+    leave_to_parent(worker)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    """Exit with a parent that was killed; else results that nobody reads would keep the process."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def main(argv: list[str]) -> int:
@@ -70,8 +253,7 @@ def main(argv: list[str]) -> int:
 def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
         if len(argv) != 3 or not argv[2].isdecimal():
-            raise ConfigError("expected: data.py show DIR N, a number of samples, or data.py show "
-                              "RUN_DIR STEP, the number of an update")
+            raise ConfigError("expected: data.py show DIR N, or data.py show RUN_DIR STEP")
         from tools.show import show
 
         show(argv[1], int(argv[2]))
@@ -79,13 +261,7 @@ def prepare_or_show(argv: list[str]):
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, pattern, hf:NAME")
     given = vars(read_flags(parser, argv))
-    # without torch, unused by tokenizers, transformers starts 1.2 s sooner and takes 190 MB less
-    sys.modules.setdefault("torch", None)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     print(prepare(given.pop("inputs"), Options(**given)))
-
-
-# --- the dataset -----------------------------------------------------------------------------
 
 
 def prepare(inputs: list[str], options: Options) -> str:
@@ -99,19 +275,23 @@ def prepare(inputs: list[str], options: Options) -> str:
     files = find_inputs(inputs, out, counts)
     if options.train_tokenizer or options.tokenizer != "bytes":
         tokenizers.require_ours(out / "tokenizer")
-    work = out / ".preparing"
+    work, draft = out / ".preparing", out / ".preparing/new"
     try:
         work.mkdir(parents=True, exist_ok=True)
         with closing(acquire_lock(work, f"--out {out}")):
             try:
-                shutil.rmtree(work / "new", ignore_errors=True)  # of a killed process
-                (work / "new").mkdir()
-                summary = write_dataset(files, options, work / "new", counts)
-                publish(work / "new", out)
+                shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+                draft.mkdir()
+                summary = write_dataset(files, options, draft, counts)
+                publish(draft, out)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as e:
         raise ConfigError(f"--out {out}: cannot be made: {e.filename or out}: {e.strerror}") from e
+    except RuntimeError as e:
+        if not str(e).startswith("DataLoader worker"):
+            raise
+        raise ConfigError("a tokenizing process was killed; fewer --workers need less") from None
     return f"{summary}\nin               {out}"
 
 
@@ -119,8 +299,7 @@ def check(files: list[Path], encoder: Encoder):
     """Read the beginning of each file, unless --skip_bad. Raises ConfigError."""
     options = replace(encoder.options, limit=1, val_fraction=0.0)  # no search for a place to cut
     for path in [] if options.skip_bad else files:
-        for chunk in itertools.islice(read_file(path, options), 1):
-            encoder.documents(chunk)
+        encoder.documents([*itertools.islice(read_items([path], options, Counter()), 1)])
 
 
 def write_dataset(files: list[Path], options: Options, draft: Path, counts: Counter) -> str:
@@ -128,38 +307,36 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
     folder, name = find_tokenizer(files, options, draft / "tokenizer")
     encoder = Encoder(folder, options)
     check(files, encoder)
-    writers = {split: TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
-                                  end_of_text=encoder.end) for split in ("train", "val")}
+    train, val = (TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
+                              end_of_text=encoder.end) for split in ("train", "val"))
     bar = tqdm(desc="tokenized", unit="B", unit_scale=True, delay=2, mininterval=5)
     with bar, closing(encode_all(read_chunks(files, options, counts), encoder)) as results:
         for encoded, counted in results:
             for split, arrays in encoded.items():
-                writers[split].add(*arrays)
+                (train if split == "train" else val).add(*arrays)
             counts.update(counted)
-            bar.update(sum(writer.bytes for writer in writers.values()) - bar.n)
-    train, val = writers.values()
+            bar.update(train.bytes + val.bytes - bar.n)
     if not train.tokens:
         drawn = f": the {val.documents:,} are drawn for validation; try another --val_fraction"
         raise ConfigError(f"{files[0]}: no document to train on{drawn if val.tokens else ''}")
     if counts["without a reply", "train"] == train.documents:
-        raise ConfigError(f"{files[0]}: no document to train on has a reply, so the loss would "
-                          "count nothing; expected replies of an assistant")
-    for writer in writers.values():
-        writer.close()
+        raise ConfigError(f"{files[0]}: no document to train on has a reply of an assistant")
+    train.close()
+    val.close()
+    tokens, unknown = train.tokens + val.tokens, counts.pop(UNKNOWN, 0)
     lines = {
         "documents": f"{train.documents:,} + {val.documents:,} (training + validation)",
         "tokens": f"{train.tokens:,} + {val.tokens:,} as {train.dtype}, vocabulary "
         f"{encoder.vocab_size:,} ({name})",
-        "bytes per token": f"{(train.bytes + val.bytes) / (train.tokens + val.tokens):.3f}",
+        "bytes per token": f"{(train.bytes + val.bytes) / tokens:.3f}",
+        UNKNOWN: f"{unknown:,} ({unknown / tokens:.1%})" * bool(unknown),
     }
-    if unknown := counts.pop(UNKNOWN, 0):
-        lines[UNKNOWN] = f"{unknown:,} ({unknown / (train.tokens + val.tokens):.1%})"
     for kind in dict.fromkeys(kind for kind, _ in +counts):
         found = [f"{name} ({n:,})" for (k, name), n in (+counts).most_common() if k == kind]
         lines[kind] = ", ".join(found[:LISTED]) + " …" * (len(found) > LISTED)
     if options.val_fraction and not val.tokens:
         lines["validation"] = "no document was drawn for validation: try a larger --val_fraction"
-    return "\n".join(f"{kind:16} {text}" for kind, text in lines.items())
+    return "\n".join(f"{kind:16} {text}" for kind, text in lines.items() if text)
 
 
 def publish(draft: Path, out: Path):
@@ -171,51 +348,6 @@ def publish(draft: Path, out: Path):
         tokenizers.delete_tokenizer(out / "tokenizer")
     for new in sorted(draft.iterdir(), key=lambda p: (p.suffix == ".bin", p.name != "val.bin")):
         new.rename(out / new.name)
-
-
-# --- tokenizing ------------------------------------------------------------------------------
-
-
-def encode_all(chunks: Iterator[Chunk], encoder: Encoder) -> Iterator[tuple]:
-    """Encode the chunks in several processes; yields the results in their order."""
-    workers = encoder.options.workers or usable_cores()
-    if workers == 1:
-        yield from map(encoder, chunks)
-        return
-    context, pending = multiprocessing.get_context(FORK), deque()
-    pool = ProcessPoolExecutor(workers, context, start_worker, (encoder,))
-    try:
-        for chunk in chunks:
-            pending.append(pool.submit(encode_in_worker, chunk))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise ConfigError("a tokenizing process was killed, perhaps for lack of memory: fewer "
-                          "--workers need less") from None
-    finally:
-        pool.shutdown(cancel_futures=True)  # wait=False would race with the exit
-
-
-def start_worker(encoder: Encoder):
-    global worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    worker_encoder = encoder
-
-
-def end_with_parent():
-    """Exit with a parent that was killed; workers would wait for chunks forever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def encode_in_worker(chunk: Chunk) -> tuple:
-    return worker_encoder(chunk)
-
-
-# --- the tokenizer ---------------------------------------------------------------------------
 
 
 def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[Path | None, str]:

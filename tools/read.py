@@ -26,6 +26,7 @@ from steady.tokens.files import share_of
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".csv": "csv",
          ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".zst")  # a second suffix
+UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
 RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): ("tools", "system"),
@@ -40,16 +41,17 @@ CHUNK_BYTES = 1 << 18  # of input, read, tokenized and written at a time
 PIECE_BYTES = 1 << 20  # of text without white space: tokenizing takes 200 times as much memory
 LINE_BYTES = 1 << 27  # longest line of JSON
 CUT_BYTES = 100_000  # smallest text file cut in two, unless it is the only one
+# Places that no token of a tokenizer in use spans: after a line end, before a space.
+LINE, SPACE = r"\S\n(?=\w)", r"[^\s>](?= \w)"
 
 
-class Chunk(NamedTuple):
-    """A piece of one input file, to be tokenized."""
+class Document(NamedTuple):
+    """A document, or a piece of a long one."""
 
-    file: str
-    data: str | list  # a piece of a text; or records, decoded or as lines of JSON in bytes
-    first: int = 1  # number of the first record, counted from 1
-    split: str | None = None  # of a text; records are drawn by their content
-    begins: bool = True  # whether the text begins with this piece
+    split: str
+    parts: list[tuple[str, bool]]  # texts, and whether the loss counts them
+    is_chat: bool = False  # whether a chat template wrote it
+    begins: bool = True  # whether the document begins with this piece
     ends: bool = True  # whether it ends with it
 
 
@@ -61,13 +63,9 @@ def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
     for keys, more in kinds.items():
         if set(keys) <= set(names):
             return keys, keys + more
-    known = ", ".join(" and ".join(keys) for keys in RECORDS)
-    found = ", ".join(map(str, names)) or "no key"
+    known, found = ", ".join(map(" and ".join, RECORDS)), ", ".join(map(str, names)) or "no key"
     raise ValueError(f"has {found:.200}; expected {text_field or 'text'} (see --text_field), or "
                      f"{known}")
-
-
-# --- finding them ----------------------------------------------------------------------------
 
 
 def suffixes(path: Path) -> list[str]:
@@ -87,7 +85,7 @@ def kind_of(path: Path) -> str | None:
 
 def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
     """The sources of all inputs, each once. counts: of files skipped. Raises ConfigError."""
-    found = {}
+    found, known = {}, " ".join(KINDS)
     for name in inputs:
         path = Path(name).expanduser()
         if path.resolve() == out.resolve():
@@ -99,10 +97,9 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
         else:
             files = sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not files:
-            raise ConfigError(f"{name}: no such file, or no file in it that ends in "
-                              f"{' '.join(KINDS)}, with or without {' or '.join(COMPRESSED)}")
+            raise ConfigError(f"{name}: no such file, or none in it that ends in {known}")
         if odd := [file for file in files if not kind_of(file)]:
-            raise ConfigError(f"{odd[0]}: expected a regular file that ends in {' '.join(KINDS)}")
+            raise ConfigError(f"{odd[0]}: expected a regular file that ends in {known}")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -136,56 +133,47 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
     return sorted(found)
 
 
-# --- reading them ----------------------------------------------------------------------------
+def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[list[tuple]]:
+    """All items in lists of about CHUNK_BYTES; arguments as in `read_items`."""
+    chunk, size = [], 0
+    for file, number, data in read_items(files, options, counts):
+        chunk.append((file, number, data))
+        size += len(data if isinstance(data, bytes) else repr(data))
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
-def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[Chunk]:
-    """All sources in pieces of about CHUNK_BYTES; options: prepare.Options. Raises ConfigError."""
-    for path in files:
-        chunk = None
-        try:
-            for chunk in read_file(path, options, large=len(files) == 1):
-                yield chunk
-            if chunk is None:
-                counts["empty", str(path)] += 1
-        except ConfigError as e:
-            if not options.skip_bad or isinstance(e.__cause__, ImportError):
-                raise
-            counts["left out", str(e)] += 1
-            if chunk and not chunk.ends:
-                yield chunk._replace(data="", begins=False, ends=True)
+def read_items(files: list[Path], options, counts: Counter) -> Iterator[tuple]:
+    """Yields (file, number from 1, record or Document) of all sources, also before an error.
 
-
-def read_file(path: Path, options, large: bool = False) -> Iterator[Chunk]:
-    """The pieces of one source, those before an error, too. Raises ConfigError.
-
-    large: cut a text in two, whatever its size.
+    options: prepare.Options. counts: of sources left out and without an item. Raises ConfigError.
     """
-    records, size, first, error = [], 0, 1, None
-    try:
-        if kind_of(path) == "text":
-            yield from read_text(path, options.val_fraction, large)
-            return
-        for record in itertools.islice(read_records(path, options), options.limit):
-            records.append(record)
-            size += len(record if isinstance(record, bytes) else repr(record))
-            if size >= CHUNK_BYTES:
-                yield Chunk(str(path), records, first)
-                records, size, first = [], 0, first + len(records)
-    except ConfigError as e:
-        error = e
-    except ImportError as e:
-        package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
-        raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
-    except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
-        reason = " ".join(str(e).split()) or type(e).__name__
-        n = first - 1 + len(records)
-        place = f" (after record {n:,})" if n else ""
-        error = ConfigError(f"{path}: cannot be read: {reason:.300}{place}")
-    if records:
-        yield Chunk(str(path), records, first)
-    if error:
-        raise error
+    for path in files:
+        number, data = 0, None
+        try:
+            if kind_of(path) == "text":
+                found = read_text(path, options.val_fraction, large=len(files) == 1)
+            else:
+                found = itertools.islice(read_records(path, options), options.limit)
+            for number, data in enumerate(found, 1):
+                yield path, number, data
+        except ImportError as e:
+            package = "backports.zstd" if path.suffix.lower() == ".zst" else "datasets"
+            raise ConfigError(f"{path}: needs {package}: pip install {package}") from e
+        except Exception as e:  # each codec, and each format of `datasets`, has errors of its own
+            reason = " ".join(str(e).split()) or type(e).__name__
+            if not isinstance(e, ConfigError):
+                reason = f"{path}: cannot be read: {reason:.300}"
+            if not options.skip_bad:
+                raise ConfigError(reason) from e
+            counts["left out", reason] += 1
+            if isinstance(data, Document) and not data.ends:
+                yield path, number, data._replace(parts=[("", True)], begins=False, ends=True)
+        else:
+            counts["empty", str(path)] += number == 0
 
 
 @contextlib.contextmanager
@@ -197,14 +185,10 @@ def opened(path: Path):
         opener = importlib.import_module("compression.zstd" if new else "backports.zstd").open
     with opener(path, "rb") as file:
         start = file.read(1024)
-        utf16 = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        if utf16 or 8 * start.count(0) > len(start):
+        if start.startswith(UTF16) or 8 * start.count(0) > len(start):
             raise ConfigError(f"{path}: UTF-16, or no text; expected UTF-8")
         file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
         yield file
-
-
-# --- records ---------------------------------------------------------------------------------
 
 
 def read_records(path: Path, options) -> Iterator:
@@ -219,27 +203,22 @@ def read_records(path: Path, options) -> Iterator:
             text = io.TextIOWrapper(file, "utf-8", newline="")
             delimiter = "\t" if ".tsv" in suffixes(path) else ","
             yield from csv.DictReader(text, delimiter=delimiter, strict=True)
-        elif kind == "json" and spans_lines(file):
-            # the objects of arrays, or objects one after another
+            return
+        begin = file.tell()
+        line, end, _ = file.read(1024).lstrip().partition(b"\n")
+        file.seek(begin)
+        if kind == "json" and (line.startswith(b"[") or end and not line.rstrip().endswith(b"}")):
+            # the objects of arrays, or objects over several lines, one after another
             text, at, decoder = file.read().decode().lstrip(), 0, json.JSONDecoder()
             while at < len(text):
                 value, at = decoder.raw_decode(text, at)
                 yield from value if isinstance(value, list) else [value]
                 at = json.decoder.WHITESPACE.match(text, at).end()
-        else:
-            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
-                if len(line) == LINE_BYTES:
-                    raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more; "
-                                      "expected shorter documents")
-                yield line
-
-
-def spans_lines(file) -> bool:
-    """Whether JSON begins with an array, or with an object over several lines."""
-    at = file.tell()
-    line, end, _ = file.read(1024).lstrip().partition(b"\n")
-    file.seek(at)
-    return line.startswith(b"[") or bool(end) and not line.rstrip().endswith(b"}")
+            return
+        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
+            if len(line) == LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more")
+            yield line
 
 
 def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
@@ -247,10 +226,8 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
 
-    if "torch" in sys.modules and sys.modules["torch"] is None:
-        del sys.modules["torch"]  # `datasets` would import it
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are exceptions, too
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    for library in ("datasets", "huggingface_hub"):  # errors are exceptions, too
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     if kind == "hub":
         name, _, config = str(path).removeprefix(HUB).partition(":")
@@ -277,10 +254,7 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
             yield others | dict(zip(batch, values, strict=True))
 
 
-# --- texts -----------------------------------------------------------------------------------
-
-
-def read_text(path: Path, share: float, large: bool) -> Iterator[Chunk]:
+def read_text(path: Path, share: float, large: bool) -> Iterator[Document]:
     """Pieces of one document, or of two if the end of the file is for validation."""
     with opened(path) as file:
         start = file.tell()
@@ -300,11 +274,7 @@ def read_text(path: Path, share: float, large: bool) -> Iterator[Chunk]:
         yield from pieces(path, file, cut, math.inf, "val")
 
 
-# Places that no token of a tokenizer in use spans: after a line end, before a space.
-LINE, SPACE = r"\S\n(?=\w)", r"[^\s>](?= \w)"
-
-
-def pieces(path: Path, file, start: int, stop: float, split: str) -> Iterator[Chunk]:
+def pieces(path, file, start: int, stop: float, split: str) -> Iterator[Document]:
     """The document in bytes `start` to `stop`, with `file` at its start, cut at the last LINE or,
     without one, the last SPACE, or after PIECE_BYTES without either."""
     at, block, more = start, b"", True
@@ -325,5 +295,5 @@ def pieces(path: Path, file, start: int, stop: float, split: str) -> Iterator[Ch
         except UnicodeEncodeError as e:
             bad = at + len(text[: e.start].encode())
             raise ConfigError(f"{path}: not UTF-8 at byte {bad:,}") from None
-        yield Chunk(str(path), text[:end], 1, split, at == start, not more)
+        yield Document(split, [(text[:end], True)], False, at == start, not more)
         at, block = at + len(piece), block[len(piece) :]

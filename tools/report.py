@@ -3,44 +3,47 @@
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
     python monitor.py old new                         side by side
+
+The parts of the page are in tools/page/: page.html, page.js, and uPlot for the charts (MIT
+license), as in the npm package of https://github.com/leeoniya/uPlot, version 1.6.32. SHA-256 of
+uPlot.iife.min.js: 19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f
 """
 
+import base64
+import contextlib
+import errno
+import hashlib
 import json
 import math
+import os
 import pkgutil
+import re
 import sys
+import time
+from array import array
 from pathlib import Path
 
+import numpy as np
+
+from steady.checkpoints.disk import atomic_write
 from steady.guard.process import run_command
-from steady.options import ConfigError, Parser, read_flags, reading_paths
-from steady.watch.findings import Finding
+from steady.options import ConfigError, Parser, read_flags, read_yaml, reading_paths
+from steady.watch.findings import Finding, describe_anomaly
+from steady.watch.history import STEP_PHASES
 from steady.watch.report import report, report_text
-from tools.page import write_page
 
-
-def side_by_side(reports: list[dict]) -> str:
-    """A table with a column for each run, and the ratio of each value to the first run's."""
-    rows = {f"{name} s": [r["seconds"][name] for r in reports] for name in reports[0]["seconds"]}
-    names = dict.fromkeys(name for r in reports for name in r["figures"])
-    rows |= {name: [r["figures"].get(name, math.nan) for r in reports] for name in names}
-    lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    for name, values in rows.items():
-        if not any(values):  # a phase of no run
-            continue
-        cells = []
-        for value in values:
-            known = cells and values[0] and math.isfinite(value / values[0])
-            ratio = f" ({value / values[0]:.2f}x)" if known else ""
-            cells.append("-" if math.isnan(value) else f"{value:.4g}{ratio}")
-        lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
-    return "\n".join(lines)
+OTHERS = {"compare": "tools.compare:compare", "try": "tools.trial:main"}  # import all of training
+PARTS = Path(__file__).parent / "page"
+POINTS = 1000  # most of a line, of all runs together
+MOST_ANOMALIES, MOST_SAMPLES = 1000, 40
+DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema)?(/|$)|memory/|"
+                   rf"perf/(tokens_per_second|step_ms|({'|'.join(STEP_PHASES)})_ms)$")
 
 
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read."""
-    others = {"compare": "tools.compare:compare", "try": "tools.trial:main"}
-    if argv and argv[0] in others:  # imports all of training
-        other = pkgutil.resolve_name(others[argv[0]])
+    if argv and argv[0] in OTHERS:
+        other = pkgutil.resolve_name(OTHERS[argv[0]])
         return run_command(f"monitor.py {argv[0]}", other, argv[1:])
     return run_command("monitor.py", print_reports, argv)
 
@@ -52,8 +55,8 @@ def print_reports(argv: list[str]) -> int:
                     "`monitor.py try RUN` measures what other options would gain.")
     parser.add_argument("run_dir", nargs="+", type=Path, help="two or more are shown side by side")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with charts, one file "
-                        "that opens without a network; runs lie on top of one another")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page with charts, "
+                        "one file that opens without a network; runs lie on top of one another")
     args = read_flags(parser, argv)
     for path in args.run_dir:
         if not (path / "metrics.jsonl").is_file():  # a FIFO would block
@@ -69,9 +72,95 @@ def print_reports(argv: list[str]) -> int:
             print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
         if len(reports) > 1:
             print(side_by_side(reports))
-    if args.html is not None:
+    if args.html:
         try:
-            print(write_page(args.run_dir, Path(args.html)), file=sys.stderr, flush=True)
+            print(write_page(args.run_dir, args.html), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     return 0
+
+
+def side_by_side(reports: list[dict]) -> str:
+    """A table with a column for each run, and the ratio of each value to the first run's."""
+    lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
+    rows = [{f"{name} s": s for name, s in r["seconds"].items()} | r["figures"] for r in reports]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        first, cells = rows[0].get(name, math.nan), []
+        for value in (row.get(name, math.nan) for row in rows):
+            ratio = value / first if first and cells else math.nan
+            cells.append("-" if math.isnan(value) else f"{value:.4g}")
+            cells[-1] += f" ({ratio:.2f}x)" if math.isfinite(ratio) else ""
+        if any(row.get(name) for row in rows):  # else a phase of no run
+            lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
+    return "\n".join(lines)
+
+
+def run_data(run_dir: Path, points: int) -> dict:
+    """A run for page.js, its lines of at most so many points; keeps no rows."""
+    columns, samples, starts = {}, [], []  # name → (steps, values); first steps of processes
+
+    def add(row: dict):
+        first = "perf/startup_s" in row  # the first step of a process, too slow to draw
+        for name, value in row.items():
+            drawn = DRAWN.match(name) and not (first and name.startswith("perf/"))
+            if drawn and isinstance(value, (int, float)):
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(row["step"])
+                values.append(value)
+        if "sample" in row:
+            samples.append({"step": row["step"], "text": row["sample"][:2000]})
+        if first:
+            starts.append(row["step"])
+
+    found, config = report(run_dir, add), {}
+    with contextlib.suppress(ConfigError):  # it cannot be read
+        config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()}
+    return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
+        name=found["run"], events=events_of(found, starts), config=config,
+        lines={name: thin(*column, points) for name, column in columns.items()},
+        samples=samples[-MOST_SAMPLES:])
+
+
+def thin(steps: array, values: array, points: int) -> list[list]:
+    """[steps, values] of at most so many groups: the last step, the mean of finite values."""
+    starts = np.arange(min(len(steps), points)) * len(steps) // min(len(steps), points)
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN for a group without
+        means = (np.add.reduceat(np.where(finite, values, 0.0), starts)
+                 / np.add.reduceat(finite.astype(int), starts))
+    return [np.maximum.reduceat(steps, starts).astype(int).tolist(),
+            [float(f"{x:.4g}") if math.isfinite(x) else None for x in means]]
+
+
+def events_of(found: dict, starts: list[int]) -> list[dict]:
+    """[{kind, step, until, text}], in order of steps."""
+    kinds = {"slower": "slow-down", "slow": "slow from the start"}
+    out = [dict(kind=kinds.get(each.code, each.code), step=each.since, until=each.until,
+                text=str(each)) for each in found["findings"]]
+    out += [dict(kind="anomaly", step=row["step"], text=describe_anomaly(row))
+            for row in found["anomalies"][:MOST_ANOMALIES]]
+    out += [dict(kind="no progress", step=row["step"], text=row["hang"]) for row in found["hangs"]]
+    out += [dict(kind="restart", step=step - 1, text="continued from here, or rolled back to here")
+            for step in starts[1:]]
+    return sorted(out, key=lambda event: event["step"])
+
+
+def write_page(run_dirs: list[Path], file: Path) -> str:
+    """Returns a line for the screen; the page runs its own script only. Raises OSError."""
+    if os.path.lexists(file):
+        is_file = file.is_file() and not file.is_symlink()
+        if not is_file or file.open("rb").read(15) not in (b"", b"<!doctype html>"):
+            raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
+    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
+    data = dict(runs=runs, made=time.strftime("%Y-%m-%d %H:%M"), phases=STEP_PHASES)
+    license, library, own, style, page = ((PARTS / name).read_text("utf-8") for name in (
+        "uPlot.LICENSE", "uPlot.iife.min.js", "page.js", "uPlot.min.css", "page.html"))
+    script = f"/*! uPlot:\n{license}*/\n{library}\n{own}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = page.replace("{{digest}}", digest).replace("{{style}}", style)
+    # ends no element and begins no comment; last, since it may contain any text
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    page = page.replace("{{script}}", script).replace("{{data}}", text)
+    with atomic_write(file) as draft:
+        draft.write_text(page, "utf-8")
+    return f"page    {file} ({len(page.encode()) / 1e3:.0f} kB)"

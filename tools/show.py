@@ -3,15 +3,13 @@
 Of a folder of token files, the first documents; of a run, the samples it trained on in a step.
 """
 
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from config import parse
 from data import load_mixture
 from steady.options import ConfigError
-from steady.tokens.files import IGNORE, TokenFile, find_files, read_sidecars, split_stages
-from steady.tokens.tokenizers import decode
+from steady.tokens.files import IGNORE, split_stages
 from steady.watch.history import read_rows
 
 
@@ -32,17 +30,13 @@ def show(path: str, n: int):
 
 def first_documents(path: str, n: int):
     """Yields (title, ids, whether the loss counts each, ids → text) of up to n documents."""
-    files = find_files(path, "train", "show")
-    if not files:
-        raise ConfigError(f"show {path}: not a run, and no train.bin or *_train*.bin in there")
-    file = TokenFile(files[0])
-    _, tokenizer, folder, _ = read_sidecars([file], None)
-    to_text = partial(decode, "bytes" if tokenizer == "bytes" else folder)
+    data = load_mixture([path], "train", seq_len=1, seed=0, option="show", mode="stream")
+    file = data.datasets[0].files[0]
     at = file.documents()
     for i, (begin, end) in enumerate(zip(at[:n], at[1:], strict=False)):
         counted = [True] * (end - begin) if file.mask is None else file.mask[begin:end] > 0
         yield (f"document {i} of {len(at) - 1:,} in {file.path}: {end - begin:,} tokens, "
-               f"{sum(counted):,} counted", file.tokens[begin:end].tolist(), counted, to_text)
+               f"{sum(counted):,} counted", file.tokens[begin:end].tolist(), counted, data.decode)
 
 
 def samples_of_step(run_dir: str, step: int):

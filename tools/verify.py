@@ -1,7 +1,6 @@
 """Flags of train.py that only inspect: --check_checkpoints, --verify_resume, --estimate.
 
-The first reads the files of a run. The second trains twice in a temporary folder and compares the
-final checkpoints bit for bit. The third is tools/estimate.py.
+The second trains twice in a temporary folder and compares the final checkpoints bit for bit.
 """
 
 import tempfile
@@ -31,7 +30,7 @@ def inspect(argv: list[str], cfg: Config, train, make_optimizers) -> int:
 
 def check_checkpoints(run_dir: Path) -> int:
     """Print a line for each checkpoint; returns 1 if any is damaged."""
-    folder, damaged = run_dir / "checkpoints", False
+    folder, code = run_dir / "checkpoints", 0
     aside = map(checkpoints.Checkpoint, sorted(folder.glob("*.set-aside*")))
     best = filter(None, [checkpoints.best_checkpoint(folder)])
     found = [*checkpoints.list_checkpoints(folder), *best, *aside]
@@ -40,22 +39,18 @@ def check_checkpoints(run_dir: Path) -> int:
         raise ConfigError(f"--check_checkpoints {run_dir}: {wrong}; expected a run, as runs/001")
     for checkpoint in found:
         damage = checkpoint.find_damage()
-        if not checkpoint.path.exists():
-            continue  # just deleted by the run
-        if damage:
-            damaged, text = True, f"INVALID: {damage}"
-        else:
+        if damage and checkpoint.path.exists():  # else just deleted by the run
+            print(f"{checkpoint.name:22s} INVALID: {damage}")
+            code = 1
+        elif not damage:
             state = checkpoint.states()[0]
-            text = f"valid, step {state['step']}, best loss {state['best_loss']:.4f}"
-        print(f"{checkpoint.path.name:22s} {text}")
-    return int(damaged)
+            print(f"{checkpoint.name:22s} valid, step {state['step']}, best loss "
+                  f"{state['best_loss']:.4f}")
+    return code
 
 
 def verify_resume(argv: list[str], cfg: Config, train) -> int:
-    """Train 2 K steps with these flags, then the last K again from step K; compare the ends.
-
-    Returns 0 if every bit is the same, 1 if not. Raises ConfigError if they cannot be compared.
-    """
+    """Train 2 K steps, then the last K again; returns 0 if every bit of the ends is the same."""
     for name in ("epochs", "max_minutes", "resume", "eval_only", "backup_to"):
         if getattr(cfg, name):
             raise ConfigError(f"--{name}: not with --verify_resume, which trains a new run")
@@ -65,6 +60,11 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
              "--deterministic", "--no_tensorboard", "--tracker=none",
              "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
+
+    def saved(run_dir: Path, step: int) -> checkpoints.Checkpoint:
+        if checkpoint := checkpoints.checkpoint_at(run_dir / "checkpoints", step):
+            return checkpoint
+        raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
 
     def end(run_dir: Path) -> dict:
         state = saved(run_dir, 2 * k).state()
@@ -86,9 +86,3 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
             f"{n} values same")
         print(f"verify  steps {k} to {2 * k} resumed: {result}")
     return int(bool(differing))
-
-
-def saved(run_dir: Path, step: int) -> checkpoints.Checkpoint:
-    if checkpoint := checkpoints.checkpoint_at(run_dir / "checkpoints", step):
-        return checkpoint
-    raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")

@@ -76,7 +76,6 @@ CAUSES = {  # code → "meaning; remedy"
     "checkpoint grows": "something saved each time grows; look for a list that is kept",
     "option": "{option}",
     "not clear": "{option}: not clear, {low:+.3g} to {high:+.3g} ms",
-    "queued": "{option}: not clear, threads wait {queued:.0%} of the time for a core",
     "failed": "{option}: failed: {error}",
     "unexplained": "unexplained",
 }
@@ -88,8 +87,7 @@ SIDES = {"machine": "the machine, not the program",
 RUNS_OUT = "runs out at about step {at_step:,} of {last_step:,}: {rate} since about step {since:,}"
 WORDS = {  # code → text; "slower" has a function of its own
     "slow": "slow from the start: {of:.3g} ms/step, about {needed:.3g} are needed",
-    "trial": "forward, backward and optimizer take {own_ms:.3g} of {of:.3g} ms/step, of the model "
-             "alone {alone_ms:.3g}",
+    "trial": "short runs take {of:.3g} ms/step, with another option",
     "diverged": "training diverged since about step {since}: loss {loss:.4g}, {first:.4g} at the "
                 "start, {lowest:.4g} at best",
     "nothing learned": "it has learned nothing: loss {loss:.4g}, a uniform guess {uniform:.4g}",
@@ -116,8 +114,6 @@ def describe(found: Finding) -> str:
     values = dict(found.values)
     head = WORDS[found.code].format(since=found.since, of=found.of,
                                     needed=(found.of or 0.0) - (found.ms or 0.0), **values)
-    if values.get("added_ms") is not None:
-        head += f": {values['added_ms']:+.3g} ms of other code"
     return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
 
 
