@@ -233,7 +233,7 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
 
 
 def start_worker(worker: int):
-    from steady.guard.workers import leave_to_parent
+    from steady.guard.process import leave_to_parent
 
     leave_to_parent(worker)
     threading.Thread(target=end_with_parent, daemon=True).start()
