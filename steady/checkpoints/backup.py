@@ -35,9 +35,8 @@ class Backup:
             self.fs.makedirs("checkpoints", exist_ok=True)
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         if there and there != run:
-            raise ConfigError(f"--backup_to {url}: holds another run than "
-                              f"{run_dir or 'this new one'}. Continue that one with --resume "
-                              f"{url}, or choose another URL")
+            raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
+                              f"choose another URL, or continue that run with --resume {url}")
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""

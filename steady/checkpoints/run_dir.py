@@ -94,8 +94,7 @@ def refuse_links(out_dir: Path):
     """Raise ConfigError if a link in out_dir would lead a run to write beyond its lock."""
     for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)):
         if path.is_symlink():
-            raise ConfigError(f"{path}: is a link; expected it in the run directory itself. To "
-                              "use another disk, put --out_dir there")
+            raise ConfigError(f"{path}: is a link; to use another disk, put --out_dir there")
         if not path.is_dir():
             expect_file(path)
 
