@@ -92,19 +92,17 @@ class Checkpoint:
         return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:
-        """The state in its file, or one for each rank; tensors are mapped. Raises ConfigError."""
-        try:
-            found = [disk.read_checkpoint(file) for file in self.files()]
-            version = found[0]["format"]
-        except Exception as e:  # zipfile, pickle and torch each have errors of their own
-            raise ConfigError(f"{self}: gone, or not a checkpoint that can be read "
-                              f"({type(e).__name__})") from e
-        if version != FORMAT:
+        """The state in its file, or one for each rank; tensors are mapped. Verify it first.
+
+        Raises ConfigError if it is of another format.
+        """
+        found = [disk.read_checkpoint(file) for file in self.files()]
+        if (version := found[0]["format"]) != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
         return found
 
     def state(self) -> dict:
-        """The whole state, joined from all its files; verify it first."""
+        """The whole state, joined from all its files."""
         return join(self.states())
 
     def link_to(self, new: Path):

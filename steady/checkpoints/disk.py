@@ -133,8 +133,6 @@ retry.count = 0  # of this process
 
 def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
     """Describe an error in writing to `folder`. advice: added if the disk is full."""
-    if not folder.is_dir():
-        return f"{folder} is gone"
     cause = error
     while cause and getattr(cause, "errno", None) not in FULL:  # torch hides it behind its own
         cause = cause.__cause__ or cause.__context__

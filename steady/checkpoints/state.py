@@ -105,9 +105,8 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict):
     if [set(names) for names in held] != [set(names) for names in state["optimizer_names"]]:
         raise ConfigError(f"{checkpoint}: its optimizers hold other parameters; resume with the "
                           "--optimizer of that run")
-    for optimizer, mine, saved, names in zip(
-        run.optimizers, held, state["optimizers"], state["optimizer_names"], strict=True
-    ):
+    pairs = zip(state["optimizers"], state["optimizer_names"], strict=True)
+    for optimizer, mine, (saved, names) in zip(run.optimizers, held, pairs, strict=True):
         by_name = {names[i]: each for i, each in saved["state"].items()}
         state_of_mine = {i: by_name[name] for i, name in enumerate(mine) if name in by_name}
         groups = optimizer.state_dict()["param_groups"]
@@ -178,7 +177,7 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
 
 def read_best(best: Checkpoint | None) -> tuple | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
-    with contextlib.suppress(ConfigError):  # not verified: whoever uses its weights does that
+    with contextlib.suppress(Exception):  # not verified: whoever uses its weights does that
         state = best.states()[0] if best else None
         if state and 0 < state["best_step"] == state["step"]:
             return state["best_loss"], state["step"]
