@@ -87,7 +87,7 @@ def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_parts(tmp_path, (1, 0))
-    draft = "step_00000001.tmp-7-0"
+    draft = "step_00000001.tmp-7"
     parts = [name for rank in (1, 0) for name in (f"rank_{rank}_of_2.pt.tmp-{os.getpid()}", draft)]
     assert calls == [*parts, draft, tmp_path.name]  # a part may come after rank 0's
 

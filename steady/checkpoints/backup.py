@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from steady.checkpoints.checkpoint import PART, Checkpoint, list_checkpoints
+from steady.checkpoints.disk import put_in_place
 from steady.options import ConfigError
 
 # The files of a run; no others are uploaded or downloaded.
@@ -22,23 +23,20 @@ class Backup:
     """
 
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
-        self.url, self.fs = url, open_url(url, "--backup_to")
+        self.url = url
         self.newest = None  # checkpoint
         self.thread = threading.Thread()  # of the newest upload
-        own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
-        within = own.is_relative_to(place) or place.is_relative_to(own)
-        if within and "file" in self.fs.fs.protocol:
-            raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a place on "
-                              "another disk or machine")
-        try:
+        with opened(url, "--backup_to") as self.fs:
+            own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
+            within = own.is_relative_to(place) or place.is_relative_to(own)
+            if within and "file" in self.fs.fs.protocol:
+                raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a place "
+                                  "on another disk or machine")
             self.fs.makedirs("checkpoints", exist_ok=True)
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
-        except Exception as e:  # each file system raises its own
-            raise ConfigError(f"--backup_to {url}: {type(e).__name__}: {e}") from None
         if there and there != run:
-            raise ConfigError(f"--backup_to {url}: holds another run than "
-                              f"{run_dir or 'this new one'}. Continue that one with --resume "
-                              f"{url}, or choose another URL")
+            raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
+                              f"choose another URL, or continue that run with --resume {url}")
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -59,44 +57,40 @@ class Backup:
                   flush=True)
 
     def upload(self, checkpoint: Checkpoint):
+        run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
         held = Checkpoint(checkpoint.path.with_name("backup.tmp-0"))
         try:
-            held.delete()
             checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
-            self.upload_run(checkpoint, held)
+            files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
+            files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
+            for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
+                if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
+                    files[log] = path
+            for key, file in files.items():
+                self.fs.makedirs(str(Path(key).parent), exist_ok=True)
+                self.fs.put_file(str(file), key)
+            kept = {f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent)}
+            for old in remote_checkpoints(self.fs).keys() - kept - {name}:
+                self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
         with contextlib.suppress(OSError):
             held.delete()
 
-    def upload_run(self, checkpoint: Checkpoint, held: Checkpoint):
-        """held: a link to the checkpoint."""
-        run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
-        self.put(run_dir / "config.yaml", "config.yaml")  # first: it names the run
-        for file in held.files():
-            self.put(file, name if file == held.path else f"{name}/{file.name}")
-        for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
-            if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
-                self.put(path, log)
-        kept = {name, *(f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent))}
-        for old in remote_checkpoints(self.fs).keys() - kept:
-            self.fs.rm(old, recursive=True)
 
-    def put(self, file: Path, name: str):
-        self.fs.makedirs(str(Path(name).parent), exist_ok=True)
-        self.fs.put_file(str(file), name)
-
-
-def open_url(url: str, option: str):
-    """fsspec's file system of the folder at `url`. Raises ConfigError."""
+@contextlib.contextmanager
+def opened(url: str, option: str):
+    """Yields fsspec's file system of the folder at `url`; its errors become ConfigErrors."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.dirfs import DirFileSystem
 
     try:
         fs, root = url_to_fs(url)
+        yield DirFileSystem(root, fs)
+    except ConfigError:
+        raise
     except Exception as e:  # each file system raises its own
         raise ConfigError(f"{option} {url}: {type(e).__name__}: {e}") from None
-    return DirFileSystem(root, fs)
 
 
 def remote_checkpoints(fs) -> dict[str, list[str]]:
@@ -113,30 +107,23 @@ def id_in(config: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def download(url: str, to: Path) -> Checkpoint:
-    """Download the newest valid checkpoint and the logs in a backup into the folder `to`.
-
-    Returns the checkpoint. Raises ConfigError.
-    """
-    fs = open_url(url, "--resume")
-
+def download(url: str, to: Path):
+    """Download the newest valid checkpoint of a backup, and its logs, or raise ConfigError."""
     def get(name: str, local: Path):
         local.parent.mkdir(parents=True, exist_ok=True)
         fs.get_file(name, str(local))
 
-    try:
+    with opened(url, "--resume") as fs:
         for name, files in reversed(remote_checkpoints(fs).items()):
             draft = Checkpoint(to / f"{name}.tmp-0")
             for file in files:
                 get(file, Path(f"{draft}{file.removeprefix(name)}"))
-            wrong = draft.find_damage()
-            if not wrong:  # before config.yaml: a run without a checkpoint begins at 0
-                found = Checkpoint(draft.path.rename(to / name))
-                for log in filter(LOGS.fullmatch, fs.find("")):
-                    get(log, to / log)
-                return found
-            print(f"warning: {name}: {wrong}", flush=True)
-            draft.delete()
-    except Exception as e:
-        raise ConfigError(f"--resume {url}: {type(e).__name__}: {e}") from None
+            if wrong := draft.find_damage():
+                print(f"warning: {name}: {wrong}", flush=True)
+                draft.delete()
+                continue
+            put_in_place(draft.path, to / name)  # first: a run without checkpoints begins at 0
+            for log in filter(LOGS.fullmatch, fs.find("")):
+                get(log, to / log)
+            return
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

@@ -4,16 +4,14 @@
     checkpoints/step_00000100/      sharded: rank_0_of_2.pt, rank_1_of_2.pt
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
-A part holds that rank's rows of each sharded tensor. The parts are written into a draft of the
-folder, NAME.tmp-NUMBER, which gets its name once all of them are there. Why not
-torch.distributed.checkpoint: planning needs all ranks, but a rescue may lack one; it misses flipped
-bits; and its `.metadata` is a pickle.
+A part holds that rank's rows of each sharded tensor. Drafts are called NAME.tmp-NUMBER; a folder is
+renamed once all parts are in it. Why not torch.distributed.checkpoint: planning needs all ranks,
+but a rescue may lack one; it misses flipped bits; and its `.metadata` is a pickle.
 """
 
 import contextlib
 import os
 import re
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.disk import find_corruption, link, retry, sync_directory
+from steady.checkpoints import disk
+from steady.checkpoints.disk import find_corruption, link, retry
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
-PART = re.compile(r"rank_(\d+)_of_(\d+)\.pt")
+PART = re.compile(r"rank_\d+_of_\d+\.pt")
 BEST = ("best.pt", "best")
 DRAFT = re.compile(r"((step_\d{8,}|best|backup)(\.pt)?)(\.tmp-[\d-]+)+")
 SET_ASIDE = ".set-aside"
@@ -68,12 +67,9 @@ class Checkpoint:
         """The file itself, or the parts in the folder by rank; none if one is missing."""
         if self.path.is_file():
             return [self.path]
-        parts = {}  # (rank, number of ranks) → file
-        for path in self.path.glob("rank_*"):
-            if match := PART.fullmatch(path.name):
-                parts[int(match[1]), int(match[2])] = path
-        complete = sorted(parts) == [(rank, len(parts)) for rank in range(len(parts))]
-        return [parts[key] for key in sorted(parts)] if complete else []
+        found = {path.name for path in self.path.glob("*") if PART.fullmatch(path.name)}
+        expected = part_names(len(found))
+        return [self.path / name for name in expected] if found == set(expected) else []
 
     def exists(self) -> bool:
         return bool(self.files())
@@ -86,75 +82,53 @@ class Checkpoint:
             for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
                 if wrong:
                     return wrong if file == self.path else f"{file.name}: {wrong}"
-        return find_odd_fields(load_file(files[0]))
+        state = disk.read_checkpoint(files[0])
+        if not isinstance(state, dict):
+            return "not a checkpoint"
+        if state.get("format") not in (FORMAT, None):
+            return None  # `states` refuses it by its version
+        odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
+        odd = odd or [name for name in ("step", "position") if state[name] < 0]
+        return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:
-        """The state in its file, or one for each rank; tensors are mapped. Raises ConfigError."""
-        try:
-            found = [load_file(file) for file in self.files()]
-            version = found[0]["format"]
-        except Exception as e:  # zipfile, pickle and torch each have errors of their own
-            raise ConfigError(f"{self}: gone, or not a checkpoint that can be read "
-                              f"({type(e).__name__})") from e
-        if version != FORMAT:
+        """The state in its file, or one for each rank; tensors are mapped. Verify it first.
+
+        Raises ConfigError if it is of another format.
+        """
+        found = [disk.read_checkpoint(file) for file in self.files()]
+        if (version := found[0]["format"]) != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
         return found
 
     def state(self) -> dict:
-        """The whole state, joined from all its files; verify it first."""
+        """The whole state, joined from all its files."""
         return join(self.states())
 
     def link_to(self, new: Path):
         """Make `new` the same checkpoint, in place of any other there."""
-        if not self.path.is_dir():
-            return link(self.path, new)
-        draft = new.with_name(f"{new.name}.tmp-1")
-        draft.mkdir(exist_ok=True)
-        for file in self.files():
-            link(file, draft / file.name)
-        put_in_place(draft, new)
+        with disk.atomic_write(new) as draft:
+            if self.path.is_dir():
+                draft.mkdir()
+            for file in self.files():
+                link(file, draft if file == self.path else draft / file.name)
 
     def link_as_best(self):
         """Make it best.pt, or the folder best, and delete the other of the two."""
         name, other = BEST if self.path.suffix else BEST[::-1]
         self.link_to(self.path.with_name(name))
-        Checkpoint(self.path.with_name(other)).delete()
+        disk.delete(self.path.with_name(other))
 
     def delete(self):
-        if self.path.is_dir():
-            shutil.rmtree(self.path)
-        else:
-            self.path.unlink(missing_ok=True)
+        disk.delete(self.path)
 
     def set_aside(self):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
         self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
 
 
-def put_in_place(draft: Path, final: Path):
-    """Give a complete folder its name. If killed in between, `adopt_drafts` does it."""
-    sync_directory(draft)  # it has the names of all parts
-    old = Checkpoint(final.with_name(f"{final.name}.tmp-0"))
-    if final.is_dir():
-        final.rename(old)
-    draft.rename(final)
-    sync_directory(final.parent)
-    old.delete()
-
-
-def load_file(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def find_odd_fields(state) -> str | None:
-    """Names of fields that are missing, or not as `save_checkpoint` writes them."""
-    if not isinstance(state, dict):
-        return "not a checkpoint"
-    if state.get("format") not in (FORMAT, None):
-        return None  # `states` refuses it by its version
-    odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
-    odd = odd or [name for name in ("step", "position") if state[name] < 0]
-    return f"missing or wrong: {', '.join(odd)}" if odd else None
+def part_names(size: int) -> list[str]:
+    return [f"rank_{rank}_of_{size}.pt" for rank in range(size)]
 
 
 def unused_name(path: Path) -> Path:
@@ -165,9 +139,28 @@ def unused_name(path: Path) -> Path:
     return new
 
 
-def averaged(state: dict) -> dict:
-    """The state for use elsewhere: with --ema, its averages are the weights."""
-    return state | {"model": state["model"] | state.get("ema", {})}
+def tree_map(call, *trees, name: str = ""):
+    """call(name, *leaves) of each leaf of states of one shape, in that shape."""
+    first = trees[0]
+    if not isinstance(first, (dict, list, tuple)):
+        return call(name.lstrip("."), *trees)
+    keys = first if isinstance(first, dict) else range(len(first))
+    mapped = [tree_map(call, *(tree[key] for tree in trees), name=f"{name}.{key}") for key in keys]
+    return dict(zip(first, mapped, strict=True)) if keys is first else type(first)(mapped)
+
+
+def compare(a, b, name: str = "") -> tuple[int, list[str]]:
+    """(number of leaves, names of those that differ in a bit) of two nested states."""
+    ours, theirs = {}, {}
+    tree_map(ours.__setitem__, a, name=name)
+    tree_map(theirs.__setitem__, b, name=name)
+
+    def differ(x, y) -> bool:
+        tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+        return x.dtype != y.dtype or not torch.equal(x, y) if tensors else x != y
+
+    found = {leaf for leaf in ours.keys() & theirs.keys() if differ(ours[leaf], theirs[leaf])}
+    return len(ours), sorted(found | ours.keys() ^ theirs.keys())
 
 
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
@@ -178,26 +171,26 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
     """
     whole = set(states[0].get("whole", ()))
 
-    def walk(values: list, name: str = ""):
-        first = values[0]
-        if isinstance(first, dict):
-            return {k: walk([v[k] for v in values], k) for k in first}
-        if isinstance(first, (list, tuple)):
-            return type(first)(walk(list(each)) for each in zip(*values, strict=True))
+    def join_parts(name: str, *parts):
+        first = parts[0]
         if not isinstance(first, torch.Tensor):
             return first
         if first.ndim == 0 or name in whole:
             return first.clone() if copy else first
-        wanted, found, begin = rows(sum(map(len, values))), [], 0
-        for value in values:
+        wanted, found, begin = rows(sum(map(len, parts))), [], 0
+        for part in parts:
             start, stop = (max(0, end - begin) for end in (wanted.start or 0, wanted.stop))
-            found.append(value[start:stop])
-            begin += len(value)
+            found.append(part[start:stop])
+            begin += len(part)
         return torch.cat(found) if len(found) > 1 or copy else found[0]
 
-    joined = {name: walk([each.get(name, {}) for each in states])
-              for name in ("model", "ema", "optimizers")}
-    return states[0] | joined
+    return states[0] | {name: tree_map(join_parts, *(state.get(name, {}) for state in states))
+                        for name in ("model", "ema", "optimizers")}
+
+
+def averaged(state: dict) -> dict:
+    """The state for use elsewhere: with --ema, its averages are the weights."""
+    return state | {"model": state["model"] | state.get("ema", {})}
 
 
 # --- the checkpoints of a run ----------------------------------------------------------------
@@ -210,7 +203,6 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
-    """The checkpoint of this step, if there is one."""
     return next((found for found in list_checkpoints(folder) if found.step == step), None)
 
 
@@ -221,9 +213,9 @@ def best_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def find_checkpoint(source: Path) -> Checkpoint | None:
-    """The checkpoint at `source`, or the newest valid one of the run there; verified.
+    """The checkpoint at `source`, or the newest valid one of the run there; None if it is neither.
 
-    None if it is neither. Raises ConfigError if it is damaged, or all of the run are.
+    Verified: raises ConfigError if it is damaged, or all of the run are.
     """
     checkpoint = Checkpoint(source)
     if not checkpoint.exists():
@@ -234,29 +226,28 @@ def find_checkpoint(source: Path) -> Checkpoint | None:
 
 
 def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
-    """The newest valid checkpoint; damaged newer ones are set aside, if we hold the lock (`ours`).
+    """The newest valid checkpoint; None if there never were any.
 
-    None if there never were any. Raises ConfigError, and changes nothing, if all are damaged, or
-    if only best.pt or files set aside are left.
+    Damaged newer ones are set aside, if we hold the lock (`ours`). Raises ConfigError if only
+    damaged ones, best.pt, or files set aside are left.
     """
-    bad = []
+    damage = {}  # of each damaged checkpoint
     for checkpoint in reversed(list_checkpoints(folder)):
-        wrong = retry(checkpoint.find_damage)
-        if not wrong:
-            for damaged, why in bad:
-                if ours:
-                    damaged.set_aside()
-                print(f"warning: {damaged}: {why}; {'set aside' if ours else 'passed over'}",
-                      flush=True)
-            return checkpoint
-        bad.append((checkpoint, wrong))
-    left = [f"{damaged.name}: {why}" for damaged, why in bad]
+        if wrong := retry(checkpoint.find_damage):
+            damage[checkpoint] = wrong
+            continue
+        for damaged, wrong in damage.items():
+            if ours:
+                damaged.set_aside()
+            print(f"warning: {damaged}: {wrong}; {'set aside' if ours else 'passed over'}",
+                  flush=True)
+        return checkpoint
+    left = [f"{damaged.name}: {wrong}" for damaged, wrong in damage.items()]
     left += [name for name in BEST if (folder / name).exists()]
     left += sorted(path.name for path in folder.glob(f"*{SET_ASIDE}*"))
     if left:
         raise ConfigError(f"{folder}: no checkpoint is valid ({'; '.join(left)}). Continue from "
-                          "the best with --resume, bring one back from a backup, or start afresh "
-                          "with --overwrite")
+                          "the best, or a backup, with --resume, or start afresh with --overwrite")
     return None
 
 
@@ -267,18 +258,15 @@ def rotate(folder: Path, keep: int):
 
 
 def adopt_drafts(folder: Path):
-    """Name the complete folders that a killed process left, and delete its other drafts.
-
-    Only for the holder of the lock.
-    """
-    for draft in sorted(folder.iterdir(), reverse=True):  # .tmp-0, an old folder, comes last
+    """With the lock: name complete folders that a killed process left, and delete other drafts."""
+    for draft in sorted(folder.iterdir(), reverse=True):  # the newest try of a process first
         if match := DRAFT.fullmatch(draft.name):
             final = folder / match[1]
-            whole = draft.is_dir() and Checkpoint(draft).exists()
-            if whole and NAME.fullmatch(final.name) and not final.exists():
-                draft.rename(final)
+            complete = draft.is_dir() and Checkpoint(draft).exists()
+            if complete and NAME.fullmatch(final.name) and not Checkpoint(final).exists():
+                disk.put_in_place(draft, final)
             else:
-                Checkpoint(draft).delete()
+                disk.delete(draft)
 
 
 def require_shared(path: Path):
@@ -291,17 +279,3 @@ def require_shared(path: Path):
         time.sleep(0.1)
     raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {SHARED}: mount "
                       "one, and choose an --out_dir on it")
-
-
-def compare(a, b, name: str = "") -> tuple[int, list[str]]:
-    """(number of leaves, names of those that differ in a bit) of two nested states."""
-    if isinstance(a, (dict, list, tuple)) and type(a) is type(b) and len(a) == len(b):
-        items = a.items() if isinstance(a, dict) else enumerate(a)
-        found = [compare(v, b.get(k) if isinstance(b, dict) else b[k], f"{name}.{k}".lstrip("."))
-                 for k, v in items]
-        return sum(n for n, _ in found), [d for _, ds in found for d in ds]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and torch.equal(a, b)
-    else:
-        same = a == b
-    return 1, [] if same else [name]

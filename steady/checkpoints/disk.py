@@ -19,9 +19,7 @@ TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 # Answers to fsync of a directory on network and user-space file systems without it.
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-ATTEMPTS = 5
-
-# --- files -----------------------------------------------------------------------------------
+DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -39,15 +37,20 @@ def write_checkpoint(path: Path, state: dict):
             raise OSError(f"{draft}: cannot be read back: {wrong}")
 
 
-def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError."""
+def read_checkpoint(path: Path):
+    """The state in a file; its tensors are mapped, not read."""
     import torch
 
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def find_corruption(path: Path) -> str | None:
+    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError."""
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.testzip():
                 return "its checksum is wrong"
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        read_checkpoint(path)
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
         # a place outside the file, or it has just been deleted
         if isinstance(e, OSError) and e.errno not in (errno.EINVAL, errno.ENOENT):
@@ -58,20 +61,28 @@ def find_corruption(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path):
-    """Yields a draft beside `path` to write to; it replaces `path` unless an error is raised."""
+    """Yields a draft beside `path`, for a file or a folder; without an error it becomes `path`."""
     draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         yield draft
-        os.replace(draft, path)
-        with contextlib.suppress(FileNotFoundError):  # rank 0 has synced and renamed the folder
-            sync_directory(path.parent)  # the new name itself must be on the disk
+        put_in_place(draft, path)
     except OSError as e:
         if e.errno and not e.filename:  # as an error in writing has none
             e.filename = str(path)
         raise
     finally:
         with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+            delete(draft)
+
+
+def put_in_place(draft: Path, path: Path):
+    """Rename a draft to `path`; a folder takes the place of another folder."""
+    if draft.is_dir():
+        sync_directory(draft)
+        shutil.rmtree(path, ignore_errors=True)
+    os.replace(draft, path)
+    with contextlib.suppress(FileNotFoundError):  # rank 0 has synced and renamed the folder
+        sync_directory(path.parent)  # the new name itself must be on the disk
 
 
 def sync_directory(path: Path):
@@ -87,68 +98,61 @@ def sync_directory(path: Path):
 
 def link(path: Path, new: Path):
     """Make `new` the same file, or a copy on a file system without hard links."""
-    with atomic_write(new) as draft:
-        try:
-            os.link(path, draft)
-        except OSError:
-            shutil.copyfile(path, draft)
-            with open(draft, "rb") as file:
-                os.fsync(file.fileno())
+    try:
+        os.link(path, new)
+    except OSError:
+        shutil.copyfile(path, new)
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
 
 
-# --- errors ----------------------------------------------------------------------------------
+def delete(path: Path):
+    """Delete a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def retry(call):
-    """The result of `call()`, retried after transient errors: 0.5, 1, 2, 4 s later."""
-    for attempt in range(ATTEMPTS):
+    """The result of `call()`, retried after transient errors."""
+    for delay in DELAYS:
         try:
             return call()
         except OSError as e:
-            if e.errno not in TRANSIENT or attempt == ATTEMPTS - 1:
+            if e.errno not in TRANSIENT:
                 raise
             retry.count += 1
             print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
-            time.sleep(0.5 * 2**attempt)
+        time.sleep(delay)
+    return call()
 
 
 retry.count = 0  # of this process
 
 
-def lack_of_space(error: BaseException | None) -> BaseException | None:
-    """The error of a full disk behind this one: torch hides it behind its own."""
-    while error and getattr(error, "errno", None) not in FULL:
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def disk_error(error: BaseException, folder: Path) -> str:
-    """Describe an error in writing to `folder`."""
-    if not folder.is_dir():
-        return f"{folder} is gone"
-    if not (cause := lack_of_space(error)):
+def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
+    """Describe an error in writing to `folder`. advice: added if the disk is full."""
+    cause = error
+    while cause and getattr(cause, "errno", None) not in FULL:  # torch hides it behind its own
+        cause = cause.__cause__ or cause.__context__
+    if not cause:
         return str(error)
     usage = shutil.disk_usage(folder)
     return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
-            f"({cause.strerror})")
-
-
-# --- one writer ------------------------------------------------------------------------------
+            f"({cause.strerror}){advice}")
 
 
 def acquire_lock(folder: Path, given: str = ""):
     """Become the only process that writes to `folder`, until the returned file is closed.
 
     A POSIX lock: forked loader processes do not inherit it, and it ends with the process, or if
-    this process opens and closes the file once more. Raises ConfigError if another process holds
-    it. given: the option that names the folder.
+    this process opens and closes the file once more. given: the option that names the folder.
+    Raises ConfigError if another process holds it, OSError without permission to write.
     """
     path = folder / "lock"
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        file = os.fdopen(os.open(path, flags, 0o666), "a+")
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be opened: {e.strerror}") from None
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    file = os.fdopen(os.open(path, flags, 0o666), "a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samefile(file.fileno(), path):

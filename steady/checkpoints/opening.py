@@ -22,20 +22,18 @@ def early_end(cfg, progress, signal_number: int = 0) -> str:
     return ""
 
 
-def unadapted(run) -> str:
-    """The parameters without adapters of --lora_rank: not of linear layers, as experts."""
-    linear = {id(m.weight) for m in run.model.modules() if isinstance(m, torch.nn.Linear)}
-    left = sum(p.numel() for p in run.model.blocks.parameters()
-               if p.ndim > 1 and not p.requires_grad and id(p) not in linear)
-    return f"; no adapters in {left / 1e6:.2f} M outside linear layers, as in experts" * (left > 0)
-
-
 def describe(run) -> str:
     """Device, model, data and step of a run, in a few lines for the screen."""
     cfg, data, ranks, progress = run.cfg, run.train_data, run.ranks, run.progress
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    of_those = f" ({trained / 1e6:.2f} M trained{unadapted(run)})" if trained < parameters else ""
+    of_those = ""
+    if trained < parameters:
+        linear = {id(m.weight) for m in run.model.modules() if isinstance(m, torch.nn.Linear)}
+        left = sum(p.numel() for p in run.model.blocks.parameters()
+                   if p.ndim > 1 and not p.requires_grad and id(p) not in linear)
+        others = f"; no adapters in {left / 1e6:.2f} M outside linear layers, as in experts"
+        of_those = f" ({trained / 1e6:.2f} M trained{others if left else ''})"
     samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
     steps = f"{cfg.max_steps} steps"
     if cfg.max_steps == UNKNOWN and cfg.max_minutes:

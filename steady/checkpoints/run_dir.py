@@ -1,7 +1,4 @@
-"""Run directories: choosing one, its only writer, its files.
-
-    out_dir/config.yaml, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/, lock
-"""
+"""Run directories: choosing one, its only writer, its files."""
 
 import contextlib
 import dataclasses
@@ -16,24 +13,12 @@ from pathlib import Path
 
 import torch
 
+from steady.checkpoints import checkpoint as checkpoints
 from steady.checkpoints import opening
 from steady.checkpoints.backup import Backup, download, id_in
-from steady.checkpoints.checkpoint import (
-    BEST,
-    NAME,
-    Checkpoint,
-    adopt_drafts,
-    best_checkpoint,
-    checkpoint_at,
-    find_checkpoint,
-    latest_valid,
-    list_checkpoints,
-    require_shared,
-    rotate,
-    unused_name,
-)
-from steady.checkpoints.disk import acquire_lock, atomic_write
-from steady.checkpoints.state import reconcile_best
+from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, list_checkpoints
+from steady.checkpoints.disk import acquire_lock, atomic_write, delete
+from steady.checkpoints.state import Progress, reconcile_best
 from steady.checkpoints.writer import Writer
 from steady.options import ConfigError, expect_file, reading_paths, write_yaml
 from steady.ranks.ranks import restart_count
@@ -41,8 +26,9 @@ from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
 CLOUD_FOLDERS = ("/openbayes/home/tf_dir", "/root/tf-logs")  # displayed by OpenBayes and AutoDL
-# A run writes to these, so none of them may be a link to another place.
-OF_A_RUN = ("lock", "config.yaml", "metrics.jsonl", "tokenizer", "stacks", "traces", "checkpoints")
+RUN_FILES = re.compile(  # a directory with any of them holds a run
+    rf"config\.yaml|metrics\.jsonl|checkpoints/({checkpoints.NAME.pattern}|best(\.pt)?)")
+OTHER_FILES = ("lock", "tokenizer", "stacks", "traces", "checkpoints")  # also written by a run
 
 
 @dataclass
@@ -54,43 +40,36 @@ class RunDir:
     lock: object = None  # keeps other processes out until it is closed; of rank 0
     backup: Backup | None = None  # of rank 0
     writer: Writer | None = None  # of checkpoints; on rank 0, or on all ranks of the first copy
-    saved: tuple = ()  # `Progress.state` of the newest checkpoint
+    saved: Progress | None = None  # in the newest checkpoint
 
 
 # --- choosing one ----------------------------------------------------------------------------
 
 
-def numbered_folders() -> list[Path]:
-    """The folders runs/001, runs/002, …, in the order of their numbers."""
-    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]+", path.name))
-    return sorted(found, key=lambda path: int(path.name))
-
-
 def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
-    Raises ConfigError if a new run would overwrite an existing one, if the directory is not
-    writable, or if --resume names no checkpoint.
+    Raises ConfigError if it cannot be written to, or holds another run, or if --resume names no
+    checkpoint.
     """
-    out_dir, same_run = Path(cfg.out_dir) if cfg.out_dir else None, cfg.auto_resume
+    out_dir, own = Path(cfg.out_dir) if cfg.out_dir else None, None
     if cfg.resume:
         source = Checkpoint(Path(cfg.resume))
         if not source.exists():
             raise ConfigError(f"--resume {source}: no such file, nor a finished checkpoint. To "
                               f"continue a run: --auto_resume --out_dir {source}")
-        out_dir = out_dir or source.run_dir
-        same_run = source.run_dir and out_dir.resolve() == source.run_dir.resolve()
-    elif cfg.auto_resume and not out_dir:
-        out_dir = next(filter(holds_a_run, reversed(numbered_folders())), None)
+        out_dir, own = out_dir or source.run_dir, source.run_dir
+    elif cfg.auto_resume:
+        own = out_dir = out_dir or next(filter(run_files, reversed(numbered_folders())), None)
     if cfg.eval_only:
         return out_dir  # only reads
-    place = Path(os.path.realpath(out_dir or "runs"))
-    while not place.exists():
-        place = place.parent
+    real = Path(os.path.realpath(out_dir or "runs"))
+    place = next(folder for folder in (real, *real.parents) if folder.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place.absolute()} is not a directory "
-                          "that is writable")
-    if out_dir and holds_a_run(out_dir) and not (same_run or cfg.overwrite):
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place} is not a directory that is "
+                          "writable")
+    same_run = own and own.resolve() == real
+    if out_dir and run_files(out_dir) and not (same_run or cfg.overwrite):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
@@ -99,28 +78,37 @@ def find_run(cfg) -> Path | None:
     return out_dir
 
 
+def numbered_folders() -> list[Path]:
+    """The folders runs/001, runs/002, …, in the order of their numbers."""
+    found = (path for path in Path("runs").glob("*") if re.fullmatch("[0-9]+", path.name))
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def run_files(out_dir: Path) -> list[Path]:
+    """The files and folders that show that a directory holds a run."""
+    found = *out_dir.glob("*"), *out_dir.glob("checkpoints/*")
+    return [path for path in found if RUN_FILES.fullmatch(path.relative_to(out_dir).as_posix())]
+
+
 def refuse_links(out_dir: Path):
     """Raise ConfigError if a link in out_dir would lead a run to write beyond its lock."""
-    paths = [out_dir / name for name in OF_A_RUN]
-    paths += [path for path in (out_dir / "checkpoints").glob("*")
-              if NAME.fullmatch(path.name) or path.name in BEST]
-    for path in paths:
+    for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)):
         if path.is_symlink():
-            raise ConfigError(f"{path}: is a link; expected it in the run directory itself. To "
-                              "use another disk, put --out_dir there")
+            raise ConfigError(f"{path}: is a link; to use another disk, put --out_dir there")
         if not path.is_dir():
             expect_file(path)
 
 
-def holds_a_run(out_dir: Path) -> bool:
-    names = "config.yaml", "metrics.jsonl", *(f"checkpoints/{name}" for name in BEST)
-    found = any((out_dir / name).exists() for name in names)
-    return found or bool(list_checkpoints(out_dir / "checkpoints"))
-
-
 def continues(cfg, out_dir: Path | None) -> bool:
     """Whether the run continues from a checkpoint, if there is a valid one."""
-    return bool(cfg.resume or cfg.auto_resume and out_dir and holds_a_run(out_dir))
+    return bool(cfg.resume or cfg.auto_resume and out_dir and run_files(out_dir))
+
+
+def saved_config(cfg, out_dir: Path | None) -> Path | None:
+    """The config.yaml of the run to continue, if there is one."""
+    run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
+    found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
+    return run / "config.yaml" if found else None
 
 
 def redirect(cfg) -> dict:
@@ -140,13 +128,6 @@ def redirect(cfg) -> dict:
     return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
 
 
-def saved_config(cfg, out_dir: Path | None) -> Path | None:
-    """The config.yaml of the run to continue, if there is one."""
-    run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
-    found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
-    return run / "config.yaml" if found else None
-
-
 @reading_paths()
 def pick_checkpoint(cfg, out_dir: Path | None) -> RunDir:
     """The run directory, with the verified checkpoint to start from, if any; for rank 0.
@@ -158,25 +139,22 @@ def pick_checkpoint(cfg, out_dir: Path | None) -> RunDir:
         goes_on = cfg.resume or cfg.auto_resume and out_dir and list_checkpoints(folder)
         found.backup = Backup(cfg.backup_to, out_dir, run_id(out_dir) if goes_on else None)
     if cfg.resume:
-        found.resumed_from = find_checkpoint(Path(cfg.resume))
+        found.resumed_from = checkpoints.find_checkpoint(Path(cfg.resume))
     elif cfg.auto_resume and out_dir:
         if not cfg.eval_only:
             found.path, found.lock = claim(out_dir)
-        found.resumed_from = latest_valid(folder, ours=not cfg.eval_only)
+        found.resumed_from = checkpoints.latest_valid(folder, ours=not cfg.eval_only)
     return found
-
-
-def run_id(run_dir: Path | None) -> str | None:
-    """The id in its config.yaml; None without one."""
-    config = run_dir and run_dir / "config.yaml"
-    return id_in(config.read_bytes()) if config and config.is_file() else None
 
 
 # --- its only writer -------------------------------------------------------------------------
 
 
-def claim(out_dir: Path | None):
-    """Make the run directory, or the next runs/NNN for None; returns it and its lock."""
+def claim(out_dir: Path | None, overwrite: bool = False):
+    """Make the run directory, or the next runs/NNN for None; returns it and its lock.
+
+    overwrite: move a run that is there to OUT_DIR.old.
+    """
     while out_dir is None:
         newest = next(reversed(numbered_folders()), Path("0"))
         new = Path("runs") / f"{int(newest.name) + 1:03d}"
@@ -184,33 +162,21 @@ def claim(out_dir: Path | None):
             os.makedirs(os.path.realpath(new))  # also through a dangling link
             out_dir = new
     try:
-        os.makedirs(os.path.realpath(out_dir), exist_ok=True)
+        place = os.path.realpath(out_dir)
+        os.makedirs(place, exist_ok=True)
         lock = acquire_lock(out_dir)
+        if overwrite and run_files(out_dir):
+            with lock:
+                old = checkpoints.unused_name(Path(f"{place}.old"))
+                os.rename(place, old)
+            print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
+            return claim(out_dir)
         (out_dir / "checkpoints").mkdir(exist_ok=True)
-        adopt_drafts(out_dir / "checkpoints")
+        checkpoints.adopt_drafts(out_dir / "checkpoints")
         return out_dir, lock
     except OSError as e:  # a full disk, among others
-        raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.strerror}") from None
-
-
-def create_run_dir(cfg, out_dir: Path | None):
-    """As `claim`, for a new run; with --overwrite, moves an old one to OUT_DIR.old.
-
-    Raises ConfigError if another run has begun there since `find_run`.
-    """
-    out_dir, lock = claim(out_dir)
-    find_run(dataclasses.replace(cfg, out_dir=str(out_dir)))
-    if not (cfg.overwrite and holds_a_run(out_dir)):
-        return out_dir, lock
-    with lock:
-        place = out_dir.resolve()
-        old = unused_name(place.with_name(f"{place.name}.old"))
-        place.rename(old)
-    print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
-    return claim(out_dir)
-
-
-# --- its files -------------------------------------------------------------------------------
+        raise ConfigError(f"--out_dir {out_dir}: cannot be written: {e.filename or out_dir}: "
+                          f"{e.strerror}") from None
 
 
 @reading_paths()
@@ -219,61 +185,70 @@ def open_run_dir(run):
 
     Each rank whose state no rank before it has gets a writer.
     """
-    cfg, progress, ranks, shards = run.cfg, run.progress, run.ranks, run.ranks.shards
-    number = best = None
-    if ranks.rank == 0:
-        if not run.dir.lock:
-            run.dir.path, run.dir.lock = create_run_dir(cfg, run.dir.path)
-        new = not holds_a_run(run.dir.path)
-        try:
-            prepare(cfg, run.dir, progress.step, run.train_data.tokenizer_folder)
-        except Exception:
-            if new:
-                discard(run.dir.path)
-            raise
-        best, number = reconcile_best(progress, run.dir), secrets.randbelow(10**9) + 2
-        print(opening.describe(run), flush=True)
-    run.dir.path, best, number = ranks.broadcast((run.dir.path, best, number))
-    progress.best_loss, progress.best_step = best
-    require_shared(run.dir.path)
+    own, ranks, shards = run.dir, run.ranks, run.ranks.shards
+    best = begin(run) if ranks.rank == 0 else None
+    number = secrets.randbelow(10**9)
+    own.path, best, number = ranks.broadcast((own.path, best, number))
+    run.progress.best_loss, run.progress.best_step = best
+    checkpoints.require_shared(own.path)
     if ranks.rank < shards.size:
-        run.dir.writer = Writer(run.dir.path / "checkpoints", cfg.keep_checkpoints, run.dir.backup,
-                                ranks.rank, shards.size, shards.group, number)
+        own.writer = Writer(own.path / "checkpoints", run.cfg.keep_checkpoints, own.backup,
+                            ranks.rank, shards.size, shards.group, number)
 
 
-def prepare(cfg, run_dir: RunDir, step: int, tokenizer: str | None):
-    """Set checkpoints newer than `step` aside; write config.yaml.
+def begin(run) -> tuple[float, int]:
+    """Prepare the run directory for the steps to come; returns (loss, step) of best.pt.
 
-    tokenizer: the data's folder of it, to be copied.
+    A directory that was new is left as it was if an error is raised.
     """
-    out_dir, folder = run_dir.path, run_dir.path / "checkpoints"
-    for newer in list_checkpoints(folder):
-        if newer.step > step:
-            newer.set_aside()
-    if checkpoint_at(folder, step):  # verified just now; on a full disk there is room then
-        rotate(folder, cfg.keep_checkpoints)
-    own = out_dir / "tokenizer"
-    if tokenizer and Path(tokenizer).resolve() != own.resolve():
-        copy_tokenizer(Path(tokenizer), own)
-    with atomic_write(out_dir / "config.yaml") as draft:
+    cfg, own, step = run.cfg, run.dir, run.progress.step
+    if not own.lock:
+        own.path, own.lock = claim(own.path, cfg.overwrite)
+        find_run(dataclasses.replace(cfg, out_dir=str(own.path)))  # another may have begun there
+    folder, is_new, start = own.path / "checkpoints", not run_files(own.path), own.resumed_from
+    try:
+        for newer in list_checkpoints(folder):
+            if newer.step > step:
+                newer.set_aside()
+        if checkpoint_at(folder, step):  # verified just now; on a full disk there is room then
+            checkpoints.rotate(folder, cfg.keep_checkpoints)
+        tokenizer, copy = run.train_data.tokenizer_folder, own.path / "tokenizer"
+        if tokenizer and Path(tokenizer).resolve() != copy.resolve():
+            copy_tokenizer(Path(tokenizer), copy)
         # with --max_minutes, each run has its own number of steps
-        again = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg
-        write_yaml(again, draft, {"run": run_id(out_dir) or secrets.token_hex(8), **provenance()})
-        start = run_dir.resumed_from
-        if start and not checkpoint_at(folder, step):  # it may end before its first save
-            start = Checkpoint(start.path.resolve())  # os.link follows no links
-            start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
+        saved = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg
+        notes = {"run": run_id(own.path) or secrets.token_hex(8), **provenance()}
+        with atomic_write(own.path / "config.yaml") as draft:
+            write_yaml(saved, draft, notes)
+            if start and not checkpoint_at(folder, step):  # it may end before its first save
+                start = Checkpoint(start.path.resolve())  # os.link follows no links
+                start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
+    except Exception:
+        if is_new:
+            discard(own.path)
+        raise
+    best = reconcile_best(run.progress, own)
+    print(opening.describe(run), flush=True)
+    return best
 
 
 def discard(out_dir: Path):
     """Delete all that would make a directory without a run look like one."""
     with contextlib.suppress(OSError):
-        (out_dir / "config.yaml").unlink(missing_ok=True)
-        for checkpoint in list_checkpoints(out_dir / "checkpoints"):
-            checkpoint.delete()
+        for path in run_files(out_dir):
+            delete(path)
         (out_dir / "checkpoints").rmdir()
         (out_dir / "lock").unlink()
         out_dir.rmdir()  # unless anything else is in there
+
+
+# --- its files -------------------------------------------------------------------------------
+
+
+def run_id(run_dir: Path | None) -> str | None:
+    """The id in its config.yaml; None without one."""
+    config = run_dir and run_dir / "config.yaml"
+    return id_in(config.read_bytes()) if config and config.is_file() else None
 
 
 def provenance() -> dict[str, str]:
@@ -299,7 +274,7 @@ def summary(run_dir: Path) -> dict:
     logged = (run_dir / "metrics.jsonl").exists()  # a fork may log nothing
     out = report(run_dir) if logged else dict(step=None, figures={}, wall_s=None, verdict=[])
     figures, folder = out["figures"], run_dir / "checkpoints"
-    found, best = list_checkpoints(folder), best_checkpoint(folder)
+    found, best = list_checkpoints(folder), checkpoints.best_checkpoint(folder)
     names = {"train_loss": "train/loss", "val_loss": "val/loss", "val_loss_ema": "val/loss_ema",
              "bits_per_byte": "val/bits_per_byte", "step_ms": "step_ms_median",
              "tokens_per_second": "perf/tokens_per_second", "rss_gb": "memory/host_rss_gb",

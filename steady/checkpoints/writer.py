@@ -4,13 +4,14 @@ import os
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from steady.checkpoints.checkpoint import SHARED, Checkpoint, put_in_place, rotate
-from steady.checkpoints.disk import disk_error, lack_of_space, retry, write_checkpoint
+from steady.checkpoints.checkpoint import SHARED, Checkpoint, part_names, rotate, tree_map
+from steady.checkpoints.disk import disk_error, put_in_place, retry, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
@@ -18,15 +19,11 @@ PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the oth
 HURRY = 3.0  # the same after an error, as a rank may be gone, or stuck until this one is
 
 
-class NotSaved(Failed):
-    """Checkpoints could not be written; the message says why."""
-
-
 class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
     At most one write is in flight. Each of the `size` ranks of `group` that share the state has a
-    writer of its part. number: in the names of drafts, the same on all ranks.
+    writer of its part. number: of the first draft, the same on all ranks, and no other process's.
     """
 
     def __init__(self, folder: Path, keep: int, backup=None, rank: int = 0, size: int = 1,
@@ -36,7 +33,6 @@ class Writer:
         self.hurry = False  # after an error
         self.buffers, self.thread, self.step = {}, None, 0
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
-        self.count = 0  # saves begun, the same on all ranks
         self.failures, self.reason = 0, ""  # saves in a row that failed; the last error
         self.written = None  # the step of the newest file
 
@@ -44,56 +40,48 @@ class Writer:
         """Copy `state` and write it as step_N.pt and, if it is the best, as best.pt.
 
         A copy from a GPU goes on beside the next forward pass: see `finish_copy`. updated: the
-        CUDA event after which `state` is complete. alone: other ranks may be gone. Raises NotSaved.
+        CUDA event that completes `state`. alone: other ranks may be gone. Raises Failed.
         """
         self.wait()
         if self.failures >= MAX_FAILURES:
-            raise NotSaved(f"{self.folder}: {self.failures} checkpoints in a row could not be "
-                           f"written: {self.reason}")
+            raise Failed(f"{self.folder}: {self.failures} checkpoints in a row could not be "
+                         f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
         if weights[0].is_cuda:
             self.stream = self.stream or torch.cuda.Stream()
-            if updated:
-                self.stream.wait_event(updated)
-            else:
-                self.stream.wait_stream(torch.cuda.current_stream())
+            self.stream.wait_event(updated or torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self.stream):  # does nothing if it is None
             norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
             if self.group and not alone:  # also waits until rank 0 has ended the save before
                 dist.all_reduce(norm, group=self.group)
-            copied = self.copy_to_host(dict(state, weights_norm=norm), "", {})
+            copied = tree_map(partial(self.copy_to_host, {}), dict(state, weights_norm=norm))
         self.copied = self.stream and self.stream.record_event()
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
-        self.step, self.count = step, self.count + 1
-        self.thread = threading.Thread(target=self.write,
-                                       args=(step, copied, self.copied, is_best))
+        self.step, self.number = step, self.number + 1
+        written = step, copied, self.copied, is_best
+        self.thread = threading.Thread(target=self.write, args=written)
         self.thread.start()
+
+    def copy_to_host(self, seen: dict, name: str, value):
+        """A tensor's copy, in the host buffer of that name; other values as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = value.data_ptr(), value.shape, value.stride(), value.dtype
+        if value.numel() and place in seen:  # tied weights stay one tensor
+            return seen[place]
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            self.buffers[name] = buffer
+        seen[place] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
+        return buffer
 
     def finish_copy(self):
         """Before an update: wait until the weights are copied."""
         if self.copied:
             self.copied.synchronize()
             self.copied = None
-
-    def copy_to_host(self, value, key: str, seen: dict):
-        """`value` with each tensor copied to the host buffer of its key."""
-        if isinstance(value, dict):
-            return {k: self.copy_to_host(v, f"{key}/{k}", seen) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            copies = (self.copy_to_host(v, f"{key}/{i}", seen) for i, v in enumerate(value))
-            return type(value)(copies)
-        if not isinstance(value, torch.Tensor):
-            return value
-        place = value.data_ptr(), value.shape, value.stride(), value.dtype
-        if value.numel() and place in seen:  # tied weights stay one tensor
-            return seen[place]
-        buffer = self.buffers.get(key)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            self.buffers[key] = buffer
-        seen[place] = buffer.copy_(value.detach(), non_blocking=value.is_cuda)
-        return buffer
 
     def write(self, step: int, state: dict, event, is_best: bool):
         """In the thread."""
@@ -115,38 +103,36 @@ class Writer:
             self.failures = 0
         except Exception as e:
             self.failures += 1
-            self.reason = disk_error(e, self.folder)
-            if lack_of_space(e):
-                self.reason += "; free some space, or lower --keep_checkpoints"
+            self.reason = disk_error(e, self.folder,
+                                     "; free some space, or lower --keep_checkpoints")
             what = f"the part of rank {self.rank}" if self.rank else "the checkpoint"
             print(f"warning: step {step}: {what} could not be written ({self.failures} of "
                   f"{MAX_FAILURES}): {self.reason}", flush=True)
 
     def write_files(self, path: Path, step: int, state: dict):
         """Write the checkpoint, or this rank's part of it; rank 0 waits for the other parts."""
-        parts = [f"rank_{rank}_of_{self.size}.pt" for rank in range(self.size)]
-        draft = path.with_name(f"{path.name}.tmp-{self.number}-{self.count}")
-        file, began = path if self.size == 1 else draft / parts[self.rank], time.monotonic()
-        try:
-            if self.size > 1:
-                draft.mkdir(exist_ok=True)
-            retry(lambda: write_checkpoint(file, state))
+        if self.size == 1:
+            retry(lambda: write_checkpoint(path, state))
             self.written = step
-            if self.size > 1 and self.rank == 0:
-                seconds = max(PATIENCE, 3 * (time.monotonic() - began))
-                self.wait_for_parts(draft, set(parts), seconds)
-                put_in_place(draft, path)
+            return
+        draft = path.with_name(f"{path.name}.tmp-{self.number}")
+        parts, began = part_names(self.size), time.monotonic()
+        try:
+            draft.mkdir(exist_ok=True)
+            retry(lambda: write_checkpoint(draft / parts[self.rank], state))
+            self.written, now = step, time.monotonic()
+            if self.rank:
+                return
+            patience = max(PATIENCE, 3 * (now - began))
+            while missing := set(parts) - set(os.listdir(draft)):
+                if time.monotonic() - now > (HURRY if self.hurry else patience):
+                    raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
+                time.sleep(0.02)
+            put_in_place(draft, path)
         except Exception:
             if self.rank == 0 and not self.hurry:  # else the next start takes it, once complete
                 shutil.rmtree(draft, ignore_errors=True)
             raise
-
-    def wait_for_parts(self, draft: Path, parts: set[str], seconds: float):
-        began = time.monotonic()
-        while missing := parts - set(os.listdir(draft)):
-            if time.monotonic() > began + (HURRY if self.hurry else seconds):
-                raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
-            time.sleep(0.02)
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
@@ -156,11 +142,11 @@ class Writer:
     def close(self, asked=lambda: False):
         """Wait for the disk and, until `asked()` to stop, for a backup.
 
-        Raises NotSaved if the last save failed.
+        Raises Failed if the last save did.
         """
         self.wait()
         if self.backup and not asked():
             self.backup.close(asked)
         if self.failures:
-            raise NotSaved(f"{self.folder}: the last checkpoint, of step {self.step}, is not "
-                           f"there: {self.reason}")
+            raise Failed(f"{self.folder}: the last checkpoint, of step {self.step}, is not there: "
+                         f"{self.reason}")
