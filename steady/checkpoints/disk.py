@@ -77,12 +77,15 @@ def atomic_write(path: Path):
 
 def put_in_place(draft: Path, path: Path):
     """Rename a draft to `path`; a folder takes the place of another folder."""
+    old = path.with_name(f"{path.name}.tmp-0-0")  # after a kill `adopt_drafts` takes one of both
     if draft.is_dir():
         sync_directory(draft)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            path.rename(old)
     os.replace(draft, path)
     with contextlib.suppress(FileNotFoundError):  # rank 0 has synced and renamed the folder
         sync_directory(path.parent)  # the new name itself must be on the disk
+    delete(old)
 
 
 def sync_directory(path: Path):

@@ -1,5 +1,6 @@
 """Lines on the screen before the first step of a run, and for an early end."""
 
+import math
 import os
 import signal
 
@@ -20,6 +21,17 @@ def early_end(cfg, progress, signal_number: int = 0) -> str:
         return (f"stopped at step {progress.step}: no evaluation since step {progress.best_step} "
                 f"had a lower loss (--patience {cfg.patience})")
     return ""
+
+
+def rate_jump(run, learning_rate) -> str:
+    """A line if the newest update had another rate than the schedule gives it; or ""."""
+    group, step = run.optimizers[0].param_groups[0], run.progress.step
+    before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
+                   for at in (step - 1, step))
+    lr = group.get("lr", before)
+    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
+        return ""
+    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed\n"
 
 
 def describe(run) -> str:
