@@ -16,10 +16,7 @@ from steady.options import ConfigError, Failed
 
 
 def rank_and_world() -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, local world size), as torchrun sets them.
-
-    Raises ConfigError.
-    """
+    """(rank, local rank, world size, local world size) of torchrun. Raises ConfigError."""
     rank, local_rank = from_environment("RANK", 0), from_environment("LOCAL_RANK", 0)
     world_size = from_environment("WORLD_SIZE", 1)
     if rank >= world_size:
