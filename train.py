@@ -403,7 +403,8 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     run = Run(
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
         val_data, model,
-        ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
+        ddp=parallel.distribute(model, device, world_size, cfg.deterministic,
+                                lambda: run.monitor.clock),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         guard=Guard(cfg, ranks),
         ema=Ema(model, shards, cfg.ema) if cfg.ema else None,
@@ -411,7 +412,6 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     )
     if run.compiled:  # in place: parameter names stay the module's
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
-    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         load_checkpoint(run, start)
     return run
@@ -444,13 +444,13 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     checkpoint = None if cfg.lora_rank else checkpoint  # it holds only adapters
     memory.refuse_too_large(cfg, device, shards.size)
     whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
-    with torch.device(device if whole else "meta"), parallel.Uninitialized():
+    with torch.device(device if whole else "meta"), parallel.Initializer(None):  # sets nothing
         model = huggingface.adapt(Transformer(cfg), cfg, dtype)
     shards.shard(model, dtype)
     if not whole:
         model.to_empty(device=device)
     torch.manual_seed(cfg.seed)
-    with parallel.WholeDraws(shards), parallel.all_set(model, buffers=not whole):
+    with parallel.Initializer(shards), parallel.all_set(model, buffers=not whole):
         model.init_weights()
         lora.init_weights(model)
     if cfg.init_from and not checkpoint:

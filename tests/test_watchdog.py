@@ -131,8 +131,8 @@ def watch_several(rank, notes: dict, silent=(), answers=True, monkeypatch=None) 
     dog = watch(phase="waiting")
     dog.store, dog.awake, dog.age, dog.answered = object(), 1000.0, 200.0, 1000.0 * answers
     for each in range(16):
-        dog.notes[each] = note(host="ab"[each // 8], age=200.0, beat=5) | notes.get(each, {})
-        dog.heard[each] = 1000.0 - (100.0 if each in silent else 1.0)
+        heard = 1000.0 - (100.0 if each in silent else 1.0)
+        dog.notes[each] = note(host="ab"[each // 8], age=200.0, heard=heard) | notes.get(each, {})
     return dog
 
 

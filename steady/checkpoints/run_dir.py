@@ -21,7 +21,7 @@ from steady.checkpoints.disk import acquire_lock, atomic_write, delete
 from steady.checkpoints.state import Progress, reconcile_best
 from steady.checkpoints.writer import Writer
 from steady.options import ConfigError, expect_file, reading_paths, write_yaml
-from steady.ranks.ranks import restart_count
+from steady.ranks.ranks import from_environment
 from steady.tokens.tokenizers import copy_tokenizer
 from steady.watch.report import report
 
@@ -116,7 +116,7 @@ def redirect(cfg) -> dict:
 
     Raises ConfigError in a restart by torchrun that would begin anew.
     """
-    if restart_count() and not (cfg.auto_resume and cfg.out_dir):
+    if from_environment("TORCHELASTIC_RESTART_COUNT", 0) and not (cfg.auto_resume and cfg.out_dir):
         raise ConfigError("torchrun has restarted this run; a restart continues it only with "
                           "--auto_resume --out_dir DIR")
     if "://" not in (cfg.resume or ""):

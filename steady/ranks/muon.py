@@ -4,7 +4,6 @@ Keller Jordan 2024, kellerjordan.github.io/posts/muon; rows normalized as in arX
 """
 
 import math
-from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,8 @@ class Muon(torch.optim.Optimizer):
         self.shards = shards if shards and shards.size > 1 else None
         self.helpers = shards.helpers if shards else 1
         self.grad_scale = self.found_inf = None
-        self.average, self.apply, self.compiled = average, apply, False
-        self.stacks = []  # of some matrices each: see `parts`
+        self.average, self.apply, self.number = average, apply, float
+        self.batches = []  # lists of parts to orthogonalize together: see `parts`
         ranks, given, groups = self.shards.size if self.shards else 1, list(params), []
         for group in given if given and isinstance(given[0], dict) else [dict(params=given)]:
             by_shape = {}
@@ -67,71 +66,71 @@ class Muon(torch.optim.Optimizer):
         limits.recompile_limit = max(limits.recompile_limit, 2 * len(self.param_groups))
         self.average = torch.compile(average, dynamic=False)
         self.apply = torch.compile(apply, dynamic=False)
-        self.compiled = True
+        self.number = torch.tensor  # as a float, each learning rate would be compiled anew
 
     @torch.no_grad()
     def step(self, closure=None):
-        if not self.stacks:
-            self.stacks = [part for group in self.param_groups for part in self.parts(group)]
+        self.batches = self.batches or self.make_batches()
         go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
-        ends = accumulate(momentum.numel() for *_, momentum, _ in self.stacks)
-        parts = zip(self.stacks, ends, strict=True)
-        for _, alike in groupby(parts, lambda part: self.batch(part[0][2], part[1])):
-            batch, directions = [part for part, _ in alike], []
+        for batch in self.batches:
+            directions = []
             for group, some, momentum, _ in batch:
-                params = group["params"]
-                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-                grads = grads if some is None else [grads[0][some]]
+                grads = [torch.zeros_like(p[some]) if p.grad is None else p.grad[some]
+                         for p in group["params"]]
                 directions.append(self.average(grads, momentum, group["momentum"],
                                                self.grad_scale, go, self.dtype))
-            if self.shards and params[0].ndim == 2:
-                directions = [self.orthogonalize_together(directions[0], whole_rows(params[0]))]
-            elif self.helpers > 1 and momentum.numel() >= LARGE:
+            first = batch[0][0]["params"][0]
+            if self.shards and first.ndim == 2:
+                directions = [self.orthogonalize_together(directions[0], whole_rows(first))]
+            elif self.helpers > 1 and directions[0].numel() >= LARGE:
                 directions = [self.orthogonalize_some(directions[0])]
             else:
                 directions = self.orthogonalize(directions)
             for (group, some, _, squares), direction in zip(batch, directions, strict=True):
-                # compiled, a tensor on the CPU: as a number, each would be compiled anew
-                lr = torch.tensor(group["lr"]) if self.compiled else group["lr"]
-                params = group["params"] if some is None else [group["params"][0][some]]
-                self.apply(params, direction, squares, group["beta2"], lr,
-                           lr * group["weight_decay"], go)
+                lr = self.number(group["lr"])
+                self.apply([p[some] for p in group["params"]], direction, squares, group["beta2"],
+                           lr, lr * group["weight_decay"], go)
 
-    def batch(self, momentum: Tensor, end: int) -> tuple:
-        """The same for parts in a row that are done together: small ones of one smaller side.
-
-        end: numbers of all parts up to this one.
-        """
-        alone = self.shards or momentum.numel() >= LARGE
-        return (id(momentum),) if alone else (min(momentum.shape[1:]), end // MOST)
+    def make_batches(self) -> list[list[tuple]]:
+        """All parts: large and sharded ones alone, small ones of the same smaller side together."""
+        batches, numbers, before = [], 0, None
+        for group in self.param_groups:
+            for part in self.parts(group):
+                momentum = part[2]
+                numbers += momentum.numel()
+                alone = self.shards or momentum.numel() >= LARGE
+                alike = id(momentum) if alone else (min(momentum.shape[1:]), numbers // MOST)
+                if alike != before:
+                    batches.append([])
+                batches[-1].append(part)
+                before = alike
+        return batches
 
     def parts(self, group: dict) -> list[tuple]:
-        """(group, slice of its stack or None, momenta [n, rows, columns], means of squares
-        [n, rows, 1]), several where a stack has more than MOST numbers.
+        """(group, slice of its weights, momenta [n, rows, columns], mean squares [n, rows, 1]).
 
-        The state of each weight is a view of them.
+        One of a group of matrices; several of a stack with more than MOST numbers. The state of
+        each weight is a view of them.
         """
         params, stacks = group["params"], []
-        (first, *_), ranks = params, self.shards.size if self.shards else 1
-        side = max(first.shape[1:] if first.ndim == 3 else (whole_rows(first), first.shape[1]))
+        is_stack, ranks = params[0].ndim == 3, self.shards.size if self.shards else 1
+        rows = params[0].shape[1] if is_stack else whole_rows(params[0])
+        side = max(rows, params[0].shape[-1])
         for name, shape, new in (("momentum", slice(None), 0), ("row_squares", slice(1), 1 / side)):
             held = [self.state[p].get(name, torch.full_like(p[..., shape], new)) for p in params]
-            stack = held[0]
-            if first.ndim == 2:
-                stack = stacked(held, -(-whole_rows(first) // ranks))
-                held = [each[: len(p)] for p, each in zip(params, stack, strict=True)]
-            for p, each in zip(params, held, strict=True):
-                self.state[p][name] = each
+            stack = stacked(held, rows if is_stack else -(-rows // ranks))
+            for p, each in zip(params, [stack] if is_stack else stack, strict=True):
+                self.state[p][name] = each[: len(p)]
             stacks.append(stack)
-        if first.ndim == 2:
-            return [(group, None, *stacks)]
-        n = max(1, MOST // math.prod(first.shape[1:]))
+        if not is_stack:
+            return [(group, slice(None), *stacks)]
+        n = max(1, MOST // math.prod(params[0].shape[1:]))
         return [(group, slice(i, i + n), *(stack[i : i + n] for stack in stacks))
                 for i in range(0, len(stacks[0]), n)]
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
-        self.stacks = []  # to be made again
+        self.batches = []  # to be made again
 
     def orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
         """Matrices X [n, rows, columns] of one smaller side → about U V^T, X = U S V^T by SVD.
@@ -161,34 +160,27 @@ class Muon(torch.optim.Optimizer):
     def orthogonalize_some(self, g: Tensor) -> Tensor:
         """As `orthogonalize`; each rank does its part of the n matrices and sends it to all."""
         each = -(-len(g) // self.helpers)
-        mine = g[dist.get_rank() * each :][:each]
-        part = g.new_zeros(each, *g.shape[1:])
-        if len(mine):
-            part[: len(mine)] = self.orthogonalize([mine])[0]
+        (mine,) = self.orthogonalize([g[dist.get_rank() * each :][:each]])
         whole = g.new_empty(self.helpers * each, *g.shape[1:])
-        dist.all_gather(list(whole.split(each)), part)
+        dist.all_gather(list(whole.split(each)), padded(mine, 0, each))
         return whole[: len(g)]
 
     def orthogonalize_together(self, rows: Tensor, n_rows: int) -> Tensor:
         """This rank's rows of n matrices [n, rows, columns] → of the orthogonalized ones.
 
-        Each rank gets whole matrices, about n / ranks of them.
+        Each rank gets as many whole matrices, the last of them zeros if ranks do not divide n.
         """
-        (n, each, columns), size = rows.shape, self.shards.size
-        counts = [(n + size - 1 - rank) // size for rank in range(size)]
-        mine = counts[self.shards.rank]
-        sent = [count * each * columns for count in counts]
-        received = [mine * each * columns] * size
-        matrices = rows.new_empty(sum(received))
-        dist.all_to_all_single(matrices, rows.reshape(-1), received, sent, group=self.shards.group)
-        matrices = matrices.view(size, mine, each, columns).transpose(0, 1).flatten(1, 2)
-        if mine:
-            whole, = self.orthogonalize([matrices[:, :n_rows]])
-            matrices = F.pad(whole, (0, 0, 0, size * each - n_rows))
-        matrices = matrices.unflatten(1, (size, each)).transpose(0, 1).reshape(-1)
-        out = torch.empty_like(rows)
-        dist.all_to_all_single(out.view(-1), matrices, sent, received, group=self.shards.group)
-        return out
+        n, each, columns = rows.shape
+        ranks = self.shards.size
+        sent = padded(rows, 0, -(-n // ranks) * ranks).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.shards.group)
+        matrices = received.view(ranks, -1, each, columns).transpose(0, 1).flatten(1, 2)
+        (whole,) = self.orthogonalize([matrices[:, :n_rows]])
+        whole = padded(whole, 1, ranks * each).unflatten(1, (ranks, each))
+        dist.all_to_all_single(received, whole.transpose(0, 1).flatten(0, 1),
+                               group=self.shards.group)
+        return received[:n]
 
 
 def whole_rows(p: Tensor) -> int:
@@ -196,13 +188,15 @@ def whole_rows(p: Tensor) -> int:
     return getattr(p, "whole_rows", len(p))
 
 
-def stacked(parts: list[Tensor], rows: int) -> Tensor:
-    """[n, rows, columns] of n matrices, with zeros added if a last rank has fewer rows.
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """x, with zeros at the end of a dimension if it is shorter than length."""
+    missing = length - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
-    Of a single stack a copy.
-    """
-    stack = torch.stack(parts) if parts[0].ndim == 2 else parts[0].clone()
-    return F.pad(stack, (0, 0, 0, rows - stack.shape[1])) if rows > stack.shape[1] else stack
+
+def stacked(parts: list[Tensor], rows: int) -> Tensor:
+    """A copy of n matrices as [n, rows, columns], or of a single stack; padded to the rows."""
+    return padded(torch.stack(parts) if parts[0].ndim == 2 else parts[0].clone(), 1, rows)
 
 
 def average(grads: list[Tensor], momentum: Tensor, weight: float, divisor: Tensor | None,

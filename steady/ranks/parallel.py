@@ -33,7 +33,9 @@ class Shards:
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
                  device_type: str = "cpu"):
         """shard_size: ranks that hold one copy of the model, 0: all of them. Raises ConfigError."""
-        check_shard_size(shard_size, world_size)
+        if shard_size and world_size > 1 and world_size % shard_size:
+            raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
+                              "processes")
         self.way, self.mesh, self.group = way, None, None
         self.rank, self.size, self.replicas = 0, 1, 1
         # ranks with the same weights that are quick to reach: of ddp on a single host
@@ -164,13 +166,6 @@ class Shards:
         return squares.sqrt()
 
 
-def check_shard_size(shard_size: int, world_size: int):
-    """Raise ConfigError if so many ranks are not a number of copies of a model on shard_size."""
-    if shard_size and world_size > 1 and world_size % shard_size:
-        raise ConfigError(f"--shard_size {shard_size}: expected a divisor of the {world_size} "
-                          "processes")
-
-
 # torch's optimizers that update each element by itself
 BY_ROWS = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax,
            optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD)
@@ -190,33 +185,18 @@ def units(model: nn.Module) -> list[nn.Module]:
 def gathered(model: nn.Module) -> Iterator[None]:
     """For calling methods of a sharded model past its hooks, on all ranks together.
 
-    Gathers what is outside of its blocks and head, which gather themselves, and are not compiled
+    Gathers what is outside of its blocks and head, which gather themselves. Nothing compiled runs
     meanwhile: lengths that grow, as in generation, would be compiled again and again.
     """
-    parts = [part for part in (*model.blocks, model.head) if "forward" in vars(part)]
-    compiled = [vars(part).pop("forward") for part in parts]
+    compiled = "forward" in vars(model.head)
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     if hasattr(model, "unshard"):
         model.unshard()
     try:
-        yield
+        with eager:  # imports the compiler, so not without need
+            yield
     finally:
         release(model)
-        for part, forward in zip(parts, compiled, strict=True):
-            part.forward = forward
-
-
-def watch_for_waiting(model: nn.Module, clock):
-    """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
-
-    clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
-    """
-    def ready(parameter: nn.Parameter):
-        clock().phase("waiting")
-
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        # the gradient of the first parameter is the last to be ready
-        first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(ready)
 
 
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
@@ -249,20 +229,11 @@ def release(model: nn.Module):
 FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
 
 
-class Uninitialized(TorchFunctionMode):
-    """While active, torch.nn.init does nothing: the weights are set later."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if kwargs else args[0]
-        return function(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Raises ConfigError, at its end, for parameters (and buffers) that were not set meanwhile.
 
-    Values that a module's `__init__` has given them are lost: see `Uninitialized`.
+    Values that a module's `__init__` has given them are lost: see `Initializer`.
     """
     def tensors() -> dict[str, Tensor]:
         found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
@@ -282,33 +253,43 @@ def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
                           "given in __init__ are discarded")
 
 
-class WholeDraws(TorchFunctionMode):
+class Initializer(TorchFunctionMode):
     """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
     Each is drawn whole on the CPU, one at a time, from the same generator on every rank; the rank
-    then keeps its rows.
+    then keeps its rows. Without shards all stay as they are, to be set later.
     """
 
-    def __init__(self, shards: Shards):
+    def __init__(self, shards: Shards | None):
         self.shards = shards
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if kwargs and "tensor" in kwargs:  # as torch.nn.init names it
+        kwargs = dict(kwargs or {})
+        if "tensor" in kwargs:  # as torch.nn.init names it
             args = kwargs.pop("tensor"), *args
         module = getattr(function, "__module__", None)
         fills = module == "torch.nn.init" or function.__name__ in FILLS
         if not (fills and args and isinstance(args[0], nn.Parameter)):
-            return function(*args, **(kwargs or {}))
-        target, whole = args[0], torch.empty(args[0].shape, dtype=args[0].dtype)
-        function(whole, *args[1:], **(kwargs or {}))
-        with torch.no_grad():
-            local_part(target).copy_(whole[self.shards.rows(len(whole))])
+            return function(*args, **kwargs)
+        target = args[0]
+        if self.shards:
+            whole = torch.empty(target.shape, dtype=target.dtype)
+            function(whole, *args[1:], **kwargs)
+            with torch.no_grad():
+                local_part(target).copy_(whole[self.shards.rows(len(whole))])
         return target
 
 
-def distribute(model: nn.Module, device: torch.device, world_size: int,
-               deterministic: bool) -> nn.Module:
-    """Wrap the finished model for training on several ranks, unless it is sharded."""
+def distribute(model: nn.Module, device: torch.device, world_size: int, deterministic: bool,
+               clock) -> nn.Module:
+    """Wrap the finished model for training on several ranks, unless it is sharded.
+
+    clock: () → the monitor's: what follows this rank's own gradients is waiting for others. A
+    sharded model waits at each block, within forward and backward.
+    """
+    def ready(parameter: nn.Parameter):
+        clock().phase("waiting")
+
     if world_size == 1 or hasattr(model, "unshard"):
         return model
     ddp = nn.parallel.DistributedDataParallel
@@ -320,4 +301,7 @@ def distribute(model: nn.Module, device: torch.device, world_size: int,
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
         private.fix_buckets(wrapped)
+    # the gradient of the first parameter is the last to be ready
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.register_post_accumulate_grad_hook(ready)
     return wrapped

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import sys
@@ -12,27 +11,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from steady.options import ConfigError, Failed
 
 
 def rank_and_world() -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, local world size), as torchrun sets them.
-
-    Raises ConfigError.
-    """
+    """(rank, local rank, world size, local world size) of torchrun. Raises ConfigError."""
     rank, local_rank = from_environment("RANK", 0), from_environment("LOCAL_RANK", 0)
     world_size = from_environment("WORLD_SIZE", 1)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} in the environment: expected less than WORLD_SIZE, "
                           f"{world_size}; unset both to train in one process")
     return rank, local_rank, world_size, from_environment("LOCAL_WORLD_SIZE", 1)
-
-
-def restart_count() -> int:
-    """How many times torchrun has restarted its processes."""
-    return from_environment("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def from_environment(name: str, least: int) -> int:
@@ -144,8 +134,8 @@ def join(rank: int, world_size: int, patience: float) -> dist.Store:
                 here = dist.PrefixStore(store.get("attempt").decode(), store)
                 here.set(str(rank), mine)
                 if rank == 0 and here.check(keys):
-                    here.set("joined", json.dumps([id.decode() for id in here.multi_get(keys)]))
-                if here.check(["joined"]) and mine in json.loads(here.get("joined")):
+                    here.set("joined", b" ".join(here.multi_get(keys)))
+                if here.check(["joined"]) and mine in here.get("joined").decode():
                     return here
             time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
         missing = [int(each) for each in keys if rank == 0 and not here.check([each])] or [0]
@@ -206,12 +196,6 @@ def broadcast(value, group=None):
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
-
-
-def all_gather(values: Tensor) -> Tensor:
-    table = values.new_empty(dist.get_world_size(), len(values))
-    dist.all_gather(list(table), values)
-    return table
 
 
 def say_once(text: str):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steady.options import Failed, due
-from steady.ranks.ranks import all_gather, rank_list
+from steady.ranks.ranks import rank_list
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -39,23 +39,22 @@ class Replicas:
     def check(self, step: int, last: int):
         """Compare, if it is due; all ranks call it in every step. Raises ReplicasDiffer."""
         if due(step, self.every, last) and dist.is_initialized():
-            sums = all_gather(checksums(list(self.parameters.values())))
-            self.compare(np.array(sums.tolist()), step)
+            sums = checksums(list(self.parameters.values()))
+            table = sums.new_empty(dist.get_world_size(), len(sums))
+            dist.all_gather(list(table), sums)
+            self.compare(np.array(table.tolist()), step)
 
     def compare(self, table: np.ndarray, step: int):
         """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
-        odd, in_doubt, layers = [], False, np.zeros(table.shape[1], bool)
+        differs, in_doubt = np.zeros(table.shape, bool), False
         for first in range(self.size):  # the writer of the checkpoints of these ranks
-            ranks = range(first, len(table), self.size)
-            rows = Counter(tuple(table[rank]) for rank in ranks)
-            usual, count = rows.most_common(1)[0]
-            differing = [rank for rank in ranks if tuple(table[rank]) != usual]
-            odd += differing
-            if differing:
-                layers |= (table[differing] != np.array(usual)).any(0)
-                in_doubt |= first in differing or 2 * count <= len(ranks)
+            rows = table[first :: self.size]
+            usual, count = Counter(map(tuple, rows)).most_common(1)[0]
+            differs[first :: self.size] = rows != np.array(usual)
+            in_doubt |= differs[first].any() or 2 * count <= len(rows)
+        odd = np.flatnonzero(differs.any(1)).tolist()
         if odd:
-            layer = list(self.parameters)[int(layers.argmax())]
+            layer = list(self.parameters)[differs.any(0).argmax()]
             raise ReplicasDiffer(f"step {step}: the weights of {rank_list(odd)} differ from those "
                                  f"of other ranks, first in {layer}: after a backward pass beside "
                                  "run.ddp, or on a faulty device; they last agreed at step "

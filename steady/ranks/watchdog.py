@@ -9,10 +9,12 @@ be waiting for its user.
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import threading
 import time
+import traceback
 
 from steady.ranks.ranks import rank_and_world, rank_list, shared_notes
 from steady.watch.findings import duration
@@ -52,9 +54,9 @@ class Watchdog:
         self.period = min(max(1.0, self.world_size / 64), seconds / 10)
         self.place, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began), seconds
         self.awake = 0.0  # seconds, not counting pauses of this process
-        self.beat, self.notes, self.heard = 0, {}, {}  # rank → its newest note, and when it came
+        self.notes = {}  # rank → its newest note, and when it came, as "heard"
         self.answered = 0.0  # when the store did
-        self.verdict, self.warned = "", None  # the code of a hang, and the rank to report it
+        self.verdict = ""  # the code of a hang, and the rank to report it
         self.store = shared_notes("watchdog") if seconds and self.world_size > 1 else None
         if self.store:
             self.publish()
@@ -104,12 +106,11 @@ class Watchdog:
         A line in torch or the standard library is "".
         """
         found = []
-        with frame_of(self.thread) as frame:
-            while frame:
+        with frame_of(self.thread) as innermost:
+            for frame, number in traceback.walk_stack(innermost):
                 file, function = frame.f_code.co_filename, frame.f_code.co_name
-                line = f"{short(file)}:{frame.f_lineno} in {function}" if worth_naming(file) else ""
+                line = f"{short(file)}:{number} in {function}" if worth_naming(file) else ""
                 found.append((str(frame.f_globals.get("__name__")), line))
-                frame = frame.f_back
         return found
 
     def note(self) -> dict:
@@ -118,7 +119,7 @@ class Watchdog:
         slow = (not self.progress or step <= self.first_step or phase in OUTSIDE_PHASES
                 or any(module in SLOW for module, _ in stack))
         in_collective = any(module.startswith("torch.distributed.") for module, _ in stack[:12])
-        return dict(beat=self.beat, host=socket.gethostname(), step=step, phase=phase,
+        return dict(awake=self.awake, host=socket.gethostname(), step=step, phase=phase,
                     age=self.age, limit=self.seconds * (PATIENT if slow else 1),
                     waits=phase == "waiting" or in_collective, ended=self.ended.is_set(),
                     line=next((line for _, line in stack if line), ""))
@@ -126,18 +127,17 @@ class Watchdog:
     # --- the others ---
 
     def talk(self):
-        """Every period: publish and read notes."""
-        while not self.ended.wait(self.period):
+        """Every period, and once when it has ended: publish and read notes."""
+        ended = False
+        while not ended:
+            ended = self.ended.wait(self.period)
             with contextlib.suppress(Exception):  # `judge` notices the silence
                 self.publish()
                 if self.age > self.seconds / 5:
                     self.listen()
                 self.answered = self.awake
-        with contextlib.suppress(Exception):
-            self.publish()  # that it has ended: its silence means nothing
 
     def publish(self):
-        self.beat += 1
         self.store.set(str(self.rank), json.dumps(self.note()))
 
     def listen(self):
@@ -145,26 +145,23 @@ class Watchdog:
             self.verdict = self.store.get("verdict").decode()
         keys = [str(rank) for rank in range(self.world_size)]
         if self.store.check(keys):  # else some are not there yet
-            notes, heard = dict(self.notes), dict(self.heard)
             for rank, text in enumerate(self.store.multi_get(keys)):
                 note = json.loads(text)
-                if note["beat"] != notes.get(rank, {}).get("beat"):
-                    notes[rank], heard[rank] = note, self.awake
-            self.heard, self.notes = heard, notes  # at once: the other thread reads them
+                if not note.items() <= self.notes.get(rank, {}).items():  # it is new
+                    self.notes[rank] = note | {"heard": self.awake}
 
     def judge(self) -> tuple[str, list[int], dict] | None:
         """(code, ranks to blame, notes) of a hang; None while some rank may make progress."""
         mine = self.note()
         if mine["age"] <= mine["limit"]:
             return None
-        notes = {rank: dict(note) for rank, note in self.notes.items() if not note["ended"]}
-        notes[self.rank] = mine
         if self.store and self.awake - self.answered > 8 * self.period:
             return "store", [], {self.rank: mine}
-        silence = {rank: self.awake - self.heard[rank] for rank in notes if rank != self.rank}
-        silent = [rank for rank in sorted(silence) if silence[rank] > 8 * self.period]
+        notes = {rank: dict(note) for rank, note in [*self.notes.items()] if not note["ended"]}
+        notes[self.rank] = mine | {"heard": self.awake}
+        silent = [rank for rank in notes if self.awake - notes[rank]["heard"] > 8 * self.period]
         for rank in silent:
-            notes[rank]["age"] = silence[rank]
+            notes[rank]["age"] = self.awake - notes[rank]["heard"]
         if any(note["age"] <= note["limit"] for note in notes.values()):
             return None
         return *find(notes, silent), notes
@@ -177,9 +174,8 @@ class Watchdog:
         None: another rank has reported it.
         """
         if self.world_size == 1:
-            if self.place != self.warned:
-                self.report(*hang)
-            self.warned = self.place
+            self.report(*hang)
+            self.age = -math.inf  # until it moves on
             return
         waits = self.note()["waits"]
         start_thread(self.last_words, hang).join(LAST_WORDS)  # a disk may not answer
@@ -201,7 +197,7 @@ class Watchdog:
     def report(self, code: str, blamed: list[int], notes: dict[int, dict]):
         """In files, then on the screen."""
         headline = describe(code, blamed, notes)
-        if self.folder and self.folder.is_dir():
+        if self.folder:
             row = {"step": self.place[0], "hang": headline, "hang_code": code, "hang_ranks": blamed}
             with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -213,7 +209,7 @@ class Watchdog:
         alert(f"{begin}: no progress: {headline}{where}; {end}\n{table(blamed, notes)}")
 
     def write_stacks(self):
-        if self.folder and self.folder.is_dir():
+        if self.folder:
             with contextlib.suppress(OSError):
                 (self.folder / "stacks").mkdir(exist_ok=True)
                 with open(self.folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
