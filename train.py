@@ -403,8 +403,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     run = Run(
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
         val_data, model,
-        ddp=parallel.distribute(model, device, world_size, cfg.deterministic,
-                                lambda: run.monitor.clock),
+        ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
         guard=Guard(cfg, ranks),
         ema=Ema(model, shards, cfg.ema) if cfg.ema else None,
@@ -412,6 +411,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     )
     if run.compiled:  # in place: parameter names stay the module's
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
+    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         load_checkpoint(run, start)
     return run

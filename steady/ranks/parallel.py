@@ -199,6 +199,20 @@ def gathered(model: nn.Module) -> Iterator[None]:
         release(model)
 
 
+def watch_for_waiting(model: nn.Module, clock):
+    """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
+
+    clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
+    """
+    def ready(parameter: nn.Parameter):
+        clock().phase("waiting")
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # the gradient of the first parameter is the last to be ready
+        first = next(p for p in model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(ready)
+
+
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
     """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
 
@@ -280,16 +294,9 @@ class Initializer(TorchFunctionMode):
         return target
 
 
-def distribute(model: nn.Module, device: torch.device, world_size: int, deterministic: bool,
-               clock) -> nn.Module:
-    """Wrap the finished model for training on several ranks, unless it is sharded.
-
-    clock: () → the monitor's: what follows this rank's own gradients is waiting for others. A
-    sharded model waits at each block, within forward and backward.
-    """
-    def ready(parameter: nn.Parameter):
-        clock().phase("waiting")
-
+def distribute(model: nn.Module, device: torch.device, world_size: int,
+               deterministic: bool) -> nn.Module:
+    """Wrap the finished model for training on several ranks, unless it is sharded."""
     if world_size == 1 or hasattr(model, "unshard"):
         return model
     ddp = nn.parallel.DistributedDataParallel
@@ -301,7 +308,4 @@ def distribute(model: nn.Module, device: torch.device, world_size: int, determin
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
         private.fix_buckets(wrapped)
-    # the gradient of the first parameter is the last to be ready
-    first = next(p for p in model.parameters() if p.requires_grad)
-    first.register_post_accumulate_grad_hook(ready)
     return wrapped
