@@ -28,13 +28,13 @@ FORK = "fork" if sys.platform == "linux" else None
 def begin():
     """Call before the slow imports. They run without garbage collection: that saves a tenth."""
     gc.disable()
-    threading.Thread(target=make_room, daemon=True).start()
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         # torch's search for a rank 0 that is gone never comes back to Python
         signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
+    threading.Thread(target=make_room, daemon=True).start()
     if os.getpid() == 1:  # of a container: signals without a handler do nothing
         signal.signal(signal.SIGTERM, end_at_once)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # they would end a process that starts
