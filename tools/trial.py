@@ -5,9 +5,9 @@ turns, ROUNDS times. The gain is the median difference in ms/step; it is clear i
 """
 
 import contextlib
+import gc
 import io
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -72,12 +72,14 @@ def measure(cfg: Config, threads: int) -> float:
     """The median ms/step of a run with these options, in a temporary folder."""
     torch.set_num_threads(threads)
     torch.compiler.reset()
+    gc.unfreeze()  # or the run before stays in memory
+    gc.collect()
     with tempfile.TemporaryDirectory(prefix="steady-try-") as folder:
         write_yaml(cfg, f"{folder}/config.yaml", {})
         with contextlib.redirect_stdout(io.StringIO()):
             code = train.main([f"--config={folder}/config.yaml", f"--out_dir={folder}/run"])
         if code:  # by a signal
-            sys.exit(code)
+            raise SystemExit(code)
         return report(Path(folder, "run"))["figures"]["step_ms_median"]
 
 
