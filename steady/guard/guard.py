@@ -88,7 +88,7 @@ class Spikes:
     def __init__(self, sigmas: float, device: torch.device):
         self.sigmas = sigmas
         self.window = torch.full((WINDOW, 2), torch.inf, device=device)  # inf: no step yet
-        # of each step since `take`: standard deviations above the mean (0: no spike), loss, norm
+        # the newest since `take`: standard deviations above the mean (0: no spike), loss, norm
         self.seen = deque(maxlen=1000)
 
     def restore(self, window: Tensor | None):
@@ -123,6 +123,7 @@ class Spikes:
         found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
                  for i, (sigmas, loss, norm) in enumerate(table, step - len(table) + 1) if sigmas]
         if found:
-            print(f"warning: step {step}: spikes, the updates were skipped: {', '.join(found[:5])}",
-                  flush=True)
+            more = f" and {len(found) - 5} more" * (len(found) > 5)
+            print(f"warning: step {step}: spikes, the updates were skipped: "
+                  f"{', '.join(found[:5])}{more}", flush=True)
         return {"health/skipped_spikes": len(found)}

@@ -14,8 +14,7 @@ import time
 from steady.watch import proc
 
 CROWDED = 0.15  # of the time without a core: 0.00 to 0.04 alone, 0.33 or more beside one process
-CHECK_SECONDS = 0.5
-FREE_SECONDS = 3.0  # until threads spin again
+CHECK_SECONDS, FREE_SECONDS = 0.5, 3.0  # without and with a second team
 
 
 def make_room():

@@ -18,11 +18,8 @@ import traceback
 from steady.guard.neighbours import make_room
 from steady.watch.screen import Printable, Screen
 
-# Loader processes are forks, as before Python 3.14: those of a fork server import all anew and
-# outlive a parent that is killed.
+# Of loader processes: those of a fork server import all anew, and outlive a parent that is killed.
 FORK = "fork" if sys.platform == "linux" else None
-
-# --- the beginning ---------------------------------------------------------------------------
 
 
 def begin():
@@ -141,9 +138,8 @@ def several_ranks() -> bool:
 
 
 def leave(code: int):
-    """End the process; with several ranks without shutting the interpreter down, as a gloo or NCCL
-    thread that wakes up meanwhile would abort it ("terminate called without an active exception").
-    """
+    """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
+    shuts down aborts it ("terminate called without an active exception")."""
     if several_ranks():
         sys.stdout.flush()
         sys.stderr.flush()

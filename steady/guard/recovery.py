@@ -1,5 +1,7 @@
 """After non-finite steps, back to a checkpoint; after an error, save the last completed step."""
 
+import time
+
 from steady.checkpoints.checkpoint import latest_valid, list_checkpoints
 from steady.checkpoints.state import load_checkpoint, save_checkpoint
 from steady.guard.guard import NotFinite
@@ -70,9 +72,11 @@ def save_last_step(run):
         return
     writer.hurry = True
     sound = run.guard.clean and step and not run.ranks.watchdog.mixed
+    until = time.monotonic() + 30.0  # a device may never answer
+    while sound and run.guard.updated and not run.guard.updated.query():
+        sound = time.monotonic() < until
+        time.sleep(0.01)
     if sound:
-        if run.guard.updated:
-            run.guard.updated.synchronize()
         save_checkpoint(run, alone=True)
     writer.wait()  # also for an older one on its way to the disk
     if sound and writer.written == step:
