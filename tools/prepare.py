@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from steady.checkpoints.disk import acquire_lock
-from steady.guard.process import FORK, run_command
+from steady.guard.process import FORK, leave_to_parent, run_command
 from steady.models.hub import fetch_files
 from steady.options import ConfigError, check_bounds, make_parser, option, read_flags
 from steady.tokens import tokenizers
@@ -233,8 +233,6 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
 
 
 def start_worker(worker: int):
-    from steady.guard.process import leave_to_parent
-
     leave_to_parent(worker)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
