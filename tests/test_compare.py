@@ -12,25 +12,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, column, environment, tidy, until
+from conftest import ROOT, TINY, column, environment, tidy, tiny_config, until
 from test_house import TOP
 
 import train
 from steady.guard.process import exit_code
+from steady.tokens.files import write_tokens
 from tests.bench import referee
 from tools import compare, report
 
-# --- the statistics --------------------------------------------------------------------------
-
-
-def test_critical_values_are_those_of_tables():
-    found = [compare.critical(n, level) for n, level in
-             ((3, 0.01), (5, 0.01), (8, 0.01), (20, 0.01), (8, 1e-6), (20, 1e-6))]
-    assert found == pytest.approx([9.925, 4.604, 3.499, 2.861, 15.767, 7.069], rel=1e-3)
-
 
 def ends(differences: np.ndarray, level) -> tuple[np.ndarray, np.ndarray]:
-    """(whether each row finds a difference, whether it prefers B), as `settled` does."""
+    """(whether each row finds a difference, whether it prefers B), as `decide` does."""
     found, preferred = np.zeros((2, *differences.shape[:-1]), bool)
     for n in compare.LOOKS:
         part = differences[..., :n]
@@ -47,7 +40,7 @@ def test_rows_end_as_comparisons_do():
     differences = np.random.default_rng(1).standard_normal((300, 13)) + 1
     expected = ends(differences, 0.05)
     for row, found, prefers_b in zip(differences.tolist(), *expected, strict=True):
-        at = next((n for n in range(1, 14) if compare.settled(row[:n], 0.05)), None)
+        at = next((n for n in compare.LOOKS if compare.verdict(row[:n], 0.05)[1]), None)
         better = compare.verdict(row[: at or 13], 0.05)[1]
         assert (at is not None, better == "B") == (found, prefers_b)
     assert 0.3 < expected[0].mean() < 0.95
@@ -56,15 +49,6 @@ def test_rows_end_as_comparisons_do():
 def test_the_errors_of_all_comparisons_sum_to_that_of_one():
     levels = [compare.level_of(k) for k in range(1, 10_000)]
     assert levels == sorted(levels, reverse=True) and 0.0999 < sum(levels) < compare.ERROR
-
-
-def test_error_over_all_looks_is_at_most_its_level():
-    """Also with heavier tails."""
-    random = np.random.default_rng(2)
-    for draw in (random.standard_normal, random.laplace, lambda size: random.standard_t(4, size)):
-        for seeds in (5, 8, 20):
-            share = ends(draw(size=(100_000, seeds)), 0.05)[0].mean()
-            assert share <= 0.05 + 3 * np.sqrt(0.05 / 100_000), (draw, seeds)
 
 
 REAL = json.loads(referee.RESULTS.read_text())["nulls"]
@@ -95,9 +79,6 @@ def test_rounding_is_no_difference():
         assert compare.verdict([-bit] * n, 0.1)[1] is None
         assert compare.verdict([-bit, -2 * bit] * n, 0.1)[1] is None
         assert compare.verdict([-1e-4] * n, 0.1)[1] == "B"
-
-
-# --- pairs -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -139,7 +120,9 @@ def pretended(monkeypatch):
     """As `in_process`; each run ends with the next of the results: a loss, or an exit code."""
     flags, results = [], []
 
-    def run(command, **_):
+    def run(command, **options):
+        if command[0] == "git":
+            return subprocess.run(command, **options)
         flags.append(command[2:])
         result = results.pop(0)
         code = result if isinstance(result, int) else 0
@@ -231,6 +214,46 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     assert "B is better" in first and len(others) == 2
 
 
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+
+
+@needs_git
+def test_known_results_are_reused_until_code_options_or_data_change(call, pretended, tmp_path,
+                                                                    monkeypatch):
+    flags, results = pretended
+    code = tmp_path / "code"
+    code.mkdir()
+    subprocess.run(["git", "init", "-q", code], check=True)
+    monkeypatch.setattr(compare, "ROOT", code)
+    write_tokens(tmp_path / "train.bin", [bytes(range(256)) * 4])
+    write_tokens(tmp_path / "val.bin", [bytes(range(256)) * 4])
+
+    def runs(*more: str) -> int:
+        """How many a comparison trains; its result is that of three pairs."""
+        flags.clear()
+        results[:] = [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
+        said = json.loads(call("", "--beta1 0.8", "--json", "--data", str(tmp_path), *more,
+                               expect=3).out)
+        assert said["difference"] == pytest.approx(0.1) and said["memory_ratio"] == 1
+        assert (said["step_ms_ratio"] is None) == (len(flags) < 6)
+        return len(flags)
+
+    assert [runs("--reuse") for _ in range(2)] == [6, 0]
+    (code / "new.py").write_text("changed = 1")
+    assert [runs("--reuse") for _ in range(2)] == [6, 0]
+    assert runs() == 6
+    assert runs("--reuse", "--beta2", "0.9") == 6
+    write_tokens(tmp_path / "train.bin", [bytes(range(256)) * 5])
+    assert runs("--reuse") == 6
+    (code / "data.txt").write_text("no code")
+    assert runs("--reuse") == 0
+    results[:], flags[:] = [2.1, 2.1001], []
+    arm = compare.Arm("", code, [], "val_loss", {}, (tiny_config(max_minutes=1.0),))
+    for _ in range(2):  # the machine decides how many steps it has
+        compare.result_of("A", arm, 1, reuse=True)
+    assert len(flags) == 2
+
+
 @pytest.fixture
 def repository(tmp_path):
     """A repository with this code in its first commit; commit(change, message) adds another."""
@@ -252,28 +275,29 @@ def repository(tmp_path):
         git("add", "-A")
         git("commit", "-qm", message)
 
+    def python(*argv, code: int = 0) -> subprocess.CompletedProcess:
+        done = subprocess.run([sys.executable, *map(str, argv)], cwd=work, env=environment(),
+                              capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        return done
+
     git("init", "-q")
     git("config", "user.name", "a")
     git("config", "user.email", "a@b.c")
-    return work, git, commit
-
-
-needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+    return work, git, commit, python
 
 
 @pytest.mark.slow
 @needs_git
 def test_revisions_and_the_working_tree(corpus, repository):
     """A commit that never updates is worse, and mending it is better."""
-    work, _, commit = repository
+    work, _, commit, python = repository
     commit("= lr * group", "good")
     commit("= 0 * group", "bad")
-    flags = [*TINY, "--data", str(corpus), "--steps", "8", "--json"]
 
-    def call(a: str, b: str, expect: int) -> dict:
-        done = subprocess.run([sys.executable, "monitor.py", "compare", a, b, *flags], cwd=work,
-                              env=environment(), capture_output=True, text=True)
-        assert done.returncode == expect, done.stderr
+    def call(a: str, b: str, code: int) -> dict | str:
+        done = python("monitor.py", "compare", a, b, *TINY, "--data", corpus, "--steps", 8,
+                      "--json", code=code)
         return json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
 
     found = call("HEAD~1", "HEAD", 3)
@@ -291,7 +315,7 @@ def test_revisions_and_the_working_tree(corpus, repository):
 @needs_git
 def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
     """docs/agents_loop.py with a harmless patch, a loss, a gain, one that touches its judge."""
-    work, git, commit = repository
+    work, git, commit, python = repository
     commit("= 0.02 * lr * group", "slow")
     patches = dict(harmless="= lr * 0.02 * group", loss="= 0 * lr * group", gain="= lr * group",
                    judge="= 0.02 * lr * group")
@@ -301,11 +325,8 @@ def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
         commit(change, name)
         (tmp_path / name).write_text(git("diff", "HEAD~1"))
         git("reset", "-q", "--hard", "HEAD~1")
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs/agents_loop.py", *(str(tmp_path / name) for name in patches),
-         "--", *TINY, "--data", str(corpus), "--steps", "8", "--seeds", "5"],
-        cwd=work, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "docs/agents_loop.py", *(tmp_path / name for name in patches),
+                  "--", *TINY, "--data", corpus, "--steps", 8, "--seeds", 5, "--reuse")
     verdicts = dict(line.removeprefix(f"{tmp_path}/").split(": ", 1)
                     for line in done.stdout.splitlines())
     kept = [name for name, verdict in verdicts.items() if verdict.startswith("kept")]
@@ -317,13 +338,11 @@ def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
 @needs_git
 def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
     """Nor an older commit: where there are changes, where a patch or its commit fails."""
-    work, git, commit = repository
+    work, git, commit, python = repository
     commit("= lr * group", "mine")
 
     def call(code: int = 0) -> str:
-        done = subprocess.run([sys.executable, ROOT / "docs/agents_loop.py", tmp_path / "p"],
-                              cwd=work, env=environment(), capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
+        done = python(ROOT / "docs/agents_loop.py", tmp_path / "p", code=code)
         assert git("log", "--format=%s") == "mine\n"
         return done.stdout + done.stderr
 
@@ -344,7 +363,6 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
-    """A real process."""
     arm = " ".join([*TINY, "--data", str(corpus), "--no_compile", "--max_steps=9999999"])
     process = subprocess.Popen([sys.executable, ROOT / "monitor.py", "compare", arm, arm],
                                cwd=tmp_path, env=environment())

@@ -8,6 +8,7 @@ of another shape), so the difference within a pair varies far less than the loss
 final validation losses, of averaged weights with --ema.
 """
 
+import hashlib
 import json
 import math
 import shlex
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from data import load_data, what_is_evaluated
+from steady.models.device import device_name, pick_device
+from steady.models.huggingface import fingerprint
 from steady.options import ConfigError, Failed, Parser, normal_form
 from train import choose_run
 
@@ -59,13 +63,6 @@ def interval(values: list[float], level: float) -> tuple[float, float]:
     return float(np.mean(values)), critical(n, level / len(LOOKS)) * error
 
 
-def settled(differences: list[float], level: float) -> bool:
-    """True once a difference is found, or three pairs show none at all."""
-    if len(differences) not in LOOKS:
-        return False
-    return not any(differences) or verdict(differences, level)[1] is not None
-
-
 def verdict(differences: list[float], level: float) -> tuple[str, str | None]:
     """(one line, "A", "B" or None: the better one) for differences of the losses, B - A."""
     mean, half = interval(differences, level)
@@ -84,10 +81,11 @@ class Arm(NamedTuple):
     flags: list[str]
     loss: str  # the name of the compared loss
     evaluated: dict  # the validation samples
+    facts: tuple  # all that decides its losses, but code and seed
 
 
-def git(*command: str | Path) -> str:
-    done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
+def git(*command: str | Path, at: Path = ROOT) -> str:
+    done = subprocess.run(["git", "-C", at, *command], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"git {command[0]}: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
@@ -114,12 +112,31 @@ def open_arm(text: str, more: list[str], folder: Path) -> Arm:
     cfg, _ = choose_run(flags)
     if cfg.resume or cfg.backup_to or cfg.eval_only or cfg.patience:
         raise ConfigError(f"{text}: not with --resume, --backup_to, --eval_only or --patience")
-    val_data = load_data(cfg)[1]
+    train_data, val_data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
     flags.append(f"--eval_steps={cfg.eval_steps}")  # whatever the default of a revision
-    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated)
+    facts = (cfg, train_data.fingerprint, val_data.fingerprint, torch.__version__,
+             cfg.init_from and fingerprint(cfg.init_from), torch.get_num_threads(),
+             device_name(pick_device(cfg.device, 0)))
+    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, facts)
+
+
+def result_of(name: str, arm: Arm, seed: int, reuse: bool) -> dict:
+    """As `train_once`, or with `reuse` from the ledger, without the ms/step of another hour."""
+    if not reuse or arm.facts[0].max_minutes:
+        return train_once(name, arm, seed)
+    files = git("ls-files", "-co", "--exclude-standard", "*.py", at=arm.code).splitlines()
+    paths = [path for path in map(arm.code.joinpath, sorted(files)) if path.is_file()]
+    code = [(path.relative_to(arm.code), path.read_bytes()) for path in paths]
+    key = hashlib.sha256(repr((code, arm.facts, seed)).encode()).hexdigest()[:16]
+    for row in read_ledger():
+        if row.get("run") == key:
+            return row["result"] | dict(step_ms=None)
+    result = train_once(name, arm, seed)
+    note(dict(run=key, result=result))
+    return result
 
 
 def train_once(name: str, arm: Arm, seed: int) -> dict:
@@ -165,6 +182,8 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, metavar="N", help="--max_steps of both")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
                         help="pairs at most, 3 to 20 (default: 8)")
+    parser.add_argument("--reuse", action="store_true", help="take losses of earlier runs with "
+                        "--reuse from the ledger, without their ms/step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     if argv[:1] not in (["-h"], ["--help"]):  # argparse takes flags after a space for values
         argv = [*(f" {arm}" for arm in argv[:2]), *argv[2:]]
@@ -177,31 +196,28 @@ def compare(argv: list[str]) -> int:
         if arms["A"].evaluated != arms["B"].evaluated:
             raise ConfigError("A and B have different validation samples; expected the same "
                               "--val_data, --seq_len, --data_mode, and --eval_steps x --batch_size")
-        found = decide(arms, args.seeds, sys.stderr if args.json else sys.stdout)
-    if args.json:
-        print(json.dumps(found))
-        return EXIT_CODES[found["better"]]
+        found = decide(arms, args.seeds, args.reuse, sys.stderr if args.json else sys.stdout)
     for name in ("difference", "step_ms_ratio", "memory_ratio"):
-        if found[name] is not None:
+        if found[name] is not None and not args.json:
             low, high = found[f"{name}_interval"]
             print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
-    print(f"verdict       {found['verdict']}")
+    print(json.dumps(found) if args.json else f"verdict       {found['verdict']}")
     return EXIT_CODES[found["better"]]
 
 
-def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
+def decide(arms: dict[str, Arm], seeds: int, reuse: bool, screen) -> dict:
     """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
     number, pairs, gaps = 1 + sum("begun" in row for row in read_ledger()), [], []
     note(dict(begun=number))  # it counts, even if it does not end
     level = level_of(number)
     for seed in range(1, seeds + 1):
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
-        pairs.append({name: train_once(name, arms[name], seed) for name in order})
+        pairs.append({name: result_of(name, arms[name], seed, reuse) for name in order})
         a, b = (pairs[-1][name]["loss"] for name in "AB")
         gaps.append(b - a)
         print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
               flush=True)
-        if settled(gaps, level):
+        if len(gaps) in LOOKS and (not any(gaps) or verdict(gaps, level)[1]):
             break
     (mean, half), (text, better) = interval(gaps, level), verdict(gaps, level)
     found = {name: arm.title for name, arm in arms.items()} | dict(

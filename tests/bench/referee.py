@@ -63,7 +63,7 @@ def keeps_any(night: list[list[float]]) -> bool:
     for k, row in enumerate(night, 1):
         level = compare.level_of(k)
         looks = (row[:n] for n in compare.LOOKS)
-        used = next((part for part in looks if compare.settled(part, level)), row)
+        used = next((part for part in looks if compare.verdict(part, level)[1]), row)
         if compare.verdict(used, level)[1] == "B":
             return True
     return False
