@@ -37,44 +37,33 @@ class Live(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.bytes, self.peak = {}, 0, 0
+        self.storages, self.peak = weakref.WeakSet(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        self.add(tree_leaves(result))
         return result
 
-    def see(self, storage, size: int):
-        """Count a storage by its size now; views and writes in place change nothing."""
-        key = storage._cdata
-        if key not in self.sizes:
-            weakref.finalize(storage, self.forget, key)
-        self.bytes += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        self.peak = max(self.peak, self.bytes)
+    def add(self, tensors):
+        found = {x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)}
+        if not found <= self.storages:  # views, and writes in place, change nothing
+            self.storages |= found
+            self.peak = max(self.peak, self.bytes())
 
-    def forget(self, key: int):
-        self.bytes -= self.sizes.pop(key)
+    def bytes(self) -> int:
+        """Of all storages by their sizes now: fully_shard resizes those of whole weights."""
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 @contextlib.contextmanager
-def imagined(cfg: Config, world_size: int, dtype: torch.dtype, live: Live):
+def imagined(cfg: Config, world_size: int, dtype: torch.dtype):
     """Fake tensors, shards for ranks whose collectives do nothing, and layers as on a GPU."""
-    resize = torch.UntypedStorage.resize_
-
-    def seen(storage, size: int):  # fully_shard frees whole weights like this
-        live.see(storage, size)
-        return resize(storage, size)
-
     on_cpu = layers.on_cpu if dtype == torch.float32 else lambda x: False
     use_fake_backend()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         shards = Shards(cfg.parallel, world_size, cfg.shard_size)
-        with (patch.object(torch.UntypedStorage, "resize_", seen),
-              patch.object(layers, "on_cpu", on_cpu), FakeTensorMode()):
+        with patch.object(layers, "on_cpu", on_cpu), FakeTensorMode():
             yield shards
     finally:
         dist.destroy_process_group()
@@ -87,7 +76,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
     Everything temporary counts as activations, including parts gathered from other ranks.
     """
     live = Live()
-    with imagined(cfg, world_size, dtype, live) as shards:
+    with imagined(cfg, world_size, dtype) as shards:
         sharded = shards.size > 1
         with torch.device("meta" if sharded else "cpu"):
             model = adapt(Transformer(cfg), cfg, dtype)
@@ -95,17 +84,16 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         if sharded:
             model.to_empty(device="cpu")
         shards.hold(model)
-        for tensor in [*shards.tensors.values(), *model.buffers()]:
-            live.see(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        live.add([*shards.tensors.values(), *model.buffers()])
         held = list(shards.parameters.values())
-        need = dict(weights=live.bytes, gradients=sum(p.nbytes for p in held))
+        need = dict(weights=live.bytes(), gradients=sum(p.nbytes for p in held))
         with live:
             optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
             tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
             packed = cfg.data_mode == "packed"
             documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if packed else None
             for micro_batches in (1, min(2, accumulation)):  # the first makes the optimizers' state
-                live.peak = live.bytes
+                live.peak = live.bytes()
                 for i in range(micro_batches):
                     with (shards.micro_batch(model, last=i == micro_batches - 1),
                           torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):

@@ -4,9 +4,7 @@
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
     python monitor.py old new                         side by side
 
-The parts of the page are in tools/page/: page.html, page.js, and uPlot for the charts (MIT
-license), as in the npm package of https://github.com/leeoniya/uPlot, version 1.6.32. SHA-256 of
-uPlot.iife.min.js: 19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f
+The parts of the page, with uPlot (MIT license) for the charts, are in tools/page/.
 """
 
 import base64
@@ -83,15 +81,15 @@ def print_reports(argv: list[str]) -> int:
 def side_by_side(reports: list[dict]) -> str:
     """A table with a column for each run, and the ratio of each value to the first run's."""
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    rows = [{f"{name} s": s for name, s in r["seconds"].items()} | r["figures"] for r in reports]
+    rows = [{f"{name} s": s for name, s in r["seconds"].items() if s} | r["figures"]
+            for r in reports]
     for name in dict.fromkeys(name for row in rows for name in row):
         first, cells = rows[0].get(name, math.nan), []
         for value in (row.get(name, math.nan) for row in rows):
             ratio = value / first if first and cells else math.nan
             cells.append("-" if math.isnan(value) else f"{value:.4g}")
             cells[-1] += f" ({ratio:.2f}x)" if math.isfinite(ratio) else ""
-        if any(row.get(name) for row in rows):  # else a phase of no run
-            lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
+        lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
     return "\n".join(lines)
 
 
