@@ -16,7 +16,7 @@ from steady.watch.lines import by_function, function_of, library_of, own_part, s
 from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
-LEAST_LOOKS = 60  # of the sampler, to name lines
+LEAST_LOOKS = 40  # of the sampler, to name lines
 WORTH_REPORTING = 0.1  # of a step, in all
 WORTH_NAMING = 0.05  # of a step
 STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
