@@ -4,20 +4,17 @@
 
 import codecs
 import gzip
-import io
 import json
-import math
 import multiprocessing
 import os
-import re
 import shutil
 import socket
 import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, Process, after_updates, rows, wait_for
-from test_prepare import command, files_of, made, read, texts, tokenizer, write_jsonl, zstd
+from conftest import TINY, Process, after_updates, contents, rows, wait_for
+from test_prepare import command, made, read, strings, texts, tokenizer, write_jsonl, zstd
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,35 +27,7 @@ from tools import prepare
 from tools import read as read_module
 from tools.prepare import IN_PIECES, Encoder
 
-
-def strings(folder, split="train"):
-    """The documents of data made with the tokenizer of bytes."""
-    return [bytes(ids[:-1]).decode() for ids, _ in read(folder, split)]
-
-
 # --- data that changes between two starts ---
-
-
-def test_data_replaced_under_the_same_name_and_size_is_refused(run, tmp_path):
-    folder, mask = tmp_path / "d", np.ones(16_001, np.uint8)
-    folder.mkdir()
-    write_tokens(folder / "train.bin", [b"abcdefgh" * 2000])
-    mask.tofile(folder / "train.bin.mask")
-    flags = [*TINY, "--data", folder, "--vocab_size", 257, "--out_dir", "r", "--data_mode",
-             "stream", "--save_interval", 4]
-    run(*flags, "--max_steps", 4, bare=True)
-    more = [*flags, "--auto-resume", "--max_steps", 8]
-    for name, content in (("train.bin.mask", np.append(mask[:-1], np.uint8(0))),
-                          ("train.bin", np.full(16_001, 7, np.uint16))):
-        before = (folder / name).read_bytes()
-        content.tofile(folder / name)
-        told = run(*more, bare=True, expect=2)
-        assert "data has changed: train.bin (16,001 tokens)" in told
-        assert "--allow_change data" in told
-        if name != "train.bin":
-            (folder / name).write_bytes(before)
-    run(*more, "--allow_change", "data", bare=True)
-    assert rows(tmp_path / "r")[-1]["step"] == 8
 
 
 @pytest.mark.parametrize("n", [3, 40])  # of many files less is looked at
@@ -82,7 +51,6 @@ def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer
 
     def panic(name):
         raise PanicException("range end index 4 out of range for slice of length 2")
-
     shutil.copytree(tokenizer, tmp_path / "t")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
     (tmp_path / "t/tokenizer.json").write_text("null")
@@ -134,11 +102,15 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     (folder / "A.TXT").write_text("upper case")
     (folder / "B.JsonL").write_text('{"text": "lines"}')
     (folder / "C.MD.GZ").write_bytes(gzip.compress(b"packed"))
+    empty = {folder / "e.txt": "", folder / "e.jsonl": "", folder / "e.json": "[]"}
+    for path, text in empty.items():
+        path.write_text(text)
     for _ in range(2):  # each file once, and not what was written
         told = made(folder, folder / "A.TXT", "--out", folder / "o")
         assert sorted(strings(folder / "o")) == ["in sub/deep", "lines", "packed", "upper case"]
-        for kind in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", ".txt (1)"):
-            assert kind in told
+        for name in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", " .txt (1)",
+                     *(f"{path} (1)" for path in empty)):
+            assert name in told
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
     told = made(folder / "pipe.txt", expect=2)
@@ -213,14 +185,6 @@ def test_a_compressed_file_that_was_cut_is_named(tmp_path, made, suffix):
     assert f"left out         {path}: cannot be read" in told
 
 
-def test_files_without_a_document_are_named(tmp_path, made):
-    (tmp_path / "a.txt").write_text("a")
-    for name, content in {"b.txt": "", "c.jsonl": "", "d.json": "[]"}.items():
-        (tmp_path / name).write_text(content)
-    told = made(tmp_path)
-    assert all(f"{tmp_path / name} (1)" in told for name in ("b.txt", "c.jsonl", "d.json"))
-
-
 # --- one of many that is of no use ---
 
 
@@ -270,21 +234,29 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
 # --- long documents ---
 
 
-def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch):
+@pytest.fixture
+def sizes(monkeypatch) -> list[int]:
+    """In bytes, of each text that is tokenized."""
+    sizes, plain = [], Encoder.tokenize
+
+    def tokenize(encoder, texts, *args):
+        sizes.extend(len(text.encode()) for text in texts)
+        return plain(encoder, texts, *args)
+
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    return sizes
+
+
+def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch, sizes):
     """With the ids, and with the vocabulary, of the whole."""
-    long, short, sizes, plain = "\n".join(texts(300)), texts(3), [], Encoder.tokenize
+    long, short = "\n".join(texts(300)), texts(3)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
     made(source, "--workers", 1, "--train_tokenizer", 400)
     whole = (tmp_path / "o/tokenizer/tokenizer.json").read_bytes()
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     made(source, "--workers", 1, "--train_tokenizer", 400)
     assert (tmp_path / "o/tokenizer/tokenizer.json").read_bytes() == whole
-
-    def tokenize(encoder, texts, *args):
-        sizes.extend(map(len, texts))
-        return plain(encoder, texts, *args)
-
-    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    sizes.clear()
     made(source, "--workers", 1, "--tokenizer", tokenizer)
     alone = load_tokenizer(str(tokenizer))
     assert len(long) > 20_000 and max(sizes) < 4000
@@ -292,12 +264,10 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
         alone(text)["input_ids"] for text in [*short, long, *short]]
 
 
-def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch):
+def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch, sizes):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 16)
     monkeypatch.setattr(read_module, "PIECE_BYTES", 64)
-    text, sizes, plain = "猫xé" * 1000, [], Encoder.tokenize
-    monkeypatch.setattr(Encoder, "tokenize", lambda encoder, texts, *args: (
-        sizes.extend(len(text.encode()) for text in texts) or plain(encoder, texts, *args)))
+    text = "猫xé" * 1000
     (tmp_path / "a.txt").write_text(text)
     write_jsonl(tmp_path / "b.jsonl", [{"text": text}])
     made(tmp_path / "a.txt", tmp_path / "b.jsonl", "--workers", 1)
@@ -329,12 +299,6 @@ def test_the_end_of_any_text_is_for_validation(tmp_path, made, text, before, aft
         [train], [val] = strings(tmp_path / "o"), strings(tmp_path / "o", "val")
         assert train + val == text and train.endswith(before) and val.startswith(after)
         assert 0.5 * share < len(val) / len(text) < 1.01 * share
-
-
-def test_where_all_is_drawn_for_validation_it_is_said(tmp_path, made):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world"}] * 3)  # one draw for all
-    told = made(source, "--val_fraction", 0.99, expect=2)
-    assert "the 3 are drawn for validation" in told
 
 
 # --- several processes ---
@@ -370,7 +334,7 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
     else:
         (tmp_path / "go").touch()
         assert os.waitpid(pid, 0)[1] == 0 and strings(out) == ["first"] * 50
-    assert {*files_of(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
+    assert {*contents(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
     assert not (out / ".preparing").exists()
 
 
@@ -436,17 +400,6 @@ def test_other_ids_without_a_type(tmp_path, run):
 
 
 # --- files that change while they are read ---
-
-
-def test_a_mask_that_is_cut_is_named(tmp_path):
-    path = tmp_path / "train.bin"
-    write_tokens(path, [b"abcdefgh"])
-    mask = tmp_path / "train.bin.mask"
-    mask.write_bytes(b"\1" * 9)
-    TokenFile(path)
-    mask.write_bytes(b"")
-    with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
-        TokenFile(path)
 
 
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
