@@ -60,31 +60,26 @@ def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer
         monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_switched_off(tmp_path, made, tokenizer):
-    stored = tmp_path / "stored"
+def test_a_tokenizer_is_what_its_json_says_without_truncation_padding_and_class(tmp_path, made,
+                                                                               tokenizer):
+    stored, plain = tmp_path / "stored", Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     shutil.copytree(tokenizer, stored)
-    backend = Tokenizer.from_file(str(stored / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     backend.enable_truncation(16)
     backend.enable_padding(length=24, pad_id=5)
     backend.save(str(stored / "tokenizer.json"))
-    found = ["the cat", *texts(3, longest=200)]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found])
-    made(source, "--tokenizer", stored)
-    loaded = load_tokenizer(str(tmp_path / "o/tokenizer"))
-    assert [loaded.decode(ids[:-1]) for ids, _ in read(tmp_path / "o")] == found
-    later = load_tokenizer(str(stored)).backend_tokenizer
-    assert later.truncation is None and later.padding is None
-
-
-def test_a_tokenizer_is_what_its_json_says_whatever_its_class(tmp_path, made, tokenizer):
-    shutil.copytree(tokenizer, tmp_path / "t")
-    about = tmp_path / "t/tokenizer_config.json"
+    about = stored / "tokenizer_config.json"
     settings = json.loads(about.read_text()) | dict(tokenizer_class="Qwen2Tokenizer")
     about.write_text(json.dumps(settings))
-    expected = Tokenizer.from_file(str(tmp_path / "t/tokenizer.json"))
-    text = "the cat sat on 12345 mats"  # of which Qwen2's takes each digit apart
-    made(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "--tokenizer", tmp_path / "t")
-    assert read(tmp_path / "o")[0][0][:-1] == expected.encode(text).ids
+    # Qwen2's would take each digit apart
+    found = ["the cat", "the cat sat on 12345 mats", *texts(3, longest=200)]
+    made(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found]),
+         "--tokenizer", stored)
+    documents = [ids[:-1] for ids, _ in read(tmp_path / "o")]
+    assert documents == [plain.encode(text).ids for text in found]
+    assert [load_tokenizer(str(tmp_path / "o/tokenizer")).decode(ids) for ids in documents] == found
+    later = load_tokenizer(str(stored)).backend_tokenizer
+    assert later.truncation is None and later.padding is None
 
 
 # --- folders of input ---
@@ -443,17 +438,6 @@ def test_what_a_tokenizer_does_not_know_is_counted(made, tmp_path):
     assert "no token for     'x' (3), 'é' (2)\n" in told[1] and "unknown" not in told[1]
 
 
-def letters(folder, **parts):
-    """A tokenizer whose tokens are letters; returns them by id. parts: its normalizer and so on."""
-    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
-    built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
-    for name, part in parts.items():
-        setattr(built, name, part)
-    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
-                            ).save_pretrained(folder)
-    return words
-
-
 @pytest.mark.parametrize("part", [
     dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
     dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),
@@ -461,7 +445,12 @@ def letters(folder, **parts):
 ], ids=["pre-tokenizer", "normalizer"])
 def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, monkeypatch, part):
     """Where a tokenizer puts one before every text."""
-    words = letters(tmp_path / "t", **part)
+    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
+    built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
+    for name, value in part.items():
+        setattr(built, name, value)
+    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
+                            ).save_pretrained(tmp_path / "t")
     source = write_jsonl(tmp_path / "s.jsonl", [dict(prompt="the cat:", completion=" sat\ndown")])
     made(source, "--tokenizer", tmp_path / "t")
     [(ids, mask)] = read(tmp_path / "o")

@@ -183,25 +183,20 @@ def test_every_listed_id_ends_an_answer_and_none_is_shown(tmp_path, write, found
     assert not set(text) & {chr(i) for i in range(1, 128)}
 
 
-def sentencepiece_like():
-    """▁ before every word, also the first, as in Llama 2 and Mistral."""
-    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
-class Stub(torch.nn.Module):
-    context = lambda self: 64  # noqa: E731
-
-
 def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path):
+    """Where ▁ is before every word, also the first, as in Llama 2 and Mistral."""
     def generate(model, tokens, *_, on_token, **how):
         for token in (4, 5, 6, 1):
             on_token(torch.tensor([token]))
 
-    monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like(), None))
+    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
+    built = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    built.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    model = torch.nn.Module()
+    model.context = lambda: 64
+    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     assert generation.main(["generate", str(tmp_path), "--prompt", "the"]) == 0
     assert capsys.readouterr().out == "the cats sat\n"

@@ -162,7 +162,8 @@ def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, mo
 
 def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path):
     """For patterns as GPT-2's, o200k's and BLOOM's, where a text begins with a space of its own,
-    and with a token that takes the white space around it."""
+    and with a token that takes the white space around it. Where tokens span words, the ids at the
+    cuts would be others: there the library gets the whole."""
     pieces = ["if (a)\n", "    return x;\n", "x = y;\n", "//note\n", "\u3000\u3000猫が。\n",
               "a  b ", "\n\n", "\t", "don't ", "_", "12 ", " \n", "word\n", "é ", "{ ",
               ").\n", "(b). (c)", "<|by|>"]
@@ -177,10 +178,11 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
           for pattern in (o200k, bloom)),
         [pre_tokenizers.ByteLevel(add_prefix_space=True)],
+        [pre_tokenizers.Metaspace(split=False)],
     ):
-        bpe = Tokenizer(models.BPE())
+        bpe = Tokenizer(models.BPE(unk_token="<|end|>"))
         bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
-        bpe.train_from_iterator([text], trainers.BpeTrainer(
+        bpe.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(
             vocab_size=600, special_tokens=["<|end|>", by], show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>").save_pretrained(tmp_path)
@@ -196,18 +198,6 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
             [found] = encoder.tokenize((whole,), False, True)
             assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
-
-
-def test_a_tokenizer_whose_tokens_span_words_gets_a_record_whole(tmp_path):
-    """As some that put a space before a text: of pieces, the ids at the cuts would be others."""
-    text = "".join(np.random.default_rng(0).choice(["the cat ", "sat on ", "a mat.\n"], 5000))
-    bpe = Tokenizer(models.BPE(unk_token="<end>"))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    bpe.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(
-        vocab_size=200, special_tokens=["<end>"], show_progress=False))
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>").save_pretrained(tmp_path)
-    [found] = Encoder(tmp_path, prepare.Options()).tokenize((text,), False, True)
-    assert found.tolist() == bpe.encode(text).ids
 
 
 @pytest.mark.parametrize("as_spaces", [True, False])

@@ -152,15 +152,6 @@ def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
 # --- a training thread that is stuck ---------------------------------------------------------
 
 
-def unread_pipe():
-    """From now on stdout and stderr are a pipe that is full, and that nobody reads."""
-    _, unread_pipe.writer = unread_pipe.ends = os.pipe()  # both are kept open
-    fcntl.fcntl(unread_pipe.writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(unread_pipe.writer, bytes(4096))
-    os.dup2(unread_pipe.writer, 1)
-    os.dup2(unread_pipe.writer, 2)
-
-
 def stuck(kind: str):
     Path("stuck").touch()
     if kind == "sleep":
@@ -186,10 +177,16 @@ def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kin
 
 
 def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp_path):
-    def hook():
-        at_step(7, lambda: (unread_pipe(), time.sleep(1000)))
+    def hang():
+        reader, full = os.pipe()
+        fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(full, bytes(4096))
+        os.dup2(full, 1)
+        os.dup2(full, 2)
+        time.sleep(1000)
 
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2], hook)
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2],
+                      lambda: at_step(7, hang))
     stacks = tmp_path / "run/stacks/rank_0.txt"
     assert until(lambda: stacks.exists() and "test_signals.py" in stacks.read_text(), 60)
     process.kill(signal.SIGKILL)
@@ -200,22 +197,17 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp
 # --- a small /dev/shm, process 1 -------------------------------------------------------------
 
 
-def in_namespace(kinds: int):
-    """This process is root of a user namespace of its own; skips where that is not allowed."""
-    libc, ids = ctypes.CDLL(None, use_errno=True), (os.getuid(), os.getgid())
-    if libc.unshare(0x10000000 | kinds):
-        os._exit(75)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {ids[0]} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {ids[1]} 1")
-    return libc
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, tmp_path, step):
+    """Of 1 MB, in a user namespace and a mount namespace of its own, if those are allowed."""
     def hook():
-        libc = in_namespace(0x20000)  # a mount namespace
+        libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+        if libc.unshare(0x10000000 | 0x20000):
+            os._exit(75)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
         if libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m"):
             os._exit(75)
         plain = data.Mixture.batch
@@ -234,8 +226,8 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, 
     if code == 75:
         pytest.skip("no user namespaces here")
     assert code == 1 and "in /dev/shm" in process.text() and "Traceback" not in process.text()
-    saved = steps(tmp_path / "run")  # room may come back while batches in flight are used
-    assert saved == [4, saved[-1]] and 5 <= saved[-1] if step else saved == []
+    found = steps(tmp_path / "run")  # room may come back while batches in flight are used
+    assert found == [4, found[-1]] and 5 <= found[-1] if step else found == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
