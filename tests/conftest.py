@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -29,6 +30,7 @@ import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
 from steady.checkpoints import opening  # noqa: E402
+from steady.checkpoints.checkpoint import checkpoint_at, compare, list_checkpoints  # noqa: E402
 from steady.guard.process import exit_code, leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
 
@@ -207,6 +209,56 @@ def rows(run_dir: Path) -> list[dict]:
 
 def column(run_dir: Path, name: str) -> dict[int, float]:
     return {row["step"]: row[name] for row in rows(run_dir) if name in row}
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Of its checkpoints."""
+    return [checkpoint.step for checkpoint in list_checkpoints(run_dir / "checkpoints")]
+
+
+def saved(run_dir: Path, step=None) -> dict:
+    """What the checkpoint of this step holds, by default the newest."""
+    folder = run_dir / "checkpoints"
+    return (checkpoint_at(folder, step) if step else list_checkpoints(folder)[-1]).state()
+
+
+def assert_same_end(one: Path, two: Path, *also: str, step=None):
+    a, b = saved(one, step), saved(two, step)
+    for name in ("step", "position", "model", "ema", "optimizers", "scaler", *also):
+        assert compare(a[name], b[name], name)[1] == []
+
+
+def contents(folder: Path, *without: str) -> dict[str, bytes]:
+    """All files below a folder, but those of these names."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name not in without}
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """No file may grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def samples_seen(monkeypatch) -> dict[int, tuple]:
+    """From now on: the data set and the tokens of the sample at each position."""
+    plain, seen = data.Mixture.batch, {}
+
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        source = [0] * (stop - start) if found.source is None else found.source
+        names = [self.datasets[k].name for k in source]
+        samples = zip(names, found.tokens.tolist(), strict=True)
+        seen.update(zip(range(start, stop), samples, strict=True))
+        return found
+
+    monkeypatch.setattr(data.Mixture, "batch", batch)
+    return seen
 
 
 def events_of(folder: Path):

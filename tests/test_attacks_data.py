@@ -4,20 +4,17 @@
 
 import codecs
 import gzip
-import io
 import json
-import math
 import multiprocessing
 import os
-import re
 import shutil
 import socket
 import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, Process, after_updates, rows, wait_for
-from test_prepare import command, files_of, made, read, texts, tokenizer, write_jsonl, zstd
+from conftest import TINY, Process, after_updates, contents, rows, wait_for
+from test_prepare import command, made, read, strings, texts, tokenizer, write_jsonl, zstd
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,35 +27,7 @@ from tools import prepare
 from tools import read as read_module
 from tools.prepare import IN_PIECES, Encoder
 
-
-def strings(folder, split="train"):
-    """The documents of data made with the tokenizer of bytes."""
-    return [bytes(ids[:-1]).decode() for ids, _ in read(folder, split)]
-
-
 # --- data that changes between two starts ---
-
-
-def test_data_replaced_under_the_same_name_and_size_is_refused(run, tmp_path):
-    folder, mask = tmp_path / "d", np.ones(16_001, np.uint8)
-    folder.mkdir()
-    write_tokens(folder / "train.bin", [b"abcdefgh" * 2000])
-    mask.tofile(folder / "train.bin.mask")
-    flags = [*TINY, "--data", folder, "--vocab_size", 257, "--out_dir", "r", "--data_mode",
-             "stream", "--save_interval", 4]
-    run(*flags, "--max_steps", 4, bare=True)
-    more = [*flags, "--auto-resume", "--max_steps", 8]
-    for name, content in (("train.bin.mask", np.append(mask[:-1], np.uint8(0))),
-                          ("train.bin", np.full(16_001, 7, np.uint16))):
-        before = (folder / name).read_bytes()
-        content.tofile(folder / name)
-        told = run(*more, bare=True, expect=2)
-        assert "data has changed: train.bin (16,001 tokens)" in told
-        assert "--allow_change data" in told
-        if name != "train.bin":
-            (folder / name).write_bytes(before)
-    run(*more, "--allow_change", "data", bare=True)
-    assert rows(tmp_path / "r")[-1]["step"] == 8
 
 
 @pytest.mark.parametrize("n", [3, 40])  # of many files less is looked at
@@ -82,7 +51,6 @@ def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer
 
     def panic(name):
         raise PanicException("range end index 4 out of range for slice of length 2")
-
     shutil.copytree(tokenizer, tmp_path / "t")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
     (tmp_path / "t/tokenizer.json").write_text("null")
@@ -92,31 +60,26 @@ def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer
         monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_switched_off(tmp_path, made, tokenizer):
-    stored = tmp_path / "stored"
+def test_a_tokenizer_is_what_its_json_says_without_truncation_padding_and_class(tmp_path, made,
+                                                                               tokenizer):
+    stored, plain = tmp_path / "stored", Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     shutil.copytree(tokenizer, stored)
-    backend = Tokenizer.from_file(str(stored / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     backend.enable_truncation(16)
     backend.enable_padding(length=24, pad_id=5)
     backend.save(str(stored / "tokenizer.json"))
-    found = ["the cat", *texts(3, longest=200)]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found])
-    made(source, "--tokenizer", stored)
-    loaded = load_tokenizer(str(tmp_path / "o/tokenizer"))
-    assert [loaded.decode(ids[:-1]) for ids, _ in read(tmp_path / "o")] == found
-    later = load_tokenizer(str(stored)).backend_tokenizer
-    assert later.truncation is None and later.padding is None
-
-
-def test_a_tokenizer_is_what_its_json_says_whatever_its_class(tmp_path, made, tokenizer):
-    shutil.copytree(tokenizer, tmp_path / "t")
-    about = tmp_path / "t/tokenizer_config.json"
+    about = stored / "tokenizer_config.json"
     settings = json.loads(about.read_text()) | dict(tokenizer_class="Qwen2Tokenizer")
     about.write_text(json.dumps(settings))
-    expected = Tokenizer.from_file(str(tmp_path / "t/tokenizer.json"))
-    text = "the cat sat on 12345 mats"  # of which Qwen2's takes each digit apart
-    made(write_jsonl(tmp_path / "a.jsonl", [{"text": text}]), "--tokenizer", tmp_path / "t")
-    assert read(tmp_path / "o")[0][0][:-1] == expected.encode(text).ids
+    # Qwen2's would take each digit apart
+    found = ["the cat", "the cat sat on 12345 mats", *texts(3, longest=200)]
+    made(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found]),
+         "--tokenizer", stored)
+    documents = [ids[:-1] for ids, _ in read(tmp_path / "o")]
+    assert documents == [plain.encode(text).ids for text in found]
+    assert [load_tokenizer(str(tmp_path / "o/tokenizer")).decode(ids) for ids in documents] == found
+    later = load_tokenizer(str(stored)).backend_tokenizer
+    assert later.truncation is None and later.padding is None
 
 
 # --- folders of input ---
@@ -134,11 +97,15 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     (folder / "A.TXT").write_text("upper case")
     (folder / "B.JsonL").write_text('{"text": "lines"}')
     (folder / "C.MD.GZ").write_bytes(gzip.compress(b"packed"))
+    empty = {folder / "e.txt": "", folder / "e.jsonl": "", folder / "e.json": "[]"}
+    for path, text in empty.items():
+        path.write_text(text)
     for _ in range(2):  # each file once, and not what was written
         told = made(folder, folder / "A.TXT", "--out", folder / "o")
         assert sorted(strings(folder / "o")) == ["in sub/deep", "lines", "packed", "upper case"]
-        for kind in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", ".txt (1)"):
-            assert kind in told
+        for name in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", " .txt (1)",
+                     *(f"{path} (1)" for path in empty)):
+            assert name in told
     made(folder / ".venv", "--out", tmp_path / "p")  # it was asked for
     assert strings(tmp_path / "p") == ["in .venv/lib"]
     told = made(folder / "pipe.txt", expect=2)
@@ -213,14 +180,6 @@ def test_a_compressed_file_that_was_cut_is_named(tmp_path, made, suffix):
     assert f"left out         {path}: cannot be read" in told
 
 
-def test_files_without_a_document_are_named(tmp_path, made):
-    (tmp_path / "a.txt").write_text("a")
-    for name, content in {"b.txt": "", "c.jsonl": "", "d.json": "[]"}.items():
-        (tmp_path / name).write_text(content)
-    told = made(tmp_path)
-    assert all(f"{tmp_path / name} (1)" in told for name in ("b.txt", "c.jsonl", "d.json"))
-
-
 # --- one of many that is of no use ---
 
 
@@ -270,21 +229,29 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
 # --- long documents ---
 
 
-def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch):
+@pytest.fixture
+def sizes(monkeypatch) -> list[int]:
+    """In bytes, of each text that is tokenized."""
+    sizes, plain = [], Encoder.tokenize
+
+    def tokenize(encoder, texts, *args):
+        sizes.extend(len(text.encode()) for text in texts)
+        return plain(encoder, texts, *args)
+
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    return sizes
+
+
+def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch, sizes):
     """With the ids, and with the vocabulary, of the whole."""
-    long, short, sizes, plain = "\n".join(texts(300)), texts(3), [], Encoder.tokenize
+    long, short = "\n".join(texts(300)), texts(3)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
     made(source, "--workers", 1, "--train_tokenizer", 400)
     whole = (tmp_path / "o/tokenizer/tokenizer.json").read_bytes()
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
     made(source, "--workers", 1, "--train_tokenizer", 400)
     assert (tmp_path / "o/tokenizer/tokenizer.json").read_bytes() == whole
-
-    def tokenize(encoder, texts, *args):
-        sizes.extend(map(len, texts))
-        return plain(encoder, texts, *args)
-
-    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    sizes.clear()
     made(source, "--workers", 1, "--tokenizer", tokenizer)
     alone = load_tokenizer(str(tokenizer))
     assert len(long) > 20_000 and max(sizes) < 4000
@@ -292,12 +259,10 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
         alone(text)["input_ids"] for text in [*short, long, *short]]
 
 
-def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch):
+def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch, sizes):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 16)
     monkeypatch.setattr(read_module, "PIECE_BYTES", 64)
-    text, sizes, plain = "猫xé" * 1000, [], Encoder.tokenize
-    monkeypatch.setattr(Encoder, "tokenize", lambda encoder, texts, *args: (
-        sizes.extend(len(text.encode()) for text in texts) or plain(encoder, texts, *args)))
+    text = "猫xé" * 1000
     (tmp_path / "a.txt").write_text(text)
     write_jsonl(tmp_path / "b.jsonl", [{"text": text}])
     made(tmp_path / "a.txt", tmp_path / "b.jsonl", "--workers", 1)
@@ -329,12 +294,6 @@ def test_the_end_of_any_text_is_for_validation(tmp_path, made, text, before, aft
         [train], [val] = strings(tmp_path / "o"), strings(tmp_path / "o", "val")
         assert train + val == text and train.endswith(before) and val.startswith(after)
         assert 0.5 * share < len(val) / len(text) < 1.01 * share
-
-
-def test_where_all_is_drawn_for_validation_it_is_said(tmp_path, made):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world"}] * 3)  # one draw for all
-    told = made(source, "--val_fraction", 0.99, expect=2)
-    assert "the 3 are drawn for validation" in told
 
 
 # --- several processes ---
@@ -370,7 +329,7 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
     else:
         (tmp_path / "go").touch()
         assert os.waitpid(pid, 0)[1] == 0 and strings(out) == ["first"] * 50
-    assert {*files_of(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
+    assert {*contents(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
     assert not (out / ".preparing").exists()
 
 
@@ -438,17 +397,6 @@ def test_other_ids_without_a_type(tmp_path, run):
 # --- files that change while they are read ---
 
 
-def test_a_mask_that_is_cut_is_named(tmp_path):
-    path = tmp_path / "train.bin"
-    write_tokens(path, [b"abcdefgh"])
-    mask = tmp_path / "train.bin.mask"
-    mask.write_bytes(b"\1" * 9)
-    TokenFile(path)
-    mask.write_bytes(b"")
-    with pytest.raises(ConfigError, match="train.bin.mask: 0 bytes; expected one for each"):
-        TokenFile(path)
-
-
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
 def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers):
     for path in corpus.glob("train.bin*"):
@@ -490,17 +438,6 @@ def test_what_a_tokenizer_does_not_know_is_counted(made, tmp_path):
     assert "no token for     'x' (3), 'é' (2)\n" in told[1] and "unknown" not in told[1]
 
 
-def letters(folder, **parts):
-    """A tokenizer whose tokens are letters; returns them by id. parts: its normalizer and so on."""
-    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
-    built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
-    for name, part in parts.items():
-        setattr(built, name, part)
-    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
-                            ).save_pretrained(folder)
-    return words
-
-
 @pytest.mark.parametrize("part", [
     dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
     dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),
@@ -508,7 +445,12 @@ def letters(folder, **parts):
 ], ids=["pre-tokenizer", "normalizer"])
 def test_parts_of_a_document_get_no_space_of_their_own(made, tmp_path, monkeypatch, part):
     """Where a tokenizer puts one before every text."""
-    words = letters(tmp_path / "t", **part)
+    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz:\n"]
+    built = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
+    for name, value in part.items():
+        setattr(built, name, value)
+    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token="<unk>",
+                            ).save_pretrained(tmp_path / "t")
     source = write_jsonl(tmp_path / "s.jsonl", [dict(prompt="the cat:", completion=" sat\ndown")])
     made(source, "--tokenizer", tmp_path / "t")
     [(ids, mask)] = read(tmp_path / "o")

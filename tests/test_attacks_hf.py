@@ -46,11 +46,18 @@ def load(folder):
     return model
 
 
+def write_weights(file, tensors):
+    save_file(tensors, file, metadata=dict(format="pt"))
+
+
 # --- weights ---
 
 
-def test_quantized_weights_are_refused(run, tmp_path):
+def test_weights_in_torch_files_and_quantized_ones_are_refused(run, tmp_path):
     save_random(tmp_path / "m", FAMILIES["qwen3"]())
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
+    told = run("--init_from", "m", bare=True, expect=2)
+    assert "expected its weights in m/model.safetensors" in told
     change_json(tmp_path / "m/config.json", quantization_config=dict(quant_method="fp8"))
     assert "quantized (fp8)" in run("--init_from", "m", bare=True, expect=2)
 
@@ -60,18 +67,18 @@ def test_tensors_without_a_place_are_refused(tmp_path, found):
     save_random(tmp_path, found)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    if found.model_type == "qwen3":
-        save_file(tensors | harmless, path, metadata=dict(format="pt"))
+    if found.model_type == "qwen3":  # of older programs, harmless
+        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        write_weights(path, tensors | frequencies)
         load(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
-    save_file(tensors | {name: torch.ones(1)}, path, metadata=dict(format="pt"))
+    write_weights(path, tensors | {name: torch.ones(1)})
     with pytest.raises(ConfigError, match=f"no place for {name}") as error:
         load(tmp_path)
     assert str(error.value).count(tmp_path.name) == 1
     name = min(n for n in tensors if "norm" in n or "ln_" in n)
     del tensors[name]
-    save_file(tensors, path, metadata=dict(format="pt"))
+    write_weights(path, tensors)
     with pytest.raises(ConfigError, match=f"has no .*{name.removeprefix('transformer.')}"):
         load(tmp_path)
 
@@ -82,10 +89,10 @@ def test_a_tied_head_of_its_own_is_refused_and_can_be_untied(tmp_path, biased):
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, file, metadata=dict(format="pt"))
+    write_weights(file, tensors)
     load(tmp_path)  # as older programs save what is tied
     tensors["lm_head.weight"][200, 3] += 1
-    save_file(tensors, file, metadata=dict(format="pt"))
+    write_weights(file, tensors)
     with pytest.raises(ConfigError, match="tie_word_embeddings to false"):
         load(tmp_path)
     change_json(tmp_path / "config.json", tie_word_embeddings=False)
@@ -93,32 +100,16 @@ def test_a_tied_head_of_its_own_is_refused_and_can_be_untied(tmp_path, biased):
 
 
 def test_only_the_files_of_the_index_are_read(tmp_path):
-    theirs = save_random(tmp_path, FAMILIES["qwen3"](), max_shard_size="60KB")
-    expected = theirs.state_dict()["model.norm.weight"]
-    stray = {"model.norm.weight": torch.zeros(64)}
-    save_file(stray, tmp_path / "z.safetensors")
-    assert torch.equal(load(tmp_path).norm.weight, expected)
-    index = tmp_path / "model.safetensors.index.json"
+    for folder, how in ((tmp_path / "one", {}), (tmp_path / "many", dict(max_shard_size="60KB"))):
+        theirs = save_random(folder, FAMILIES["qwen3"](), **how)
+        write_weights(folder / "z.safetensors", {"model.norm.weight": torch.zeros(64)})
+        assert torch.equal(load(folder).norm.weight, theirs.state_dict()["model.norm.weight"])
+    index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"]
-    change_json(index, weight_map=files | {"model.norm.weight": "../z.safetensors"})
-    with pytest.raises(ConfigError, match="weights in .*/../z.safetensors"):
-        load(tmp_path)
-    change_json(index, weight_map=files | {"model.norm.weight": "none.safetensors"})
-    with pytest.raises(ConfigError, match="weights in .*none.safetensors"):
-        load(tmp_path)
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()
-    save_random(tmp_path, FAMILIES["qwen3"]())
-    save_file(stray, tmp_path / "z.safetensors")
-    assert torch.equal(load(tmp_path).norm.weight, expected)
-
-
-def test_weights_in_torch_files_are_refused(tmp_path):
-    save_random(tmp_path, FAMILIES["qwen3"]())
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="expected its weights in .*/model.safetensors"):
-        load(tmp_path)
+    for name in ("../z.safetensors", "none.safetensors"):
+        change_json(index, weight_map=files | {"model.norm.weight": name})
+        with pytest.raises(ConfigError, match=f"weights in .*/{name}"):
+            load(folder)
 
 
 def test_sequences_longer_than_a_sliding_window(tmp_path):
@@ -192,25 +183,20 @@ def test_every_listed_id_ends_an_answer_and_none_is_shown(tmp_path, write, found
     assert not set(text) & {chr(i) for i in range(1, 128)}
 
 
-def sentencepiece_like():
-    """▁ before every word, also the first, as in Llama 2 and Mistral."""
-    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
-class Stub(torch.nn.Module):
-    context = lambda self: 64  # noqa: E731
-
-
 def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path):
+    """Where ▁ is before every word, also the first, as in Llama 2 and Mistral."""
     def generate(model, tokens, *_, on_token, **how):
         for token in (4, 5, 6, 1):
             on_token(torch.tensor([token]))
 
-    monkeypatch.setattr(generation, "open_model", lambda *_: (Stub(), sentencepiece_like(), None))
+    words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
+    built = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    built.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    model = torch.nn.Module()
+    model.context = lambda: 64
+    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     assert generation.main(["generate", str(tmp_path), "--prompt", "the"]) == 0
     assert capsys.readouterr().out == "the cats sat\n"

@@ -49,9 +49,7 @@ def test_defaults_then_preset_then_yaml_then_flags(tmp_path):
     assert parsed("--preset", "debug").max_steps == config.PRESETS["debug"]["max_steps"]
     cfg = parsed("--preset", "debug", "--config", str(file), "--log_interval", "3")
     assert (cfg.max_steps, cfg.log_interval, cfg.learning_rate) == (77, 3, 1e-4)
-    debug = parsed("--preset", "debug")
-    assert debug.compile is False and debug.warmup_steps < debug.max_steps
-    assert cfg.precision == "fp32"  # from the preset alone
+    assert cfg.precision == "fp32" and cfg.compile is False  # from the preset alone
 
 
 def test_a_run_has_one_end_and_a_new_one_replaces_the_old(tmp_path):
@@ -60,10 +58,12 @@ def test_a_run_has_one_end_and_a_new_one_replaces_the_old(tmp_path):
     (tmp_path / "both.yaml").write_text("epochs: 3\nmax_steps: 77")
     cfg = parsed("--epochs", "2")
     assert (cfg.epochs, cfg.max_steps) == (2, None)
-    assert config.parse(["--epochs", "2"], saved=steps).max_steps is None
-    assert config.parse([], saved=steps).max_steps == 77
+    for flags, max_steps in (([], 77), (["--epochs", "2"], None), (["--max-minutes=3"], None),
+                             (["--out_dir", "epochs"], 77)):  # which only reads like an option
+        assert config.parse(flags, saved=steps).max_steps == max_steps
     for flags in (["--epochs", "2", "--max-steps=9"], ["--config", both],
-                  ["--config", steps, "--epochs", "2"]):
+                  ["--config", steps, "--epochs", "2"], ["--max_minutes", "1", "--epochs", "2"],
+                  ["--max_minutes", "1", "--max_steps", "9"]):
         assert "--epochs and --max_minutes: expected one of them" in refused(*flags)
     assert "--eval_interval above 0" in refused("--patience", "1", "--eval_interval", "0")
 
@@ -74,7 +74,8 @@ def test_a_run_has_one_end_and_a_new_one_replaces_the_old(tmp_path):
     (["--d_model", "256", "--learning_rate", "0.1"], 0.1),
 ])
 def test_the_wider_a_model_the_lower_its_rate(flags, learning_rate):
-    assert parsed(*flags).learning_rate == learning_rate
+    cfg = parsed(*flags, "--max_steps", "5000")
+    assert cfg.learning_rate == learning_rate and cfg.warmup_steps == 100  # 2 %
 
 
 @pytest.mark.parametrize("preset", config.PRESETS)
@@ -157,21 +158,16 @@ def test_the_micro_batch_that_fits_is_of_the_largest_share(mode, ranks, expected
     assert set(seen) == {mode == "packed"}
 
 
-def test_what_follows_from_other_options():
-    assert parsed("--max_steps", "5000").warmup_steps == 100  # 2 %
-    assert parsed("--max_steps", "5000", "--warmup_steps", "0").warmup_steps == 0
-    assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1) == 16  # of 1,024 tokens
-    assert memory.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
-    assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
-
-
 @pytest.mark.parametrize("model, gigabytes, sequences", [
     ("gpt2-124m", 0, 16), ("gpt2-124m", 16, 16), ("gpt2-124m", 80, 43),
     ("gpt2-124m", 141, 64), ("350m", 141, 38), ("1b", 141, 10), ("7b", 192, 8),
 ])
 def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, sequences):
+    """Without one, or told otherwise, they have 16,384 tokens."""
     cfg = parsed("--model", model, "--vocab_size", "50257")
     assert memory.usual_micro_batch(cfg, gigabytes * 10**9) == sequences
+    assert memory.micro_batch_size(parsed("--seq_len", "99999"), 1) == 1
+    assert memory.micro_batch_size(parsed("--model", "gpt2-124m"), 1, most=50) == 32
 
 
 @pytest.mark.slow
@@ -180,24 +176,6 @@ def test_larger_micro_batches_take_less_than_half_of_the_memory():
     size = memory.usual_micro_batch(cfg, 141 * 10**9)
     need = estimate.simulate(cfg, torch.bfloat16, size, 1, train.make_optimizers)
     assert sum(need.values()) < 141e9 / 2
-    one, other = config.Config(), config.Config()
-    one.data.append("more")
-    assert other.data == ["stdlib"]
-
-
-@pytest.mark.parametrize("flags, world_size, expected", [
-    (["--batch_size", "512", "--seq_len", "1024"], 3, 16),  # 11 micro-batches for 171 sequences
-    (["--batch_size", "512", "--seq_len", "1024"], 4, 16),
-    (["--batch_size", "8"], 3, 3),
-    (["--batch_size", "8", "--micro_batch_size", "1"], 3, 1),
-    (["--batch_size", "8", "--micro_batch_size", "4"], 3, 3),  # of at most 3 sequences
-    (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
-    (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
-    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3),
-])
-def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
-                                                                         expected):
-    assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected
 
 
 def test_a_rank_without_a_sequence_is_refused():
@@ -239,20 +217,9 @@ def test_switches_take_no_value(name):
     assert "unexpected argument False" in refused(f"--{name}", "False")
 
 
-def test_a_value_that_reads_like_an_option_ends_no_run(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text("model: default\nmax_steps: 77\n")
-    assert config.parse(["--out_dir", "epochs"], str(saved)).max_steps == 77
-    for flags in (["--epochs", "2"], ["--max-minutes=3"]):
-        assert config.parse(flags, str(saved)).max_steps is None
-
-
-def test_the_default_run_has_depth_2():
+def test_depth_sets_shape_and_recipe():
     assert dataclasses.replace(parsed("--depth", "2"), depth=None) == parsed()
     assert parsed("--depth", "2", "--max_steps", "7", "--weight_decay", "0").weight_decay == 0
-
-
-def test_depth_sets_shape_and_recipe():
     cfg = parsed("--depth", "12")
     shape = (cfg.n_layer, cfg.d_model, cfg.n_head, cfg.head_dim, cfg.n_kv_head, cfg.d_ff)
     assert shape == (12, 768, 12, 64, 6, 2112)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -13,19 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny_config
+from conftest import ROOT, contents, largest_file, tiny_config
 
 import data
 from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
-from steady.tokens.files import (
-    TokenFile,
-    find_sources,
-    split_weight,
-    stdlib,
-)
-from steady.tokens.order import mixture_pattern, permute
+from steady.tokens.files import TokenFile, find_sources, stdlib
+from steady.tokens.order import mixture_pattern
 from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
@@ -47,17 +41,6 @@ def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
     return folder
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 65537])
-def test_every_epoch_is_a_permutation(n):
-    i = np.arange(n, dtype=np.uint64)
-    orders = [permute(i, n, np.full(n, key, np.uint64)) for key in (1, 2)]
-    for order in orders:
-        assert np.array_equal(np.sort(order), i)
-    if n > 10:
-        assert not np.array_equal(*orders)  # another in each epoch
-        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
-
-
 def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
     """A run that another version saved goes on with the samples that come next. Never change this
     test, only add an order beside it.
@@ -71,66 +54,66 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
     assert order(0, 12).tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
                                      [45, 641, 908, 817, 887, 166, 209, 454, 42, 1, 961, 44]]
 
-
     small = order_room.Order([10], [Fraction(1)], seed=1337)  # less than a window
     small.group_by_length(4, 4, lambda dataset, sample: sample % 7)
     assert small(0, 24)[1].tolist() == [0, 7, 8, 1, 2, 9, 3, 4, 5, 6, 0, 7,
-                                     3, 4, 5, 6, 1, 8, 2, 9, 7, 0, 8, 1]
+                                        3, 4, 5, 6, 1, 8, 2, 9, 7, 0, 8, 1]
 
 
-@pytest.mark.parametrize("sizes, steps, batch_size", [
-    ([32], 32, 32), ([50], 32, 8), ([7], 2, 4), ([10], 32, 8), ([100], 4, 32), ([3], 32, 8),
-    ([40, 10, 5], 32, 16), ([60], 4, 8), ([1, 1], 2, 2), ([300, 40], 32, 8)])
-@pytest.mark.parametrize("n_lengths", [1, 5, 1000])
-def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, n_lengths):
-    """Of a set smaller than the window: each sample once per epoch, and none twice in a step."""
-    # with weights of their own, the epochs of the datasets end at different places
-    weights = [2, 1] if sizes == [300, 40] else sizes
-    order = order_room.Order(sizes, [Fraction(n) for n in weights], seed=1)
-    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 300))
-    order.group_by_length(steps, batch_size, lambda source, sample: lengths[source, sample])
-    n = sum(sizes)
-    n_steps = max(12, 4 * n // batch_size)
-    source, sample = order(0, n_steps * batch_size)
+def assert_epochs_are_whole(order, sizes, n):
+    """Of each data set no sample twice in an epoch, whichever part of the order is asked for."""
+    source, sample = order(0, n)
     for k, size in enumerate(sizes):
         mine = sample[source == k]
         for begin in range(0, len(mine) - size + 1, size):
             assert len(set(mine[begin : begin + size])) == size
+    for start in range(0, n - 5, 5):
+        assert np.array_equal(order(start, start + 5)[1], sample[start : start + 5])
+
+
+@pytest.mark.parametrize("sizes, steps, batch_size, stage", [
+    ([32], 32, 32, 0), ([50], 32, 8, 0), ([7], 2, 4, 0), ([10], 32, 8, 0), ([100], 4, 32, 0),
+    ([3], 32, 8, 0), ([40, 10, 5], 32, 16, 0), ([60], 4, 8, 0), ([1, 1], 2, 2, 0),
+    ([300, 40], 32, 8, 0), ([32], 32, 8, 16), ([60], 32, 8, 24), ([50], 32, 8, 8),
+    ([40, 10, 6], 32, 8, 40), ([12], 32, 8, 24), ([300, 40], 32, 8, 104)])
+@pytest.mark.parametrize("n_lengths", [1, 5, 1000])
+def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, stage, n_lengths):
+    """Of a set smaller than the window: each sample once per epoch, and none twice in a step.
+
+    Also where a stage begins, at this position.
+    """
+    # with weights of their own, the epochs of the datasets end at different places
+    weights = [Fraction(n) for n in ([2, 1] if sizes == [300, 40] and not stage else sizes)]
+    order = order_room.Order(sizes, weights, 1, [(stage, weights)] if stage else [])
+    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 300))
+    order.group_by_length(steps, batch_size, lambda source, sample: lengths[source, sample])
+    n = sum(sizes)
+    n_steps = 40 if stage else max(12, 4 * n // batch_size)
+    assert_epochs_are_whole(order, sizes, n_steps * batch_size)
+    source, sample = order(0, n_steps * batch_size)
     drawn = (1000 * source + sample).reshape(n_steps, batch_size)
-    if n >= batch_size and n <= steps * batch_size:
+    if stage or batch_size <= n <= steps * batch_size:
         assert all(len(set(step)) == batch_size for step in drawn.tolist())
     elif n < batch_size:  # as evenly as can be
         counts = [np.unique(step, return_counts=True)[1] for step in drawn]
         assert max(c.max() for c in counts) <= -(-batch_size // n) + 1
-    for start in range(0, len(sample) - 5, 5):  # asked for in pieces, in any order
-        assert np.array_equal(order(start, start + 5)[1], sample[start : start + 5])
-
-
-@pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["0.125", "5"], ["3"]])
-def test_mixture_counts_are_exact_in_every_window_of_the_pattern(weights):
-    weights = [Fraction(w) for w in weights]
-    pattern = mixture_pattern(weights)
-    length, twice = len(pattern), np.tile(pattern, 2)
-    for start in range(length):
-        counts = np.bincount(twice[start : start + length], minlength=len(weights))
-        assert [Fraction(int(c), length) for c in counts] == [w / sum(weights) for w in weights]
-    for k, w in enumerate(weights):  # spread evenly: never more than one off a fair share
-        so_far = np.cumsum(pattern == k) - np.arange(1, length + 1) * float(w / sum(weights))
-        assert np.abs(so_far).max() <= 1
-    rare = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
-    assert np.bincount(rare).tolist() == [10_000, 1, 1]  # none is left out
 
 
 def test_mixture_proportions_of_the_samples_themselves(tmp_path):
+    """Exact in a repeating pattern, here of 10, in which each set is spread evenly."""
     a, b = token_folder(tmp_path, "a"), token_folder(tmp_path, "b")
     mixture = load_mixture([f"{a}:0.7", f"{b}:0.3"], "train", 10, seed=1)
     source, block = mixture.order(0, 5000)
     assert np.bincount(source).tolist() == [3500, 1500]
+    assert np.array_equal(source, np.tile(source[:10], 500))
+    assert np.abs(np.cumsum(source) - 0.3 * np.arange(1, 5001)).max() <= 1
     for k in (0, 1):  # each dataset goes through its own epochs
         assert np.array_equal(np.sort(block[source == k][:99]), np.arange(99))
     source, block = load_mixture([str(a), str(b)], "train", 10, seed=1).order(0, 198)
     assert np.bincount(source).tolist() == [99, 99]
     assert not np.array_equal(block[source == 0], block[source == 1])  # orders of their own
+    rare = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
+    assert np.bincount(rare).tolist() == [10_000, 1, 1]  # rounded, but none is left out
     with pytest.raises(ConfigError, match="every source a weight"):
         load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
     with pytest.raises(ConfigError, match="a source twice"):
@@ -176,39 +159,6 @@ def test_same_samples_for_any_world_size_micro_batch_and_start(tmp_path):
             assert all(torch.equal(found[s], expected[s]) for s in expected)
     late = samples_by_step(mixture, 2, 4, start_step=2)
     assert sorted(late) == [2, 3] and all(torch.equal(late[s], expected[s]) for s in late)
-
-
-class Halves(data.Samples):
-    """Sample i is the number i, over and over; only the last half of its targets counts."""
-
-    def batch(self, start, stop):
-        tokens = torch.from_numpy(self.order(start, stop)[1])[:, None].expand(-1, self.seq_len)
-        targets = tokens.clone()
-        targets[:, : self.seq_len // 2] = -100
-        return data.Batch(tokens, targets)
-
-
-@pytest.mark.parametrize("world_size, micro_batch", [(1, 16), (1, 5), (3, 4), (16, 1)])
-def test_generated_samples_are_those_of_any_world_size(world_size, micro_batch):
-    samples = Halves("halves", 50, 10, 50, seed=1)
-    cfg = tiny_config(batch_size=16, seq_len=10)
-    ranks = [list(data.loader(samples, cfg, 0, 2, micro_batch, rank, world_size, CPU, 0))
-             for rank in range(world_size)]
-    seen = [batch.tokens[batch.targets[:, -1] != -100, 0] for rank in ranks for batch in rank]
-    assert torch.cat(seen).sort().values.tolist() == sorted(samples.order(0, 32)[1].tolist())
-    assert samples.count_tokens(0, 16) == 160 and samples.decode([1, 2]) == "1 2"
-
-
-def test_worker_processes_change_nothing(tmp_path):
-    mixture = load_mixture([str(token_folder(tmp_path))], "train", 10, seed=1)
-    cfg = tiny_config(batch_size=16, seq_len=10)
-    alone, helped = (
-        list(data.loader(mixture, cfg, 0, 6, 4, 0, 1, CPU, workers)) for workers in (0, 2)
-    )
-    assert len(alone) == len(helped) == 24
-    for (x, y, *_), (x2, y2, *_) in zip(alone, helped, strict=True):
-        assert torch.equal(x, x2) and torch.equal(y, y2)
-        assert torch.equal((x + 1) % 100, y)  # the target is the token that follows
 
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
@@ -312,15 +262,6 @@ def test_which_files_are_found(tmp_path, monkeypatch):
             found(path, split="val", option="--val_data")
 
 
-def test_weights_belong_to_paths(tmp_path):
-    assert split_weight("a/b:0.7") == ("a/b", Fraction(7, 10))
-    for path in ("a/b", "C:/data", "a:b/c"):
-        assert split_weight(path) == (path, None)
-    for spec in ("a:0", "a:-1"):
-        with pytest.raises(ConfigError, match=f"--val_data {spec}: expected a weight above 0"):
-            find_sources([spec], "val", "--val_data")
-
-
 def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
     plain, small, large = (token_folder(tmp_path, name) for name in ("p", "s", "l"))
     about = {small: dict(vocab_size=200), large: dict(vocab_size=300, end_of_text=9)}
@@ -335,16 +276,6 @@ def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
     assert found(plain, small, vocab_size=250).vocab_size == 250
     with pytest.raises(ConfigError, match="--vocab_size 250: the tokenizer of the data has 300"):
         found(small, large, vocab_size=250)
-
-
-def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
-    folder = token_folder(tmp_path, n=101)
-    tokens = np.fromfile(folder / "train.bin", np.uint16)
-    tokens[43] = 100
-    tokens.tofile(folder / "train.bin")
-    mixture = load_mixture([str(folder)], "train", 10, seed=1, vocab_size=100)
-    with pytest.raises(ConfigError, match="d/train.bin: token id 100 at token 43;"):
-        mixture.batch(0, 10)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -403,17 +334,13 @@ def test_the_default_data_recover(tmp_path, monkeypatch):
                 stdlib("train")
         folder = Path(stdlib("train"))
         assert stdlib("val") == str(folder)
-        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        found = contents(folder)
         whole = whole or found
         assert found == whole
         for path in folder.iterdir():
             if kept < 5 or path.name == "val.bin":
                 path.unlink()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
+    with largest_file(1000):
         with pytest.raises(ConfigError, match=f"{tmp_path}/steady: cannot hold the default data"):
             stdlib("val")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert os.listdir(tmp_path / "steady") == [folder.name]

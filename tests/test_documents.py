@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import column, rows, tiny_config
+from conftest import column, rows, samples_seen, saved, tiny_config
 
 import data
 from data import Mixture, load_mixture
@@ -18,7 +18,6 @@ from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenWriter
-from steady.tokens.packing import pack
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import prepare
 
@@ -98,32 +97,7 @@ def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
         sum(losses).backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
         torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
-
-
-def best_fit(lengths, seq_len):
-    """Room left in each row by best fit decreasing, one document at a time."""
-    room = []
-    for n in sorted(lengths, reverse=True):
-        fits = [r for r in room if r >= n]
-        if fits:
-            room.remove(min(fits))
-        room.append((min(fits) if fits else seq_len) - n)
-    return sorted(room)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_packing_takes_each_document_once_and_fills_rows(seed):
-    rng = np.random.default_rng(seed)
-    seq_len = int(rng.integers(8, 200))
-    lengths = np.clip(rng.lognormal(3, 1, int(rng.integers(1, 3000))), 1, seq_len).astype(int)
-    different = rng.choice(np.arange(1, 101), 60, replace=False)  # then it is best fit exactly
-    for found, size in ((lengths, seq_len), (different, 100)):
-        order, starts = pack(found, size)
-        assert np.array_equal(np.sort(order), np.arange(len(found)))
-        assert starts[0] == 0 and starts[-1] == len(found) and (np.diff(starts) > 0).all()
-        room = size - np.add.reduceat(found[order], starts[:-1])
-        assert room.min() >= 0 and len(room) <= 1.02 * len(best_fit(found, size)) + 1
-    assert sorted(room) == best_fit(different, 100)
+    assert packed.n_samples == 225  # rows, as by best fit; the tokens alone fill 217
 
 
 def test_what_is_said_of_documents_is_what_they_are(folder):
@@ -168,9 +142,13 @@ def test_grouping_changes_the_order_inside_a_window_alone(folder):
         assert (by_batch[1:, 0] >= by_batch[:-1, -1]).all()
     firsts = [tuple(grouped.order(64 * w, 64 * w + 64)[1][:3]) for w in range(3)]
     assert len(set(firsts)) == 3  # the batches are shuffled, differently in each window
-    late = mixture(folder)
-    late.group_by_length(4, 16)  # asked for in the middle, the answer is the same
-    assert np.array_equal(late.order(100, 300), grouped.order(0, 400)[:, 100:300])
+
+
+def rows_that_count(batch) -> list:
+    """(token, target) at each place that is no padding, of each row with a target."""
+    found = [[pair for pair in zip(*row, strict=True) if pair != (256, IGNORE)]
+             for row in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)]
+    return sorted(row for row in found if any(target != IGNORE for _, target in row))
 
 
 @pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
@@ -187,7 +165,7 @@ def test_a_step_has_the_same_tokens_on_any_ranks(folder, how, world_size, micro_
         start = 48 + 16 * step
         batches = [b for batches in ranks for b in batches[step * per_step :][:per_step]]
         whole = found.batch(start, start + 16).to(CPU)
-        assert (whole.targets != IGNORE).sum() == sum((b.targets != IGNORE).sum() for b in batches)
+        assert rows_that_count(whole) == sorted(sum(map(rows_that_count, batches), []))
         real = 16 * SEQ_LEN
         if how != "stream":
             d = found.datasets[0]
@@ -200,43 +178,23 @@ FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "
          "--optimizer", "adamw", "--eval_interval", 6]
 
 
-def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, monkeypatch):
-    plain, log = Mixture.batch, tmp_path / "seen.txt"
+def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder):
+    def assert_same():
+        for metric in ("train/loss", "train/tokens", "val/loss"):
+            one, two = (column(tmp_path / name, metric) for name in ("one", "two"))
+            assert two == pytest.approx(one, rel=1e-4)
 
-    def batch(self, start, stop):
-        found = plain(self, start, stop)
-        for g, tokens, targets in zip(range(start, stop), found.tokens.tolist(),
-                                      found.targets.tolist(), strict=True):
-            kept = [pair for pair in zip(tokens, targets, strict=True) if pair != (256, IGNORE)]
-            with open(log, "a") as file:
-                print(self.order.seed, g, hash(tuple(kept)), file=file)
-        return found
-
-    def seen() -> set[str]:
-        lines = set(log.read_text().splitlines())
-        log.unlink()
-        return lines
-
-    monkeypatch.setattr(Mixture, "batch", batch)
     flags = [*FLAGS, "--data", folder]
     run(*flags, "--out_dir", "one", "--micro_batch_size", 16)
-    one = seen()
     run(*flags, "--out_dir", "two", "--micro_batch_size", 4, ranks=2)
-    assert seen() == one
-    for metric in ("train/loss", "train/tokens", "val/loss"):
-        assert column(tmp_path / "one", metric) == pytest.approx(
-            column(tmp_path / "two", metric), rel=1e-4)
+    assert_same()
     row = next(row for row in rows(tmp_path / "one") if row.get("perf/padding_fraction"))
     assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
     assert not column(tmp_path / "one", "val/bits_per_byte")  # of replies alone
     # from step 6 of two ranks on with one: the same steps again
     run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
         "--micro_batch_size", 8, bare=True)
-    assert seen() == {line for line in one if line.startswith("0 ")
-                      or int(line.split()[1]) >= 6 * 16}
-    for metric in ("train/loss", "train/tokens"):
-        assert column(tmp_path / "two", metric) == pytest.approx(
-            column(tmp_path / "one", metric), rel=1e-4)
+    assert_same()
 
 
 def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path, monkeypatch):
@@ -274,11 +232,10 @@ def test_an_evaluation_without_a_target_is_refused_at_the_start(run, tmp_path):
 def test_documents_resume_bit_for_bit(run, tmp_path, folder):
     flags = [*FLAGS, "--data", folder, "--data_mode", "packed", "--dropout", 0.1]
     run(*flags, "--out_dir", "r")
-    last = tmp_path / "r/checkpoints/step_00000012.pt"
-    whole = torch.load(last, weights_only=True)["model"]
-    last.unlink()
+    whole = saved(tmp_path / "r")["model"]
+    (tmp_path / "r/checkpoints/step_00000012.pt").unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
-    resumed = torch.load(last, weights_only=True)["model"]
+    resumed = saved(tmp_path / "r")["model"]
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
     told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--data_mode", "auto",
                bare=True, expect=2)
@@ -299,8 +256,9 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
         np.array(places, np.uint64).tofile(f"{plain}.docs")
         refused("not belong to train.bin: expected places from 0 to 1,000, each after")
     np.array([0, 10, 1000], np.uint64).tofile(f"{plain}.docs")
-    np.ones(900, np.uint8).tofile(f"{plain}.mask")
-    refused("train.bin.mask: 900 bytes; expected one for each of the 1,000 tokens")
+    for n in (900, 0):
+        np.ones(n, np.uint8).tofile(f"{plain}.mask")
+        refused(f"train.bin.mask: {n} bytes; expected one for each of the 1,000 tokens")
     (tmp_path / "train.bin.mask").unlink()
     refused("--val_data: its tokenizer is unknown, that of --data bytes", folder,
             val_data=[str(plain)])
@@ -310,10 +268,11 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
             write_documents(tmp_path / "single", [([5], [1])] * 9))
 
 
-def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
     sound = [([1, 2, 3, 256], [1] * 4)]
-    for bad, mode in itertools.product(([1, 2, 300, 256], [1, 2, 3, 300]), ("documents", "packed")):
-        documents = [*sound * 3, (bad, [1] * 4), *sound]
+    for bad, mode in itertools.product(([1, 2, 300, 256], [1, 2, 3, 300]),
+                                       ("documents", "packed", "stream")):
+        documents = [*sound * 3, (bad, [1] * 4), *sound * 9]
         folder = write_documents(tmp_path / "d", documents, vocab_size=400)
         sidecar = tmp_path / "d/train.bin.json"
         sidecar.write_text(sidecar.read_text().replace("400", "257"))
@@ -323,24 +282,12 @@ def test_an_id_beyond_the_vocabulary_is_found_in_documents(tmp_path):
             found.batch(0, found.n_samples)
 
 
-@pytest.mark.parametrize("known", [True, False])  # as numbers, where no tokenizer is known
-def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch, known):
+def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
     """Those that the run had, at any step, without their padding."""
     texts = [f"<document {'x' * (i % 13)} {i}>".encode() for i in range(40)]
     write_documents(tmp_path / "d", [([*t, 256], [1] * (len(t) + 1)) for t in texts])
-    if not known:
-        sidecar = tmp_path / "d/train.bin.json"
-        sidecar.write_text(sidecar.read_text().replace(': "bytes"', ": null"))
-    plain, seen = Mixture.batch, {}
-
-    def batch(self, start, stop):
-        found = plain(self, start, stop)
-        for g, ids in zip(range(start, stop), found.tokens.tolist(), strict=True):
-            seen[g] = [i for i in ids if i != 256]  # which is padding
-        return found
-
     with monkeypatch.context() as patch:
-        patch.setattr(Mixture, "batch", batch)
+        seen = samples_seen(patch)
         run("--data", tmp_path / "d", "--data_mode", "documents", "--out_dir", "r",
             "--max_steps", 7)
     for step in (1, 2, 7):
@@ -350,8 +297,7 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch, know
         for g, text in enumerate(shown, 8 * (step - 1)):
             title, text = text.split("\n", 1)
             assert title.startswith(f"{g}: d, {tmp_path / 'd/train.bin'} from token ")
-            numbers = " ".join(map(str, seen[g]))
-            assert text[:-1] == (bytes(seen[g]).decode() if known else numbers)
+            assert text[:-1] == bytes(i for i in seen[g][1] if i != 256).decode()  # the padding
     assert prepare.main(["show", "r", "0"]) == 2
 
 
@@ -373,22 +319,15 @@ def test_replies_of_packed_documents_are_marked(run, tmp_path, capsys):
 # --- mixtures --------------------------------------------------------------------------------
 
 
-def constant(folder, token, n, documents=False):
-    """A dataset of which a model cannot but be sure: one token again and again."""
-    if documents:
-        return write_documents(folder, [([token] * (3 + i % 40), [1] * (3 + i % 40))
-                                        for i in range(n)])
-    folder.mkdir()
-    for split in ("train", "val"):
-        np.full(n, token, np.uint16).tofile(folder / f"{split}.bin")
-    return str(folder)
-
-
 def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
-    a, b = constant(tmp_path / "a", 7, 3000), constant(tmp_path / "b", 9, 30_000)
-    flags = ["--data", f"{a}:0.75", f"{b}:0.25", "--vocab_size", 257, "--log_interval", 4,
-             "--max_steps", 16, "--eval_interval", 8]
-    told = run(*flags, "--out_dir", "r", "--micro_batch_size", 2, ranks=2)
+    """Of two sets with one token each."""
+    for name, token, n in (("a", 7, 3000), ("b", 9, 30_000)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "val"):
+            np.full(n, token, np.uint16).tofile(tmp_path / name / f"{split}.bin")
+    told = run("--data", "a:0.75", "b:0.25", "--vocab_size", 257, "--log_interval", 4,
+               "--max_steps", 16, "--eval_interval", 8, "--out_dir", "r", "--micro_batch_size", 2,
+               ranks=2)
     assert "a 75.0% (1.03 epochs), b 25.0% (0.03 epochs)" in told
     both, of_a, of_b = (column(tmp_path / "r", f"train/loss{n}") for n in ("", "/a", "/b"))
     for step, loss in both.items():  # both have sequences of one length: their shares are exact
@@ -486,20 +425,15 @@ def varlen_on_cpu():
         return tuple(grads)
 
 
-def packed_both_ways(folder, micro_batch):
-    """Micro-batches of one epoch: with the numbers of documents, and with boundaries."""
-    numbers, begins = (mixture(folder, mode="packed") for _ in range(2))
-    begins.boundaries = True
-    return zip(epoch(numbers, micro_batch), epoch(begins, micro_batch), strict=True)
-
-
 @pytest.mark.parametrize("changes", [
     dict(n_head=4, n_kv_head=2), dict(n_kv_head=2, activation_checkpointing="full", qk_norm=True),
 ], ids=["grouped", "recomputed"])
 def test_without_a_mask_losses_and_gradients_are_the_same(folder, varlen_on_cpu, changes):
     padded = surplus = 0
     nets = [model(**changes).train() for _ in range(2)]
-    for masked, begins in packed_both_ways(folder, 30):
+    numbers, boundaries = (mixture(folder, mode="packed") for _ in range(2))
+    boundaries.boundaries = True
+    for masked, begins in zip(epoch(numbers, 30), epoch(boundaries, 30), strict=True):
         assert masked.documents.ndim == 2 and begins.documents.ndim == 1
         losses = [net(*batch[:3]) for net, batch in zip(nets, (masked, begins), strict=True)]
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)

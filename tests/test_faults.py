@@ -1,9 +1,7 @@
 """What must happen when things go wrong: each fault is provoked in a small run."""
 
-import contextlib
 import errno
 import fcntl
-import io
 import itertools
 import math
 import os
@@ -27,11 +25,15 @@ import torch
 from conftest import (
     TINY,
     Process,
+    assert_same_end,
     column,
+    contents,
+    largest_file,
     poison,
     processes,
     rows,
-    tiny_config,
+    saved,
+    steps,
     until,
     wait_for,
 )
@@ -52,26 +54,6 @@ from tools import generate as generation
 from tools import prepare
 
 FLAGS = [*TINY, "--eval_interval", "0", "--no_compile"]
-
-
-def final(run_dir: Path) -> dict:
-    path = list_checkpoints(run_dir / "checkpoints")[-1]
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def assert_same_end(one: Path, two: Path):
-    a, b = final(one), final(two)
-    for key in ("step", "model", "optimizers", "scaler", "position"):
-        assert compare(a[key], b[key], key)[1] == []
-
-
-def steps(run_dir: Path) -> list[int]:
-    return [p.step for p in list_checkpoints(run_dir / "checkpoints")]
-
-
-def wait_for_step(run_dir: Path, step: int):
-    """Until there is a checkpoint of this step or a later one."""
-    assert until(lambda: any(found >= step for found in steps(run_dir))), f"none in {run_dir}"
 
 
 def at_step(step: int, do, put=setattr):
@@ -108,9 +90,12 @@ def copy(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "r"))
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.name != "lock"}
+def long_run(folder: Path, corpus: Path, *flags, ranks=1) -> list[Process]:
+    """The processes of a run that does not end by itself and has saved."""
+    group = processes(folder, ranks, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps",
+                                      100_000, "--save_interval", 20, *flags])
+    assert until(lambda: steps(folder / "r")), group[0].text()
+    return group
 
 
 # --- killed ---
@@ -189,14 +174,18 @@ def odd(path, **fields):
     torch.save({name: value for name, value in state.items() if value is not None}, path)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda path: os.truncate(path, 0), flip, partial(odd, model=None), partial(odd, step="12"),
-    partial(odd, step=-12),
+@pytest.mark.parametrize("damage, why", [
+    (lambda path: os.truncate(path, 0), "cut short, or not a checkpoint"),
+    (flip, "its checksum is wrong"),
+    (partial(odd, model=None), "missing or wrong: model"),
+    (partial(odd, step="12"), "missing or wrong: step"),
+    (partial(odd, step=-12), "missing or wrong: step"),
+    (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint"),
 ])
-def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage):
+def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage, why):
     damage(copy / "checkpoints/step_00000012.pt")
     output = run("--auto-resume", "--out_dir", "r", "--keep_checkpoints", 1, bare=True)
-    assert "step_00000012.pt: " in output and "; set aside" in output
+    assert f"step_00000012.pt: {why}" in output and "; set aside" in output
     assert "step_00000008.pt at step 8" in output
     assert (copy / "checkpoints/step_00000012.pt.set-aside").exists()
     assert_same_end(finished, copy)
@@ -225,11 +214,11 @@ def test_every_flipped_bit_that_matters_and_missing_end_is_found(copy):
 def test_never_starts_at_0_silently(run, copy):
     for path in (found.path for found in list_checkpoints(copy / "checkpoints")):
         flip(path)
-    before = contents(copy)
+    before = contents(copy, "lock")
     for _ in range(2):
         output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
         assert "no checkpoint is valid" in output and "--overwrite" in output
-    assert contents(copy) == before
+    assert contents(copy, "lock") == before
 
 
 def test_leftovers_of_a_run_are_not_started_over(run, copy):
@@ -237,43 +226,32 @@ def test_leftovers_of_a_run_are_not_started_over(run, copy):
     for old, new in zip((12, 8), left, strict=True):
         (folder / f"step_{old:08}.pt").rename(folder / new)
     (folder / "step_00000004.pt").unlink()
-    before = contents(copy)
+    before = contents(copy, "lock")
     output = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
     assert all(name in output for name in (*left, "--resume", "--overwrite"))
-    assert contents(copy) == before
+    assert contents(copy, "lock") == before
     run("--resume", "r/checkpoints/best.pt", "--max_steps", 14, bare=True)
     assert steps(copy) == [12, 14] and list(column(copy, "train/loss"))[-3:] == [12, 13, 14]
 
 
-def test_check_checkpoints_lists_them(run, copy):
-    flip(copy / "checkpoints/step_00000008.pt")
-    output = run("--check_checkpoints", "r", bare=True, expect=1)
-    assert "step_00000008.pt" in output and output.count("INVALID: its checksum is wrong") == 1
-    assert output.count(" valid") == 2 and "valid, step 12, best" in output
-
-
-def test_optimizer_state_follows_the_names_of_its_parameters(run, copy):
+def test_optimizer_state_follows_the_names_of_its_parameters(run, copy, tmp_path):
     """Not their order, which a fork may change; nor is what is held for others taken."""
     path = copy / "checkpoints/step_00000012.pt"
-    flags = ["--auto-resume", "--out_dir", "r", "--max_steps", 20]
+    flags = ["--auto-resume", "--max_steps", 20, "--out_dir"]
+    shutil.copytree(copy, tmp_path / "same")
     state = torch.load(path, weights_only=True)
-    shutil.copytree(copy, copy.parent / "same")
     for optimizer, names in zip(state["optimizers"], state["optimizer_names"], strict=True):
         names.reverse()
         last = len(names) - 1
         optimizer["state"] = {last - i: each for i, each in optimizer["state"].items()}
     writer.write_checkpoint(path, state)
-    run(*flags, bare=True)
-    run(*flags, "--out_dir", "same", bare=True)
-    ends = [torch.load(folder / "checkpoints/step_00000020.pt", weights_only=True)
-            for folder in (copy, copy.parent / "same")]
-    assert not compare(ends[0]["model"], ends[1]["model"])[1]
+    for name in ("r", "same"):
+        run(*flags, name, bare=True)
+    assert not compare(saved(copy)["model"], saved(tmp_path / "same")["model"])[1]
     state["optimizer_names"][1][0] = "another"
     writer.write_checkpoint(path, state)
-    for newer in list_checkpoints(copy / "checkpoints")[-1:0:-1]:
-        if newer.path != path:
-            newer.delete()
-    assert "other parameters" in run(*flags, bare=True, expect=2)
+    told = run("--resume", path, "--max_steps", 20, "--out_dir", "new", bare=True, expect=2)
+    assert "other parameters" in told
 
 
 def test_another_format_is_refused_and_not_set_aside(run, copy):
@@ -318,23 +296,12 @@ def test_the_newest_the_best_and_milestones_are_kept(run, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "link", raising(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
     run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 1)
-    assert steps(tmp_path / "r") == [12] and final(tmp_path / "r")["best_loss"] == 2
+    assert steps(tmp_path / "r") == [12] and saved(tmp_path / "r")["best_loss"] == 2
     path = tmp_path / "r/checkpoints/best.pt"
     assert torch.load(path, weights_only=True)["step"] == 2 and find_corruption(path) is None
 
 
 # --- the disk ---
-
-
-@contextlib.contextmanager
-def largest_file(size: int):
-    """No file may grow beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_while_saving(run, tmp_path, monkeypatch):
@@ -383,8 +350,7 @@ def test_fewer_checkpoints_make_room_on_a_full_disk(run, tmp_path, monkeypatch):
 
 def test_a_full_disk_in_tensorboard_is_one_line(run, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has its own
-    plain = train.train
-    monkeypatch.setattr(train, "train", largest_file(100)(plain))
+    monkeypatch.setattr(train, "train", largest_file(100)(train.train))
     output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0, "--tensorboard")
     for sink in ("TensorBoard", "metrics.jsonl"):
         assert output.count(f"warning: {sink} disabled after a write error") == 1
@@ -399,36 +365,28 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
     assert "Traceback" not in output and not Path("r/config.yaml").exists()
 
 
-def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch):
-    plain, calls, slept = torch.save, itertools.count(1), []
-    errors = {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}  # by number of the call
+def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch, finished):
+    """In saving and in reading, which this run does itself."""
+    def failing(plain, calls, errors):
+        def call(*args):
+            if number := errors.get(next(calls)):
+                raise OSError(number, os.strerror(number))
+            return plain(*args)
 
-    def save(*args):
-        if number := errors.get(next(calls)):
-            raise OSError(number, os.strerror(number))
-        return plain(*args)
+        return call
 
-    monkeypatch.setattr(torch, "save", save)
+    saves, reads, slept = itertools.count(1), itertools.count(1), []
+    monkeypatch.setattr(torch, "save", failing(
+        torch.save, saves, {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}))
+    monkeypatch.setattr(data.Mixture, "batch", failing(
+        data.Mixture.batch, reads, {5: errno.EIO, 6: errno.EIO}))
     monkeypatch.setattr(disk.time, "sleep", slept.append)
     output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 0, "--num_workers", 0)
-    assert output.count("tried again") == 2 and steps(tmp_path / "r") == [4, 12]
-    assert next(calls) == 6  # a step that is saved as the best is not saved again as due
+    assert output.count("tried again") == 4 and steps(tmp_path / "r") == [4, 12]
+    assert next(saves) == 6  # a step that is saved as the best is not saved again as due
     assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
     assert [s for s in slept if s >= 0.5][:2] == [0.5, 1]
     assert max(column(tmp_path / "r", "health/retries").values()) >= 2
-
-
-def test_reading_data_is_retried(run, tmp_path, finished, monkeypatch):
-    plain, calls = data.Mixture.batch, itertools.count(1)
-
-    def batch(self, *args):
-        if next(calls) in (5, 6):
-            raise OSError(errno.EIO, "the disk had a hiccup")
-        return plain(self, *args)
-
-    monkeypatch.setattr(data.Mixture, "batch", batch)
-    monkeypatch.setattr(disk.time, "sleep", lambda s: None)
-    assert run("--out_dir", "r").count("hiccup; tried again") == 2
     assert_same_end(finished, tmp_path / "r")
 
 
@@ -438,9 +396,7 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     plain = os.access  # root may write anywhere, so this fault is simulated
     monkeypatch.setattr(os, "access", lambda p, mode: str(p) != str(place) and plain(p, mode))
     output = run("--out_dir", place / "r", expect=2)
-    assert f"{place} is not a directory that is writable" in output
-    (tmp_path / "file").touch()
-    assert "not a directory" in run("--out_dir", "file", expect=2) and not list(place.iterdir())
+    assert f"{place} is not a directory that is writable" in output and not list(place.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
@@ -473,17 +429,16 @@ def test_a_run_that_cannot_begin_leaves_nothing(run, copy, tmp_path, monkeypatch
 # --- other processes ---
 
 
-def test_one_writer_per_directory(run, corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000,
-             "--save_interval", 10]
-    process = Process(tmp_path, flags)
-    wait_for_step(tmp_path / "r", 10)
+def test_one_writer_per_directory_whose_loader_workers_do_not_die_first(run, corpus, tmp_path):
+    (process,) = long_run(tmp_path, corpus, "--num_workers", 2)
     for flag in ("--auto-resume", "--overwrite"):
         output = run("--out_dir", "r", flag, expect=2)
         assert f"process {process.pid} on {socket.gethostname()} is writing there" in output
-    process.kill(signal.SIGKILL)
-    process.code()
-    run("--auto-resume", "--out_dir", "r", "--max_steps", 200, bare=True)  # the lock is gone
+    os.killpg(process.pid, signal.SIGTERM)  # its loader processes receive it too
+    assert process.code() == 143, process.text()
+    last = steps(tmp_path / "r")[-1]
+    assert f"stopped at step {last}" in process.text() and "Traceback" not in process.text()
+    run("--auto-resume", "--out_dir", "r", "--max_steps", last + 2, bare=True)  # no lock is left
 
 
 def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monkeypatch):
@@ -516,15 +471,16 @@ def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, mon
     assert steps(tmp_path / "r")[-1] == 12 and column(tmp_path / "r", "train/loss")[12]
 
 
-def test_who_only_reads_renames_nothing(run, tmp_path):
+def test_who_only_reads_renames_nothing(run, copy):
     """The run may belong to another process, or be read-only."""
-    run("--out_dir", "r", "--save_interval", 6)
-    newest = tmp_path / "r/checkpoints/step_00000012.pt"
-    newest.write_bytes(newest.read_bytes()[:1000])
+    flip(copy / "checkpoints/step_00000012.pt")
     output = run("--out_dir", "r", "--auto-resume", "--eval_only")
-    assert "step_00000012.pt: " in output and "passed over" in output and "step 6: valid" in output
-    assert generation.open_checkpoint(tmp_path / "r", False)[0].name == "step_00000006.pt"
-    assert steps(tmp_path / "r") == [6, 12]
+    assert "step_00000012.pt: " in output and "passed over" in output and "step 8: valid" in output
+    assert generation.open_checkpoint(copy, False)[0].name == "step_00000008.pt"
+    output = run("--check_checkpoints", "r", bare=True, expect=1)
+    assert "step_00000012.pt" in output and output.count("INVALID: its checksum is wrong") == 1
+    assert output.count(" valid") == 2 and "valid, step 8, best" in output
+    assert steps(copy) == [4, 8, 12]
 
 
 def test_orphaned_ranks_stop(corpus, tmp_path):
@@ -535,7 +491,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
         Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
                 begin)
         time.sleep(1000)
-    wait_for_step(tmp_path / "r", 100)
+    assert until(lambda: steps(tmp_path / "r"))
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
     assert until(lambda: "stopped at step" in (tmp_path / "log.txt").read_text())
@@ -554,29 +510,17 @@ def test_signals_save_go_on_or_stop_and_resume_bit_for_bit(run, tmp_path, finish
     assert steps(tmp_path / "r") == [4, 6]
     assert "stopped at step 6 by SIGTERM" in output and "sample" not in output
     assert signal.getsignal(signal.SIGTERM) is handler
-    run("--auto-resume", "--out_dir", "r", "--save_interval", 4, bare=True)
+    run("--auto-resume", "--out_dir", "r", "--save_interval", 4, "--num_workers", 2, bare=True)
     assert_same_end(finished, tmp_path / "r")
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path):
     """Here as a closed terminal sends it."""
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--save_interval", 40]
-    group = processes(tmp_path, 2, flags)
-    wait_for_step(tmp_path / "r", 40)
+    group = long_run(tmp_path, corpus, ranks=2)
     group[1].kill(signal.SIGHUP)
     assert [process.code() for process in group] == [129, 129], group[0].text() + group[1].text()
     step = steps(tmp_path / "r")[-1]
     assert f"stopped at step {step} by SIGHUP" in group[0].text()
-
-
-def test_loader_workers_do_not_die_first(run, corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--num_workers", 2,
-             "--save_interval", 20]
-    process = Process(tmp_path, flags)
-    wait_for_step(tmp_path / "r", 20)
-    os.killpg(process.pid, signal.SIGTERM)  # its loader processes receive it too
-    assert process.code() == 143, process.text()
-    assert "stopped at step" in process.text() and "Traceback" not in process.text()
 
 
 @pytest.mark.parametrize("number, asked", [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
@@ -601,9 +545,10 @@ def test_no_signal_is_lost_that_comes_while_the_ranks_vote(number, asked):
     assert sum(itertools.takewhile(bool, map(at_instruction, itertools.count()))) > 20
 
 
-def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
-    """The first one waits for the save that is under way, here for ever."""
-    started, received = tmp_path / "started", tmp_path / "received"
+@pytest.mark.parametrize("again", [True, False])
+def test_a_save_is_waited_for_unless_ctrl_c_comes_again(corpus, tmp_path, again):
+    """The save of step 8 takes until there is the file `go`."""
+    started, received, go = (tmp_path / name for name in ("started", "received", "go"))
 
     def hook():
         save, handle = writer.write_checkpoint, Stop.handle
@@ -611,7 +556,7 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
         def write(path, state):
             if "step_00000008" in path.name:
                 started.touch()
-                time.sleep(1000)
+                wait_for(go, 1000)
             save(path, state)
 
         writer.write_checkpoint = write
@@ -623,20 +568,21 @@ def test_a_second_ctrl_c_exits_at_once(corpus, tmp_path):
     process.kill(signal.SIGINT)
     wait_for(received)
     assert not process.ends_within(0.2)  # still waiting for the save
-    process.kill(signal.SIGINT)
-    assert process.code() == 130
-    assert steps(tmp_path / "r") == [4]
-    assert find_corruption(tmp_path / "r/checkpoints/step_00000004.pt") is None
+    if again:
+        process.kill(signal.SIGINT)
+    else:
+        go.touch()
+    assert process.code() == 130, process.text()
+    first, *others = steps(tmp_path / "r")
+    assert first == 4 and find_corruption(tmp_path / "r/checkpoints/step_00000004.pt") is None
+    assert not others if again else f"stopped at step {others[-1]} by SIGINT" in process.text()
 
 
 # --- ranks ---
 
 
 def test_a_rank_that_dies(corpus, tmp_path):
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 5000, "--save_interval", 40,
-             "--hang_seconds", 5]
-    group = processes(tmp_path, 2, flags)
-    wait_for_step(tmp_path / "r", 40)
+    group = long_run(tmp_path, corpus, "--hang_seconds", 5, ranks=2)
     group[1].kill(signal.SIGKILL)
     assert group[0].code() == 1 and group[1].code() == -9
     output = group[0].text()
@@ -678,10 +624,6 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
     one, two = (column(tmp_path / name, "train/loss") for name in ("whole", "r"))
     assert list(one) == list(two)
     assert list(one.values()) == pytest.approx(list(two.values()), rel=1e-4)
-    model = Transformer(tiny_config())
-    names = list(model.state_dict())
-    model.compile()
-    assert list(model.state_dict()) == names
 
 
 # --- exceptions ---
@@ -730,7 +672,7 @@ BAD = ["--max_steps", 40, "--save_interval", 10, "--eval_interval", 0, "--log_in
        "--max_nonfinite", 5]
 
 
-def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples):
+def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples, capsys):
     bad_samples(160, 240)  # of steps 21 to 30
     output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback")
     assert "warning: 5 steps in a row, up to step 25, had a loss or gradient that was not" in output
@@ -738,34 +680,29 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples):
     assert "step_00000020.pt, continuing at sample 240" in output
     assert list(column(tmp_path / "r", "train/loss")) == [1, *range(5, 21, 5), 21, 25, 30, 35, 40]
     assert all(v is not None for v in column(tmp_path / "r", "train/loss").values())
-    state = final(tmp_path / "r")
+    state = saved(tmp_path / "r")
     assert state["step"] == 40 and state["position"] == 40 * 8 + 80
-    shown = {}
-    for step in (20, 21):
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            assert prepare.main(["show", str(tmp_path / "r"), str(step)]) == 0
-        shown[step] = output.getvalue()
-    assert "152" in shown[20] and "240" in shown[21]
+    for step, first in ((20, 152), (21, 240)):
+        capsys.readouterr()
+        assert prepare.main(["show", "r", str(step)]) == 0
+        assert f"--- sample {first}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags, last, position, said", [
-    (["--on_nonfinite", "abort"], 25, None, "failed: 5 steps in a row, up to step 25, had a loss"),
-    (["--on_nonfinite", "skip"], 40, 320, "10 of 40 steps, since step 21, were not finite"),
-    (["--on_nonfinite", "skip", "--log_interval", 0, "--max_steps", 30], 30, 240,
+@pytest.mark.parametrize("flags, stop, last, position, said", [
+    (["--on_nonfinite", "abort"], 240, 25, None,
+     "failed: 5 steps in a row, up to step 25, had a loss"),
+    (["--on_nonfinite", "skip"], 240, 40, 320, "10 of 40 steps, since step 21, were not finite"),
+    (["--on_nonfinite", "skip", "--log_interval", 0, "--max_steps", 30], 240, 30, 240,
      "warning: the last 10 steps had a loss or gradient that was not"),
+    (["--on_nonfinite", "rollback"], 10**9, 25, None, "failed: 5 steps in a row"),
 ])
-def test_other_policies(run, tmp_path, bad_samples, flags, last, position, said):
-    bad_samples(160, 240)
+def test_other_policies(run, tmp_path, bad_samples, flags, stop, last, position, said):
+    bad_samples(160, stop)
     output = run("--out_dir", "r", *BAD, *flags, expect=0 if position else 1)
     assert said in output and "Traceback" not in output
+    assert output.count("; rolled back to ") == (3 if "rollback" in flags else 0)
     assert steps(tmp_path / "r")[-1] <= last
-    assert not position or final(tmp_path / "r")["position"] == position
-
-
-def test_rollback_gives_up(run, tmp_path, bad_samples):
-    bad_samples(160, 10**9)
-    output = run("--out_dir", "r", *BAD, "--on_nonfinite", "rollback", expect=1)
-    assert output.count("; rolled back to ") == 3 and "failed: 5 steps in a row" in output
+    assert not position or saved(tmp_path / "r")["position"] == position
 
 
 def spoil_weights(monkeypatch, at: int, times: int):
@@ -790,7 +727,7 @@ def test_a_run_goes_back_where_its_weights_are_not_finite(run, tmp_path, monkeyp
     assert "step 6: the weights are not finite; not saved" in output
     assert output.count("; rolled back to ") == 1
     assert "step_00000004.pt, continuing at sample 96" in output
-    state = final(tmp_path / "r")
+    state = saved(tmp_path / "r")
     assert state["step"] == 12 and state["position"] == 96 + 64
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
@@ -819,17 +756,31 @@ def test_a_learning_rate_that_ends_the_weights_ends_the_run(run, tmp_path, flags
 # --- changes on resume ---
 
 
-def test_other_data_is_refused(run, copy, corpus, tmp_path):
-    other = Path(shutil.copytree(corpus, tmp_path / "other"))
-    flags = ["--auto-resume", "--out_dir", "r", "--max_steps", 20, "--data", other]
-    run(*flags[:-1], other, "--max_steps", 13, bare=True)  # data may move
-    os.truncate(other / "train.bin", (other / "train.bin").stat().st_size - 2)
-    assert "train.bin" in run(*flags, bare=True, expect=2)
-    write_tokens(other / "train.bin", [b"something else " * 1000])
-    output = run(*flags, bare=True, expect=2)
-    assert "data has changed: train.bin (15,001 tokens)" in output
-    assert "--allow_change data" in output
-    assert "at step 13" in run(*flags, "--allow_change", "data", bare=True)
+def test_other_data_is_refused(run, tmp_path):
+    """Also of the same name and size; but data may move."""
+    (tmp_path / "d").mkdir()
+    write_tokens(tmp_path / "d/train.bin", [b"abcdefgh" * 2000])
+    (tmp_path / "d/train.bin.mask").write_bytes(b"\1" * 16_001)
+    flags = ["--data_mode", "stream", "--out_dir", "r", "--auto-resume", "--max_steps"]
+    run(*flags, 4, "--data", "d")
+    folder = (tmp_path / "d").rename(tmp_path / "moved")
+    flags = ["--data", "moved", *flags]
+    run(*flags, 6)
+    before = contents(folder)
+    for name, content, said in (
+        ("train.bin", before["train.bin"][:-2], "train.bin"),
+        ("train.bin.mask", b"\1" * 16_000 + b"\0", "data has changed: train.bin (16,001 tokens)"),
+        ("train.bin", b"\7\0" * 16_001, "data has changed: train.bin (16,001 tokens)"),
+    ):
+        (folder / name).write_bytes(content)
+        told = run(*flags, 8, expect=2)
+        assert said in told and ("--allow_change data" in told) == ("changed" in said)
+        (folder / name).write_bytes(before[name])
+    (folder / "train.bin.mask").unlink()
+    write_tokens(folder / "train.bin", [b"something else " * 1000])
+    told = run(*flags, 8, expect=2)
+    assert "data has changed: train.bin (15,001 tokens)" in told and "--allow_change data" in told
+    assert "at step 6" in run(*flags, 8, "--allow_change", "data")
 
 
 def test_changes_are_listed_and_refused(run, copy):
@@ -838,8 +789,8 @@ def test_changes_are_listed_and_refused(run, copy):
     assert "seed 1337 -> 7, batch_size 8 -> 4" in output
     assert "--allow_change seed batch_size" in output
     assert "batch_size" in run(*flags, "--allow_change", "seed", bare=True, expect=2)
-    output = run(*flags, "--allow_change", "seed", "batch_size", bare=True)
-    assert final(copy)["position"] == 12 * 8 + 8 * 4  # no sample twice, none skipped
+    run(*flags, "--allow_change", "seed", "batch_size", bare=True)
+    assert saved(copy)["position"] == 12 * 8 + 8 * 4  # no sample twice, none skipped
 
 
 def test_resuming_a_long_run_reads_only_its_tail(copy):
@@ -918,34 +869,32 @@ def backed_up(run, tmp_path) -> str:
 
 
 def test_a_backup_of_another_run_is_refused(run, tmp_path, backed_up):
-    before = contents(tmp_path)
-    for flags in (["--out_dir", "b"], ["--out_dir", "b", "--auto-resume"], [],
+    run("--out_dir", "b", "--max_steps", 4)
+    before = contents(tmp_path, "lock")
+    for flags in (["--out_dir", "c"], ["--out_dir", "c", "--auto-resume"], [],
                   ["--out_dir", "a", "--overwrite"],
-                  ["--out_dir", "b", "--resume", "a/checkpoints/step_00000004.pt"]):
+                  ["--out_dir", "c", "--resume", "a/checkpoints/step_00000004.pt"]):
         output = run(*flags, "--backup_to", backed_up, expect=2)
         assert f"--backup_to {backed_up}: holds another run" in output
-        assert f"--resume {backed_up}" in output and contents(tmp_path) == before
+        assert f"--resume {backed_up}" in output and contents(tmp_path, "lock") == before
+    for flags in ([backed_up, "--eval_only"], [backed_up, "--overwrite"],
+                  ["a/checkpoints/step_00000004.pt"]):
+        told = run("--out_dir", "b", "--resume", *flags, bare=True, expect=2)
+        assert "--out_dir b: holds a run already" in told
+        assert contents(tmp_path, "lock") == before
     shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
     assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
-
-
-def test_a_backup_is_fetched_into_no_other_run(run, tmp_path, backed_up):
-    run("--out_dir", "b", "--max_steps", 4)
-    before = contents(tmp_path)
-    for flags in (["--eval_only"], ["--overwrite"]):
-        told = run("--resume", backed_up, "--out_dir", "b", *flags, bare=True, expect=2)
-        assert "--out_dir b: holds a run already" in told and contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("place", ["r", ".", "link", "runs/7"])
 def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
     (tmp_path / "link").symlink_to(copy)
-    before = contents(tmp_path)
+    before = contents(tmp_path, "lock")
     flags = [] if place == "runs/7" else ["--out_dir", "r", "--auto-resume"]
     for url in (place, f"local://{tmp_path}/x/../{place}"):
         output = run(*flags, "--backup_to", url, expect=2)
         assert f"--backup_to {url}: overlaps the run" in output
-    assert contents(tmp_path) == before
+    assert contents(tmp_path, "lock") == before
 
 
 def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):

@@ -49,10 +49,6 @@ def watch(value, name=HOST, rows=1000, every=10, first=0, also=None, last_step=L
     return reported
 
 
-def codes_of(reported) -> list[str]:
-    return [found.code for _, found in reported]
-
-
 # --- an alarm ---
 
 
@@ -68,10 +64,6 @@ def test_a_leak_is_reported_early_with_its_rate_its_beginning_and_its_end():
     assert facts["at_step"] == pytest.approx(7120, rel=0.03) and step < 7120 / 4
     assert str(found).startswith("host memory runs out at about step 7,")
     assert "B/step since about step 1" in str(found)
-
-
-def test_nothing_runs_out_while_the_steps_are_unknown():
-    assert not watch(leak, last_step=0)
 
 
 @pytest.mark.parametrize("name, value, resource, at_step", [
@@ -124,6 +116,7 @@ def test_growth_that_reaches_the_limit_only_after_the_last_step_is_no_alarm():
     assert watch(lambda s: 2 + 0.00005 * s + noise(), rows=3000, every=33) == []
     (_, found), *_ = watch(lambda s: 2 + 0.000075 * s + noise(), rows=3000, every=33)
     assert dict(found.values)["at_step"] == pytest.approx(80_000, rel=0.15)
+    assert watch(leak, last_step=0) == []  # nor if the last step is unknown
 
 
 def test_the_first_checkpoints_are_no_alarm():
@@ -146,15 +139,11 @@ def test_a_restart_begins_anew_but_the_disk_goes_on():
         return {"disk/free_gb": 10 - 0.0005 * s} | start
 
     reported = watch(leaks, rows=700, also=also)
-    assert sorted(codes_of(reported)) == ["disk space", "host memory", "host memory"]
+    assert sorted(found.code for _, found in reported) == [
+        "disk space", "host memory", "host memory"]
     assert [step > 4200 for step, found in reported if found.code == "host memory"] == [False, True]
-
-
-def test_disk_growth_is_found_across_restarts():
-    def also(s):
-        return {"perf/startup_s": 1.0} if s % 150 == 0 else {}
-
-    (_, found), = watch(lambda s: 50 - 0.002 * s, "disk/free_gb", also=also)
+    (_, found), = watch(lambda s: 50 - 0.002 * s, "disk/free_gb", also=lambda s: (
+        {"perf/startup_s": 1.0} if s % 150 == 0 else {}))  # many restarts
     assert dict(found.values)["at_step"] == 25_000
 
 
@@ -201,33 +190,26 @@ def test_what_is_missing_is_left_out(root):
     assert limits({}, CPU) == {"limit/open_files": 1024}
 
 
-def test_memory_that_is_available_is_added_to_what_is_used(root, monkeypatch):
-    row = {HOST: 2.0, "memory/host_rss_gb": 9.0}
-    assert limits(row, CPU)["limit/host_gb"] == pytest.approx(2 + 10.24)
-    monkeypatch.setattr(machine.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(machine.dist, "get_world_size", lambda: 4)
-    assert limits(row, CPU)["limit/host_gb"] == pytest.approx(2 + 2.56)
-
-
-def test_a_cgroup_above_the_process_limits_memory(root):
+def test_what_limits_memory_and_threads(root, monkeypatch):
+    """What a process uses and what is left to it, also by a cgroup above it."""
+    row = {HOST: 2.0, "memory/host_rss_gb": 9.0, "memory/threads": 10}
+    found = limits(row, CPU)
+    assert found["limit/host_gb"] == pytest.approx(2 + 10.24) and "limit/threads" not in found
+    monkeypatch.setattr(proc, "soft_limit", lambda name: 800)
+    assert limits(row, CPU)["limit/threads"] == 800
     put(root, proc__self__cgroup="0::/job/task\n", **{
         "sys__fs__cgroup__job__task__memory.max": "max\n",
         "sys__fs__cgroup__job__task__memory.current": "3000000000\n",
         "sys__fs__cgroup__job__memory.max": "6000000000\n",
         "sys__fs__cgroup__job__memory.current": "5000000000\n",
         "sys__fs__cgroup__job__memory.stat":
-            "anon 1\ninactive_file 200000000\nactive_file 300000000\n"})
-    assert proc.available_bytes() == 1.5e9
-
-
-def test_threads_are_limited_by_the_user_and_the_cgroup(root, monkeypatch):
-    now = {"memory/threads": 10}
-    assert "limit/threads" not in limits(now, CPU)
-    monkeypatch.setattr(proc, "soft_limit", lambda name: 800)
-    assert limits(now, CPU)["limit/threads"] == 800
-    put(root, **{"sys__fs__cgroup__job__pids.max": "200\n",
-                 "sys__fs__cgroup__job__pids.current": "60\n"})
-    assert limits(now, CPU)["limit/threads"] == 10 + 140
+            "anon 1\ninactive_file 200000000\nactive_file 300000000\n",
+        "sys__fs__cgroup__job__pids.max": "200\n", "sys__fs__cgroup__job__pids.current": "60\n"})
+    found = limits(row, CPU)
+    assert found["limit/host_gb"] == 2 + 1.5 and found["limit/threads"] == 10 + 140
+    monkeypatch.setattr(machine.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(machine.dist, "get_world_size", lambda: 4)
+    assert limits(row, CPU)["limit/host_gb"] == 2 + 1.5 / 4
 
 
 def test_what_kept_a_process_from_running(root):
@@ -271,8 +253,5 @@ def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch
     monkeypatch.setattr(opening.proc, "read", read)
     told = run("--max_steps", 1, "--warmup_steps", 1)
     assert said in told if said else "other threads" not in told
-
-
-def test_busy_cores_are_not_told_where_a_gpu_computes(monkeypatch):
     monkeypatch.setattr(opening.proc, "competing_threads", lambda: 99)
     assert "99 other threads" in whole_crowded(CPU) and whole_crowded(torch.device("cuda")) == ""

@@ -17,7 +17,7 @@ from unicodedata import ucd_3_2_0
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, contents, environment
 from tokenizers import (
     AddedToken,
     Regex,
@@ -90,17 +90,17 @@ def read(folder, split="train"):
     return [(ids[a:b].tolist(), mask[a:b].tolist()) for a, b in zip(at, at[1:], strict=False)]
 
 
+def strings(folder, split="train"):
+    """The documents of data made with the tokenizer of bytes."""
+    return [bytes(ids[:-1]).decode() for ids, _ in read(folder, split)]
+
+
 def zstd():
     """The module of Python 3.14 or its backport."""
     with contextlib.suppress(ImportError):
         from compression import zstd
         return zstd
     return pytest.importorskip("backports.zstd")
-
-
-def files_of(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file()}
 
 
 def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, tokenizer,
@@ -137,7 +137,7 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     flags, outputs = ["--val_fraction", 0.1, "--tokenizer", tokenizer], []
     for workers in (1, 5):
         made(folder, "--out", tmp_path / f"o{workers}", "--workers", workers, *flags)
-        outputs.append(files_of(tmp_path / f"o{workers}"))
+        outputs.append(contents(tmp_path / f"o{workers}"))
     assert outputs[0] == outputs[1]
     assert {"train.bin.mask", "val.bin", "train.bin.docs"} <= set(outputs[0])
     masks = [mask for split in ("train", "val") for _, mask in read(tmp_path / "o1", split)]
@@ -147,22 +147,23 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
 def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
     """Read in pieces it gives the tokens of the whole, one document, its end for validation."""
     alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
-    (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
+    for whole in (text, " ".join(text.split()), "猫" * 5000):  # without lines, without words
+        (tmp_path / "a.txt").write_text(whole)
+        made(tmp_path / "a.txt", "--tokenizer", tokenizer)
+        assert read(tmp_path / "o")[0][0] == alone(whole)["input_ids"] + [alone.eos_token_id]
+    (tmp_path / "a.txt").write_text(text)
     made(tmp_path / "a.txt", "--tokenizer", tokenizer, "--val_fraction", 0.25)
     ((train, _),), ((val, _),) = read(tmp_path / "o"), read(tmp_path / "o", "val")
     first, rest = alone.decode(train[:-1]), alone.decode(val[:-1])
     assert first + rest == text and 0.2 < len(rest) / len(text) < 0.3
     assert train == alone(first)["input_ids"] + [alone.eos_token_id]
-    for line in (" ".join(text.split()), "猫" * 5000):  # and where there are no lines, or no words
-        (tmp_path / "b.txt").write_text(line)
-        made(tmp_path / "b.txt", "--tokenizer", tokenizer)
-        assert read(tmp_path / "o")[0][0][:-1] == alone(line)["input_ids"]
 
 
 def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path):
     """For patterns as GPT-2's, o200k's and BLOOM's, where a text begins with a space of its own,
-    and with a token that takes the white space around it."""
+    and with a token that takes the white space around it. Where tokens span words, the ids at the
+    cuts would be others: there the library gets the whole."""
     pieces = ["if (a)\n", "    return x;\n", "x = y;\n", "//note\n", "\u3000\u3000猫が。\n",
               "a  b ", "\n\n", "\t", "don't ", "_", "12 ", " \n", "word\n", "é ", "{ ",
               ").\n", "(b). (c)", "<|by|>"]
@@ -177,10 +178,11 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
           for pattern in (o200k, bloom)),
         [pre_tokenizers.ByteLevel(add_prefix_space=True)],
+        [pre_tokenizers.Metaspace(split=False)],
     ):
-        bpe = Tokenizer(models.BPE())
+        bpe = Tokenizer(models.BPE(unk_token="<|end|>"))
         bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
-        bpe.train_from_iterator([text], trainers.BpeTrainer(
+        bpe.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(
             vocab_size=600, special_tokens=["<|end|>", by], show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>").save_pretrained(tmp_path)
@@ -196,18 +198,6 @@ def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path
             [found] = encoder.tokenize((whole,), False, True)
             assert found.tolist() == bpe.encode(whole).ids
         assert encoder.adds_space or len(given) > 10 and max(given) < 9000
-
-
-def test_a_tokenizer_whose_tokens_span_words_gets_a_record_whole(tmp_path):
-    """As some that put a space before a text: of pieces, the ids at the cuts would be others."""
-    text = "".join(np.random.default_rng(0).choice(["the cat ", "sat on ", "a mat.\n"], 5000))
-    bpe = Tokenizer(models.BPE(unk_token="<end>"))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    bpe.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(
-        vocab_size=200, special_tokens=["<end>"], show_progress=False))
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>").save_pretrained(tmp_path)
-    [found] = Encoder(tmp_path, prepare.Options()).tokenize((text,), False, True)
-    assert found.tolist() == bpe.encode(text).ids
 
 
 @pytest.mark.parametrize("as_spaces", [True, False])
@@ -240,8 +230,7 @@ def test_which_split_a_text_is_for(tmp_path, made):
     (tmp_path / "in/large.txt").write_text(large, "utf-8-sig")
     (tmp_path / "in/packed.md.gz").write_bytes(gzip.compress(large.encode()))
     made(tmp_path / "in", "--val_fraction", 0.4)
-    found = [[bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o", split)]
-             for split in ("train", "val")]
+    found = [strings(tmp_path / "o", split) for split in ("train", "val")]
     both = sum(found, [])
     assert set(small.values()) <= set(both) and len(both) == len(small) + 3 and large in both
     before, after = (next(text for text in texts if text.startswith("line") and text != large)
@@ -260,8 +249,8 @@ def test_of_a_folder_of_the_hub_the_records_for_training_are_taken(tmp_path, mad
     told = made(tmp_path / "hub")
     for skipped in ("README.md (1)", "test split (1)", "val split (1)", "dataset_infos.json (1)"):
         assert skipped in told.split("skipped ")[1]
-    found = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
-    assert found == ["data/train-0.jsonl", "latest.jsonl", '{"text": "train/test.md"}\n']
+    assert strings(tmp_path / "o") == [
+        "data/train-0.jsonl", "latest.jsonl", '{"text": "train/test.md"}\n']
     made(tmp_path / "hub/val", tmp_path / "hub/README.md")  # where it is named, or nothing else is
     assert len(read(tmp_path / "o")) == 2
 
@@ -327,11 +316,10 @@ def test_all_kinds_of_input_give_the_same_documents(tmp_path, made, kind):
     assert "ignored keys     id (500), none (500)\n" in told
     given = save_as(kind, tmp_path, columns)
     assert {*told.splitlines()[:-1]} <= {*made(given, "--text_field", "body").splitlines()}
-    assert files_of(tmp_path / "o") == files_of(tmp_path / "expected")
+    assert contents(tmp_path / "o") == contents(tmp_path / "expected")
     assert len(read(tmp_path / "o")) > 480
     made(given, "--text_field", "body", "--limit", 70, "--workers", 2)
-    documents = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
-    assert documents == columns["body"][:70]
+    assert strings(tmp_path / "o") == columns["body"][:70]
     told = made(given, expect=2)
     assert "has id, body" in told and "expected text (see --text_field)" in told
 
@@ -370,7 +358,7 @@ def test_which_data_set_of_the_hub_is_asked_for(tmp_path, made, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "load_dataset", load_dataset)
         made("hf:owner/name:10BT", "--limit", 2, "--split", "test")
-        assert [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")] == ["a", "b"]
+        assert strings(tmp_path / "o") == ["a", "b"]
         made("hf:owner/name")
         assert asked[0] == ("owner/name", "10BT", dict(split="test", streaming=True))
         assert asked[-1] == ("owner/name", None, dict(split="train", streaming=True))
@@ -393,7 +381,7 @@ def test_a_damaged_file_of_the_library_is_left_out_from_the_damage_on(tmp_path, 
     assert f"{source}: cannot be read: " in made(source, expect=2)
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the end"}])
     told = made(source, other, "--skip_bad")
-    *documents, last = [bytes(ids[:-1]).decode() for ids, _ in read(tmp_path / "o")]
+    *documents, last = strings(tmp_path / "o")
     assert documents == texts(2000)[: len(documents)] and last == "the end"
     assert f"left out         {source}: cannot be read" in told
 
@@ -410,7 +398,7 @@ def test_one_process_and_two_make_the_same_of_chats_and_rows(tmp_path, made, cha
              "0", "--tokenizer", chats, "--workers", workers], env=environment(),
             capture_output=True)
         assert done.returncode == 0 and not done.stderr, done
-        assert files_of(tmp_path / "p") == files_of(tmp_path / "o")
+        assert contents(tmp_path / "p") == contents(tmp_path / "o")
 
 
 def test_an_id_never_wraps(tmp_path):
@@ -435,6 +423,7 @@ def test_a_tokenizer_folder_of_somebody_else_is_left_alone(tmp_path, made, token
 
 def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    same = write_jsonl(tmp_path / "b.jsonl", [{"text": "hello world"}] * 3)
     endless = AutoTokenizer.from_pretrained(tokenizer)
     endless.eos_token = None
     endless.save_pretrained(tmp_path / "endless")
@@ -453,6 +442,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         ([source, "--tokenizer", "./none"], "no folder or hub model"),
         ([tmp_path / "empty.txt"], "no document to train on"),
         ([source, "--val_fraction", 1], "--val_fraction 1.0"),
+        ([same, "--val_fraction", 0.99], "the 3 are drawn for validation"),  # one draw for all
         ([source, "--train_tokenizer", 9], "expected more than 256"),
         ([source, "--train_tokenizer", 300, "--tokenizer", "t"], "exclude each other"),
         ([source, "--workers", 0], "--workers 0: expected at least 1"),
@@ -471,19 +461,13 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
 def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts(50)])
     made(source)
-    before = files_of(tmp_path / "o")
-    large = tmp_path / "large.jsonl"
-    with open(large, "w") as file:
-        for _ in range(200):
-            file.write((json.dumps({"text": "x" * 10_000}) + "\n") * 50)
+    before = contents(tmp_path / "o")
+    large = write_large(tmp_path / "large.jsonl.gz", 100)
     for number, left in ((signal.SIGINT, False), (signal.SIGKILL, True)):
         shutil.rmtree(tmp_path / "o/.preparing", ignore_errors=True)
-        command = [sys.executable, str(ROOT / "data.py"), str(large), "--out", str(tmp_path / "o")]
-        # SIGINT is ignored where pytest itself was started in the background of a script
         process = subprocess.Popen(
-            command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+            [sys.executable, ROOT / "data.py", large, "--out", tmp_path / "o"], env=environment(),
+            start_new_session=True, stderr=subprocess.PIPE, text=True)
         draft = tmp_path / "o/.preparing/new/train.bin"
         while process.poll() is None and not (draft.exists() and draft.stat().st_size > 10**6):
             time.sleep(0.01)
@@ -496,13 +480,13 @@ def test_what_is_interrupted_leaves_the_old_data_alone(tmp_path, made):
                 os.killpg(process.pid, signal.SIGKILL)
         assert process.returncode == (-9 if left else 130), told
         assert (tmp_path / "o/.preparing").exists() == left
-        now = files_of(tmp_path / "o")
+        now = contents(tmp_path / "o")
         assert {name: now[name] for name in before} == before
         assert all(name in before or name.startswith(".preparing") for name in now)
         assert "Traceback" not in told
     assert len(find_files(str(tmp_path / "o"), "train")) == 1
     made(source)  # and that of the killed one is gone
-    assert files_of(tmp_path / "o") == before
+    assert contents(tmp_path / "o") == before
 
 
 def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeypatch):
@@ -550,25 +534,19 @@ def test_what_is_held_does_not_grow_with_the_input(tmp_path, monkeypatch):
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def test_a_trained_tokenizer_splits_text_as_gpt2_does(tmp_path, made):
+def test_a_trained_tokenizer_splits_text_as_gpt2_does_and_is_trained_on(tmp_path, made, run):
     regex = pytest.importorskip("regex")
     (tmp_path / "a.txt").write_text("\n".join(texts(800)))
-    made(tmp_path / "a.txt", "--train_tokenizer", 300)
+    told = made(tmp_path / "a.txt", "--train_tokenizer", 300, "--val_fraction", 0.1)
+    assert "vocabulary 300 (bpe-300@" in told
     loaded = AutoTokenizer.from_pretrained(tmp_path / "o/tokenizer")
+    assert loaded.decode(loaded("naïve 猫")["input_ids"]) == "naïve 猫" and len(loaded) == 300
     splits = loaded.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     known = filter(lambda c: ucd_3_2_0.category(c) != "Cn", map(chr, range(0x3000)))  # of old
     for text in ("it's 12 o'clock,  isn't it?\n\n\tx = {'a': 1.5e-3}  ", "naïve 猫 𝛼²½ I’ll we'LL",
                  " \r\n  end\u3000of\u00a0it", "".join(known)):
         found = [text[begin:end] for _, (begin, end) in splits(text)]
         assert found == regex.findall(GPT2_WORDS, text)
-
-
-def test_a_trained_tokenizer_is_loaded_and_trained_on(tmp_path, made, run):
-    (tmp_path / "a.txt").write_text("\n".join(texts(800)))
-    told = made(tmp_path / "a.txt", "--train_tokenizer", 300, "--val_fraction", 0.1)
-    assert "vocabulary 300 (bpe-300@" in told
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "o/tokenizer")
-    assert loaded.decode(loaded("naïve 猫")["input_ids"]) == "naïve 猫" and len(loaded) == 300
     told = run("--data", tmp_path / "o", "--out_dir", "r")
     assert "vocabulary 300" in told and "bits_per_byte" in told
     made(tmp_path / "a.txt", "--out", tmp_path / "p", "--train_tokenizer", 280)

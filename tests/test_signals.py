@@ -11,15 +11,24 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Process, column, free_port, rows, until, wait_for
-from test_faults import steps
+from conftest import (
+    ROOT,
+    TINY,
+    Process,
+    assert_same_end,
+    column,
+    free_port,
+    rows,
+    saved,
+    steps,
+    until,
+    wait_for,
+)
 from test_watchdog import at_step, hang_of
 
 import data
 import train
 from steady.checkpoints import backup
-from steady.checkpoints.checkpoint import compare, latest_valid
-from steady.checkpoints.writer import Writer
 from steady.models.evaluation import Means
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
@@ -44,18 +53,11 @@ def at_batch(n: int, act) -> list:
     return batches
 
 
-def assert_same_end():
-    one, two = (latest_valid(Path(run) / "checkpoints").state() for run in ("r", "whole"))
-    names = "step", "model", "optimizers", "position", "evaluated_step", "best_loss", "ema"
-    for name in names:
-        assert compare(one[name], two[name], name)[1] == []
-
-
 def finish_and_compare(run, flags=(), ranks=1):
     """Resume, and compare the end, and the evaluations, with a run that was not disturbed."""
     run(*FLAGS, *flags, "--auto_resume", ranks=ranks)
     run(*FLAGS, *flags, "--out_dir", "whole", ranks=ranks)
-    assert_same_end()
+    assert_same_end(Path("r"), Path("whole"), "evaluated_step", "best_loss")
     assert column(Path("r"), "val/loss") == column(Path("whole"), "val/loss")
     assert [row["step"] for row in rows(Path("r")) if "val/loss" in row] == [6, 12]
 
@@ -81,24 +83,21 @@ def test_a_signal_in_an_evaluation_ends_it_and_costs_no_step(run, tmp_path, rank
     finish_and_compare(run, flags, ranks)
 
 
-def kill_after(path: str):
-    wait_for(Path(path))
-    os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_kill_in_an_evaluation_costs_no_step(run, tmp_path, logged):
+    """Nor is an evaluation that is made again in the log twice."""
+    def kill(*args):
+        wait_for(tmp_path / "r/checkpoints/step_00000006.pt")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def test_a_kill_in_an_evaluation_costs_no_step(run, tmp_path):
-    newest = "r/checkpoints/step_00000006.pt"
-    run(*FLAGS, hook=lambda rank: at_batch(2, lambda: kill_after(newest)), expect=-9)
-    assert steps(tmp_path / "r") == [4, 6]
-    finish_and_compare(run)
-
-
-def test_an_evaluation_made_again_after_a_kill_is_in_the_log_once(run, tmp_path):
     def hook(rank):
-        train.keep_best = lambda run, loss: kill_after("r/checkpoints/step_00000006.pt")
+        if logged:
+            train.keep_best = kill
+        else:
+            at_batch(2, kill)
 
     run(*FLAGS, hook=hook, expect=-9)
-    assert column(tmp_path / "r", "val/loss")
+    assert steps(tmp_path / "r") == [4, 6] and bool(column(tmp_path / "r", "val/loss")) == logged
     finish_and_compare(run)
 
 
@@ -112,7 +111,7 @@ def test_the_last_evaluation_is_made_up_for_once(run, tmp_path):
     run(*flags, hook=lambda rank: hook(rank, 21), expect=143)
     printed = [run(*flags, "--auto_resume", hook=hook) for _ in range(2)]
     assert ["nothing to do" in each for each in printed] == [False, True]
-    state = latest_valid(tmp_path / "r/checkpoints").state()
+    state = saved(tmp_path / "r")
     assert [state[name] for name in ("evaluated_step", "best_step", "waited")] == [12, 6, 1]
 
 
@@ -130,9 +129,7 @@ def test_a_signal_in_a_sample_cuts_it_short(run, tmp_path, ranks, flags):
 
     run(*FLAGS, "--sample_interval", 5, *flags, ranks=ranks, hook=hook, expect=143)
     assert steps(tmp_path / "r") in ([4, 5], [4, 5, 6])
-    run(*FLAGS, *flags, "--auto_resume", ranks=ranks)
-    run(*FLAGS, *flags, "--out_dir", "whole", ranks=ranks)
-    assert_same_end()
+    finish_and_compare(run, flags, ranks)
 
 
 def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
@@ -155,15 +152,6 @@ def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
 # --- a training thread that is stuck ---------------------------------------------------------
 
 
-def unread_pipe():
-    """From now on stdout and stderr are a pipe that is full, and that nobody reads."""
-    _, unread_pipe.writer = unread_pipe.ends = os.pipe()  # both are kept open
-    fcntl.fcntl(unread_pipe.writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(unread_pipe.writer, bytes(4096))
-    os.dup2(unread_pipe.writer, 1)
-    os.dup2(unread_pipe.writer, 2)
-
-
 def stuck(kind: str):
     Path("stuck").touch()
     if kind == "sleep":
@@ -175,26 +163,6 @@ def stuck(kind: str):
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
-
-
-def test_a_save_is_waited_for(corpus, tmp_path):
-    def hook():
-        plain = Writer.write_files
-
-        def write_files(self, path, step, state):
-            if step == 4:
-                Path("stuck").touch()
-                time.sleep(2)
-            plain(self, path, step, state)
-
-        Writer.write_files = write_files
-
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
-    wait_for(tmp_path / "stuck")
-    process.kill(signal.SIGTERM)
-    assert process.code(30) == 143, process.text()
-    step = steps(tmp_path / "run")[-1]
-    assert step > 4 and f"stopped at step {step} by SIGTERM" in process.text()
 
 
 @pytest.mark.parametrize("kind", ["sleep", "fifo", "C"])
@@ -209,10 +177,16 @@ def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kin
 
 
 def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp_path):
-    def hook():
-        at_step(7, lambda: (unread_pipe(), time.sleep(1000)))
+    def hang():
+        reader, full = os.pipe()
+        fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(full, bytes(4096))
+        os.dup2(full, 1)
+        os.dup2(full, 2)
+        time.sleep(1000)
 
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2], hook)
+    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2],
+                      lambda: at_step(7, hang))
     stacks = tmp_path / "run/stacks/rank_0.txt"
     assert until(lambda: stacks.exists() and "test_signals.py" in stacks.read_text(), 60)
     process.kill(signal.SIGKILL)
@@ -223,22 +197,17 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp
 # --- a small /dev/shm, process 1 -------------------------------------------------------------
 
 
-def in_namespace(kinds: int):
-    """This process is root of a user namespace of its own; skips where that is not allowed."""
-    libc, ids = ctypes.CDLL(None, use_errno=True), (os.getuid(), os.getgid())
-    if libc.unshare(0x10000000 | kinds):
-        os._exit(75)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {ids[0]} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {ids[1]} 1")
-    return libc
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, tmp_path, step):
+    """Of 1 MB, in a user namespace and a mount namespace of its own, if those are allowed."""
     def hook():
-        libc = in_namespace(0x20000)  # a mount namespace
+        libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+        if libc.unshare(0x10000000 | 0x20000):
+            os._exit(75)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
         if libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m"):
             os._exit(75)
         plain = data.Mixture.batch
@@ -257,8 +226,8 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, 
     if code == 75:
         pytest.skip("no user namespaces here")
     assert code == 1 and "in /dev/shm" in process.text() and "Traceback" not in process.text()
-    saved = steps(tmp_path / "run")  # room may come back while batches in flight are used
-    assert saved == [4, saved[-1]] and 5 <= saved[-1] if step else saved == []
+    found = steps(tmp_path / "run")  # room may come back while batches in flight are used
+    assert found == [4, found[-1]] and 5 <= found[-1] if step else found == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")

@@ -7,12 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, column, tiny_config
-from test_data import samples_by_step, token_folder
+from conftest import TINY, assert_same_end, column, samples_seen, tiny_config
+from test_data import assert_epochs_are_whole, token_folder
 
 import config
-from data import Mixture, load_data, load_mixture
-from steady.checkpoints.checkpoint import Checkpoint, compare
+from data import load_data, load_mixture
 from steady.options import ConfigError
 from steady.tokens.files import split_stages
 from steady.tokens.order import Order, mixture_pattern
@@ -89,51 +88,11 @@ def test_grouping_by_length_keeps_stages_and_epochs_apart(seed):
     plain, order = (Order(sizes, stages[0][1], seed, stages[1:]) for _ in range(2))
     lengths = rng.integers(1, 30, (len(sizes), max(sizes)))
     order.group_by_length(int(rng.choice([1, 4, 32])), 8, lambda k, sample: lengths[k, sample])
-    source, sample = order(0, 800)
+    assert_epochs_are_whole(order, sizes, 800)
     begins = [begin for begin, _ in stages]
-    for begin, end in zip(begins, [*begins[1:], None], strict=True):
-        if end is not None:  # the last window may reach beyond 800
-            same = plain(0, 800)[:, begin:end].T.tolist()
-            assert sorted(zip(source[begin:end], sample[begin:end], strict=True)) == sorted(
-                map(tuple, same))
-    for k, size in enumerate(sizes):
-        mine = sample[source == k]
-        for begin in range(0, len(mine) - size + 1, size):
-            assert len(set(mine[begin : begin + size])) == size
-    for start in range(0, 795, 5):
-        assert np.array_equal(order(start, start + 5)[1], sample[start : start + 5])
-
-
-@pytest.mark.parametrize("sizes, begin", [([32], 16), ([60], 24), ([50], 8), ([40, 10, 6], 40),
-                                          ([12], 24), ([300, 40], 104)])
-@pytest.mark.parametrize("n_lengths", [1, 5, 1000])
-def test_no_sample_twice_in_a_step_at_a_stage(sizes, begin, n_lengths):
-    weights = [Fraction(n) for n in sizes]
-    order = Order(sizes, weights, 1, [(begin, weights)])
-    lengths = np.random.default_rng(0).integers(0, n_lengths, (len(sizes), 300))
-    order.group_by_length(32, 8, lambda source, sample: lengths[source, sample])
-    source, sample = order(0, 40 * 8)
-    for step in (1000 * source + sample).reshape(-1, 8).tolist():
-        assert len(set(step)) == 8
-
-
-def test_counts_are_exact_and_epochs_continue(sets):
-    later = split_stages(["0.5", f"{sets['math']}:1", f"{sets['web']}:3", "0.75", sets["code"]],
-                         25, 16)
-    assert list(later) == [12 * 16, 19 * 16]
-    paths = [f"{sets['web']}:3", f"{sets['code']}:1"]
-    mixture = load_mixture(paths, "train", 10, 1, later=later)
-    assert [d.name for d in mixture.datasets] == ["web", "code", "math"]
-    source, sample = mixture.order(0, 25 * 16)
-    counts = [np.bincount(part, minlength=3).tolist() for part in np.split(source, [*later])]
-    assert counts == [[144, 48, 0], [84, 0, 28], [0, 96, 0]]
-    for k, size in enumerate((99, 29, 19)):  # once each before any twice, across the borders
-        mine = sample[source == k]
-        for begin in range(0, len(mine), size):
-            epoch = mine[begin : begin + size]
-            assert len(set(epoch)) == len(epoch)
-    assert mixture.order.epochs(400) == [228 / 99, 144 / 29, 28 / 19]
-    assert mixture.n_tokens == 1500 and len(mixture.fingerprint) == 3
+    for begin, end in zip(begins, begins[1:], strict=False):  # the last may reach beyond 800
+        found, same = (each(0, 800)[:, begin:end].T.tolist() for each in (order, plain))
+        assert sorted(found) == sorted(same)
 
 
 def test_a_stage_by_size_and_a_folder_spelled_otherwise(sets):
@@ -142,17 +101,6 @@ def test_a_stage_by_size_and_a_folder_spelled_otherwise(sets):
     assert [d.name for d in mixture.datasets] == ["web", "code"]
     source = mixture.order(160, 160 + 1280)[0]
     assert np.bincount(source).tolist() == [990, 290]
-
-
-def test_ranks_and_micro_batches_change_nothing(sets):
-    later = {32: [f"{sets['math']}:1", f"{sets['web']}:1"]}
-    mixture = load_mixture([f"{sets['web']}:3", f"{sets['code']}:1"], "train", 10, 1, later=later)
-    expected = samples_by_step(mixture, 1, 16)
-    for world_size, micro_batch in ((1, 5), (2, 8), (3, 2), (16, 1)):
-        found = samples_by_step(mixture, world_size, micro_batch)
-        assert all(torch.equal(found[step], expected[step]) for step in expected)
-    late = samples_by_step(mixture, 2, 4, start_step=3)  # inside the stage
-    assert list(late) == [3] and torch.equal(late[3], expected[3])
 
 
 # --- the option ------------------------------------------------------------------------------
@@ -169,24 +117,21 @@ def test_a_stage_begins_at_the_nearest_step(words, max_steps, expected):
     assert split_stages(words.split(), max_steps, 8) == expected
 
 
-@pytest.mark.parametrize("words", ["a", "0.8", "0.8 a 0.9", "0 a", "1 a", "1.5 a", "-0.1 a",
-                                   "0.8 a 0.7 b", "0.8 a 0.8 b", "a 0.8 b", "2024"])
-def test_words_that_make_no_stages_are_refused(words):
-    with pytest.raises(ConfigError, match=f"--stage {words}: expected rising shares of max_steps"):
-        split_stages(words.split(), 100, 8)
+NO_STAGES = ["a", "0.8", "0.8 a 0.9", "0 a", "1 a", "1.5 a", "-0.1 a", "0.8 a 0.7 b", "0.8 a 0.8 b",
+             "a 0.8 b", "2024", "0.5"]
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--stage", "0.5", "none"], "--stage none: no such file"),
-    (["--stage", "0.5", "code:1", "math"], "--stage code:1 math: give every source a weight"),
-    (["--stage", "0.5", "code", "code/"], "--stage code code/: names a source twice"),
-    (["--stage", "0.5", "code:1", "code/:2"], "--stage code:1 code/:2: names a source twice"),
-    (["--stage", "0.5", "code:0"], "--stage code:0: expected a weight above 0"),
-    (["--stage", "0.5"], "--stage 0.5: expected rising shares"),
+@pytest.mark.parametrize("words, said", [
+    *((words, f"--stage {words}: expected rising shares of max_steps") for words in NO_STAGES),
+    ("0.5 none", "--stage none: no such file"),
+    ("0.5 code:1 math", "--stage code:1 math: give every source a weight"),
+    ("0.5 code code/", "--stage code code/: names a source twice"),
+    ("0.5 code:1 code/:2", "--stage code:1 code/:2: names a source twice"),
+    ("0.5 code:0", "--stage code:0: expected a weight above 0"),
 ])
-def test_what_is_refused(run, sets, flags, words):
-    told = run("--data", sets["web"], *flags, expect=2)
-    assert words in told and len(told.splitlines()) == 1
+def test_what_is_refused(run, sets, words, said):
+    told = run("--data", sets["web"], "--stage", *words.split(), expect=2)
+    assert said in told and len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize("flags", ["--epochs 2", "--max_minutes 1",
@@ -202,6 +147,7 @@ def test_validation_takes_all_sets_by_size(sets):
     train, val = load_data(cfg)
     assert [d.name for d in val.datasets] == [d.name for d in train.datasets]
     assert np.bincount(val.order(0, val.n_samples)[0]).tolist() == [99, 29, 19]
+    assert train.n_tokens == 1500 and len(train.fingerprint) == 3
     train, val = load_data(replace(cfg, val_data=[sets["chat"]]))
     assert [d.name for d in val.datasets] == ["chat"] and len(train.datasets) == 3
     train, val = load_data(replace(cfg, stage=[]))
@@ -216,33 +162,26 @@ STAGE = ["--stage", "0.5", "math:1", "web:1", "0.75", "code"]
 FLAGS = ["--data", "web:3", "code:1", "--vocab_size", 257, "--seq_len", 10, "--log_interval", 1]
 
 
-def state(checkpoint) -> dict:
-    return {name: Checkpoint(checkpoint).state()[name] for name in COMPARED}
-
-
-def test_a_resume_in_a_later_stage_changes_no_bit(run, sets, tmp_path):
+def test_stages_are_the_same_after_a_resume_from_a_file_and_on_two_ranks(run, sets, tmp_path):
     run(*FLAGS, *STAGE, "--out_dir", "r", "--save_interval", 1, "--keep_checkpoints", 99)
-    saved = tmp_path / "r/checkpoints"
     for step in (6, 8, 10):  # where a stage begins, within it, within the last
-        run("--resume", saved / f"step_{step:08d}.pt", "--out_dir", f"from_{step}", bare=True)
-        ends = (tmp_path / d / "checkpoints/step_00000012.pt" for d in ("r", f"from_{step}"))
-        assert compare(*map(state, ends))[1] == []
+        path = tmp_path / f"r/checkpoints/step_{step:08d}.pt"
+        run("--resume", path, "--out_dir", f"from_{step}", bare=True)
+        assert_same_end(tmp_path / "r", tmp_path / f"from_{step}", *COMPARED)
     math, code = (column(tmp_path / "r", f"train/loss/{name}") for name in ("math", "code"))
     assert list(math) == [7, 8, 9] and list(code) == [1, 2, 3, 4, 5, 6, 10, 11, 12]
     assert column(tmp_path / "r", "train/epochs/math")[12] == 12 / 19
     assert list(column(tmp_path / "r", "val/loss/math")) == [12]
-
-
-def test_a_file_of_options_names_the_stages(run, sets, tmp_path):
     (tmp_path / "c.yaml").write_text(
         "data: [web:3, code:1]\nstage: [0.5, 'math:1', web:1, .75, code]\n")
-    cfg = config.parse(["--config", str(tmp_path / "c.yaml")])
-    assert cfg.stage == ["0.5", "math:1", "web:1", ".75", "code"]
-    run(*FLAGS, *STAGE, "--out_dir", "a")
-    told = run(*TINY, "--config", "c.yaml", *FLAGS[3:], "--out_dir", "b", bare=True)
+    assert config.parse(["--config", "c.yaml"]).stage == ["0.5", "math:1", "web:1", ".75", "code"]
+    told = run(*TINY, "--config", "c.yaml", *FLAGS[3:], "--out_dir", "file", bare=True)
     assert "web 75.0% → 50.0% → 0.0% (" in told and "math 0.0% → 50.0% → 0.0% (0.63 epochs)" in told
-    ends = (tmp_path / d / "checkpoints/step_00000012.pt" for d in "ab")
-    assert compare(*map(state, ends))[1] == []
+    assert_same_end(tmp_path / "r", tmp_path / "file", *COMPARED)
+    run(*FLAGS, *STAGE, "--out_dir", "two", ranks=2)
+    for name in ("", "/web", "/code", "/math"):
+        one, two = (column(tmp_path / r, f"train/loss{name}") for r in ("r", "two"))
+        assert list(one) == list(two) and two == pytest.approx(one, rel=1e-3)
 
 
 def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path, capsys):
@@ -277,18 +216,9 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     assert "stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
 
 
-def test_samples_of_each_stage_are_shown(run, sets, tmp_path, capsys, monkeypatch):
-    plain, seen = Mixture.batch, {}
-
-    def batch(self, start, stop):
-        found = plain(self, start, stop)
-        names = [self.datasets[k].name for k in found.source]
-        seen.update(zip(range(start, stop), zip(names, found.tokens.tolist(), strict=True),
-                        strict=True))
-        return found
-
+def test_samples_of_each_stage_are_shown(run, sets, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Mixture, "batch", batch)
+        seen = samples_seen(patch)
         run(*FLAGS, *STAGE, "--out_dir", "r", "--eval_interval", 0, "--sample_interval", 0)
     assert sorted(seen) == list(range(96))
     for step in (6, 7, 9, 10, 12):
@@ -301,11 +231,3 @@ def test_samples_of_each_stage_are_shown(run, sets, tmp_path, capsys, monkeypatc
             title, text = text.split("\n", 1)
             assert title.startswith(f"{g}: {name}, {name}/train.bin from token ")
             assert text.split() == [str(i) for i in ids]
-
-
-def test_two_ranks_train_on_the_same_samples(run, sets, tmp_path):
-    run(*FLAGS, *STAGE, "--out_dir", "one")
-    run(*FLAGS, *STAGE, "--out_dir", "two", ranks=2)
-    for name in ("", "/web", "/code", "/math"):
-        one, two = (column(tmp_path / r, f"train/loss{name}") for r in ("one", "two"))
-        assert list(one) == list(two) and two == pytest.approx(one, rel=1e-3)
