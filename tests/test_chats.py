@@ -315,8 +315,6 @@ def test_what_counts_is_shown(tmp_path, run, command, made_of):
         command("show", "r", 1) + command("show", "r", 2))
 
 
-# --- as TRL does -----------------------------------------------------------------------------
-
 # What TRL's training templates count although it is part of the prompt of an answer.
 HEADERS = {"qwen2_5": ["\n"], "deepseekv3": ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"],
            "deepseek_r1_distill": ["<｜Assistant｜><think>\n", "<｜Assistant｜>"]}

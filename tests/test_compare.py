@@ -20,8 +20,6 @@ from steady.guard.process import exit_code
 from tests.bench import referee
 from tools import compare, report
 
-# --- the statistics --------------------------------------------------------------------------
-
 
 def test_critical_values_are_those_of_tables():
     found = [compare.critical(n, level) for n, level in
@@ -95,9 +93,6 @@ def test_rounding_is_no_difference():
         assert compare.verdict([-bit] * n, 0.1)[1] is None
         assert compare.verdict([-bit, -2 * bit] * n, 0.1)[1] is None
         assert compare.verdict([-1e-4] * n, 0.1)[1] == "B"
-
-
-# --- pairs -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -394,9 +394,6 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
     assert "m/tokenizer.json: cannot be read" in tune("--init_from", "m", expect=2)
 
 
-# --- generation ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run_of_60_steps(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "r"

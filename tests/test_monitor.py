@@ -91,9 +91,6 @@ def spend(m, clock, **ms):
     m.phase("other")
 
 
-# --- time ---
-
-
 def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
     """In the file, in TensorBoard, and in the line that is printed."""
     m = make(tmp_path, peak_flops=1e9, level="full", max_steps=10**6, tensorboard=tmp_path / "tb")
@@ -236,9 +233,6 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
 
 
-# --- metrics ---
-
-
 def test_metrics_are_means_over_the_interval(tmp_path, clock):
     m = make(tmp_path)
     for n in range(1, 9):
@@ -296,9 +290,6 @@ def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
     assert device.peak_flops(CPU, torch.float32) is None
 
 
-# --- files and TensorBoard ---
-
-
 def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, monkeypatch):
     """Three processes, the second in the same second as the first, the third an hour before."""
     real = time.time
@@ -311,9 +302,6 @@ def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, m
         monkeypatch.undo()
     events = events_of(tmp_path / "tensorboard")
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 15))
-
-
-# --- it cannot hurt ---
 
 
 def fail(*_, **__):
@@ -341,9 +329,6 @@ def test_an_error_in_the_diagnosis_does_not_hide_the_error_of_training(run, monk
     monkeypatch.setattr(train, "update", update)
     told = run("--out_dir", "r", expect=1)
     assert "failed: RuntimeError: the real one" in told
-
-
-# --- a GPU's own clock ---
 
 
 class FakeEvent:
@@ -424,9 +409,6 @@ def test_a_negative_interval_is_no_interval(tmp_path, clock):
         m.step(n, loss=torch.ones(()))
     assert not m.losses and not column(tmp_path, "train/loss")
     m.close()
-
-
-# --- a long run ---
 
 
 def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):

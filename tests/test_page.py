@@ -196,9 +196,6 @@ def test_the_library_is_the_one_whose_checksum_is_noted(tmp_path):
     assert (page.PARTS / "uPlot.LICENSE").read_text() in (tmp_path / "page.html").read_text()
 
 
-# --- in a browser ----------------------------------------------------------------------------
-
-
 def show(file) -> str:
     """The page as chromium leaves it, from disk; its console has no error."""
     chromium = shutil.which("chromium") or pytest.skip("needs chromium")

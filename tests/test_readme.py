@@ -61,9 +61,6 @@ def shell(command: str, folder: Path, python: str, **variables) -> str:
     return done.stdout
 
 
-# --- commands --------------------------------------------------------------------------------
-
-
 def shape(line: str) -> str:
     """A line of output without its numbers and the time that is left."""
     return re.sub(r" *\d[\d.,e+-]*[kM]?", " #", line.partition(" | left ")[0])
@@ -161,9 +158,6 @@ def test_scripts_for_clusters(tmp_path, name):
     assert sorted(is_host) == ["0", "1"]
 
 
-# --- requirements ----------------------------------------------------------------------------
-
-
 def requirements(name: str) -> list[Requirement]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line]
@@ -188,8 +182,6 @@ def test_requirements_keep_what_is_installed():
     command = "pip install -r requirements-dev.txt && python -m pytest"  # .ci/run reads it there
     assert f"\n{command}\n" in HACKING and all(f"`{command}`" in t for t in (README, CHINESE))
 
-
-# --- how to change things --------------------------------------------------------------------
 
 PIECE = re.compile(r"\b[iI]n `(\w+\.py)`,\sreplace\n\n```python\n(.*?)```\n\n"
                    r"with\n\n```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
@@ -235,9 +227,6 @@ def test_recipes_apply_and_train(tmp_path, corpus, unchanged, what):
     if what in ("loss", "Generated data", "A length that changes"):
         resumed = train_in(clone, corpus, "s", "--resume", "r/checkpoints/step_00000006.pt")
         assert resumed == {step: loss for step, loss in after.items() if step > 6}
-
-
-# --- what the pages say ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -313,9 +302,6 @@ def test_both_readmes_have_the_same_commands_and_links():
         if page.parent.name == "docs":
             assert f"(docs/{page.name})" in README and f"(docs/{page.name})" in CHINESE
             assert "(../README.md)" in PAGES[page]
-
-
-# --- figures ---------------------------------------------------------------------------------
 
 
 def cells(text: str, title: str) -> list[list[str]]:

@@ -174,8 +174,6 @@ def test_it_is_reported_once_also_after_a_restart():
     assert [found.code for found in news(again)] == []
 
 
-# --- whatever stands in the file -------------------------------------------------------------
-
 ODD = (None, True, -1, -1e9, 1e300, 10**400, math.inf, math.nan, "", "text", [], [1], {}, {"a": 1},
        {"forward": 3}, {"forward": {"a.py:1 f": "many"}}, {"": {"x": 2}}, 0, 0.0, 5, 1 << 60)
 

@@ -603,9 +603,6 @@ def test_run_directories(run, tmp_path):
     assert column(tmp_path / "copy", "train/loss") == column(tmp_path / "runs/001", "train/loss")
 
 
-# --- what the monitor reports ---
-
-
 def test_full_measures_norms_updates_and_entropy(run, tmp_path):
     run("--out_dir", "r", "--monitoring", "full", "--optimizer", "adamw", "--weight_decay", 0,
         "--warmup_steps", 0)

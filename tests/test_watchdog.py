@@ -25,9 +25,6 @@ from steady.ranks.watchdog import PATIENT, Watchdog, describe, find, table
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0", "--no_compile"]
 
-# --- on a clock that the test drives ---------------------------------------------------------
-
-
 def watch(step=50, phase="forward") -> Watchdog:
     """A watchdog of 10 seconds without threads, of a run that is far from its first steps."""
     watchdog, progress = Watchdog(10), Progress(step=0)
@@ -87,9 +84,6 @@ def test_off():
     before = threading.active_count()
     with Watchdog(0):
         assert threading.active_count() == before
-
-
-# --- what the notes of all ranks say ---------------------------------------------------------
 
 
 def note(phase="waiting", host="a", step=811, line="", **other):
@@ -160,9 +154,6 @@ def test_one_rank_speaks_for_all(monkeypatch, capsys):
         dog.last_words(("waiting", [], {rank: note()}))
         assert dog.mixed
     assert capsys.readouterr().err.count("no progress: all ranks wait") == 1
-
-
-# --- real runs -------------------------------------------------------------------------------
 
 
 def at_step(step: int, work):
@@ -302,9 +293,6 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     group[1].code()
     assert "rank 0 has waited 6 s for rank 1 of 3 ranks to start" in group[0].text()
     assert "Traceback" not in group[0].text()
-
-
-# --- replicas --------------------------------------------------------------------------------
 
 
 def test_a_bit_that_flips_changes_the_checksum():
