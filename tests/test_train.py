@@ -22,7 +22,6 @@ from conftest import (
     after_updates,
     column,
     events_of,
-    processes,
     rows,
     tiny_config,
     wait_for,
@@ -180,17 +179,16 @@ def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
     assert "--data: ids below 259, those of --data are below 258" in run(expect=2)
 
 
-def test_random_numbers_are_a_function_of_seed_step_and_rank(corpus, tmp_path):
+def test_random_numbers_are_a_function_of_seed_step_and_rank(run):
     """So ranks drop different units, and a step that is made again drops the same ones.
 
     And gradients are reduced once a step, whatever the number of micro-batches.
     """
-    def drawn():
+    def drawn(*of):
+        train.seed_everything(*of)
         return [torch.rand(1).item(), np.random.rand(), random.random()]
 
     def hook(rank):
-        distribute, rate = parallel.distribute, train.learning_rate
-
         def reduce(state, bucket):
             print("reduced", flush=True)
             return allreduce_hook(state, bucket)
@@ -201,25 +199,21 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank(corpus, tmp_path):
             return ddp
 
         def learning_rate(step, *how):
-            print("drawn", json.dumps(drawn()), flush=True)
+            numbers = torch.rand(1).item(), np.random.rand(), random.random()
+            print("drawn", json.dumps([step, rank, *numbers]), flush=True)
             return rate(step, *how)
 
+        distribute, rate = parallel.distribute, train.learning_rate
         parallel.distribute, train.learning_rate = distribute_and_count, learning_rate
 
-    flags = [*TINY, "--data", corpus, "--out_dir", "r", "--micro_batch_size", 1, "--max_steps", 3,
-             "--eval_interval", 0]
-    found = []
-    for rank, process in enumerate(processes(tmp_path, 2, flags, hook)):
-        assert process.code() == 0, process.text()
-        assert process.text().count("reduced\n") == 3
-        for step, line in enumerate(re.findall("drawn (.*)", process.text())):
-            train.seed_everything(1337, step, rank)
-            found.append(drawn())
-            assert json.loads(line) == found[-1]
-    train.seed_everything(1338, 0, 0)
-    found.append(drawn())
-    for numbers in zip(*found, strict=True):
-        assert len(set(numbers)) == 2 * 3 + 1
+    told = run("--micro_batch_size", 1, "--max_steps", 3, "--eval_interval", 0, ranks=2, hook=hook)
+    assert told.count("reduced\n") == 2 * 3
+    found = [json.loads(line) for line in re.findall("drawn (.*)", told)]
+    assert sorted(where for *where, _, _, _ in found) == [[s, r] for s in range(3) for r in (0, 1)]
+    for step, rank, *numbers in found:
+        assert numbers == drawn(1337, step, rank)
+    for numbers in zip(*(each[2:] for each in found), drawn(1338, 0, 0), strict=True):
+        assert len({*numbers}) == 2 * 3 + 1
 
 
 def test_memory_is_tidied_at_its_intervals(monkeypatch):

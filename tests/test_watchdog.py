@@ -25,6 +25,7 @@ from steady.ranks.watchdog import PATIENT, Watchdog, describe, find, table
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0", "--no_compile"]
 
+
 def watch(step=50, phase="forward") -> Watchdog:
     """A watchdog of 10 seconds without threads, of a run that is far from its first steps."""
     watchdog, progress = Watchdog(10), Progress(step=0)
@@ -207,79 +208,68 @@ def stuck(kind: str):
         re.match("(a+)+$", "a" * 60 + "b")
 
 
-@pytest.mark.parametrize("kind, ranks, flags", [
-    ("sleep", 2, []),
-    pytest.param("file", 4, ["--parallel", "zero3"], marks=pytest.mark.slow),
-    pytest.param("stopped", 4, ["--parallel", "zero3"], marks=pytest.mark.slow),
-    pytest.param("no answer", 4, [], marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags):
+def die(rank: int):
+    """As gloo may miss it: rank 0 would wait for ever."""
+    def requested(self):
+        if self.steps == 50:
+            self.phase("waiting")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        self.steps += 1
+        return plain(self)
+
+    plain, Stop.requested, Stop.steps = Stop.requested, requested, 0
+
+
+def skip_a_collective():
+    def all_gather_object(found, own, *args, **kwargs):
+        calls.append(1)
+        if len(calls) < 6:
+            plain(found, own, *args, **kwargs)
+        else:
+            found[:] = [own] * len(found)
+
+    plain, calls = torch.distributed.all_gather_object, []
+    torch.distributed.all_gather_object = all_gather_object
+
+
+@pytest.mark.parametrize("kind, ranks, flags, code", [
+    ("sleep", 2, [], "stuck"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("file", 4, ["--parallel", "zero3"], "stuck"),
+        ("stopped", 4, ["--parallel", "zero3"], "silent"),
+        ("no answer", 4, [], "silent"),
+        ("dead", 2, ["--monitoring", "off"], "silent"),
+        ("a collective less", 3, ["--batch_size", "12"], "waiting")))])
+def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
     def hook(rank):
-        if rank == ranks - 1:
-            at_step(60, lambda: stuck(kind))
+        if kind == "dead":
+            die(rank)
+        elif rank == ranks - 1:
+            at_step(60, lambda: stuck(kind)) if code != "waiting" else skip_a_collective()
 
     group = processes(tmp_path, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
                                         *flags], hook)
     assert [process.code() for process in group[:-1]] == [1] * (ranks - 1)
-    silent = kind in ("stopped", "no answer")  # torchrun kills it
-    group[-1].kill(signal.SIGKILL if silent else 0)
-    assert group[-1].code() == (-9 if silent else 1)
+    group[-1].kill(signal.SIGKILL if code == "silent" else 0)  # as torchrun does
+    assert group[-1].code() == (-9 if code == "silent" else 1)
     printed = "".join(process.text() for process in group)
     assert printed.count("failed: no progress") == 1
-    hang = hang_of(tmp_path)
-    assert (hang["hang_code"], hang["hang_ranks"]) == ("silent" if silent else "stuck", [ranks - 1])
+    hang, checkpoints = hang_of(tmp_path), tmp_path / "run/checkpoints"
+    assert (hang["hang_code"], hang["hang_ranks"]) == (code, [ranks - 1]), printed
     if kind == "sleep":
         line = r"rank 1 .* forward of step 60 at .*test_watchdog.py:\d+ in stuck"
         assert re.search(line, hang["hang"])
         assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
-        assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
+        assert (checkpoints / "step_00000059.pt").exists()  # rank 0 has saved it
+    if kind == "dead":
+        assert disk.find_corruption(checkpoints / "step_00000040.pt") is None
+    if code == "waiting":
+        assert "saved the last completed step" not in printed  # sums may be of different steps
 
 
 @pytest.mark.slow
-def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
-    """Rank 0 would wait for ever."""
-    def hook(rank):
-        def requested(self):
-            if self.steps == 50:
-                self.phase("waiting")
-                if rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(1000)
-            self.steps += 1
-            return plain(self)
-
-        plain, Stop.requested, Stop.steps = Stop.requested, requested, 0
-
-    flags = [*TINY, "--data", corpus, *FLAGS, "--monitoring", "off", "--hang_seconds", "3"]
-    group = processes(tmp_path, 2, flags, hook)
-    assert [process.code() for process in group] == [1, -9]
-    assert (hang_of(tmp_path)["hang_code"], hang_of(tmp_path)["hang_ranks"]) == ("silent", [1])
-    path = tmp_path / "run/checkpoints/step_00000040.pt"
-    assert path.exists() and disk.find_corruption(path) is None
-
-
-@pytest.mark.slow
-def test_a_collective_that_one_rank_skips(corpus, tmp_path):
-    def hook(rank):
-        plain, calls = torch.distributed.all_gather_object, []
-
-        def all_gather_object(found, own, *args, **kwargs):
-            calls.append(1)
-            if len(calls) < 6 or rank != 2:
-                plain(found, own, *args, **kwargs)
-            else:
-                found[:] = [own] * len(found)
-
-        torch.distributed.all_gather_object = all_gather_object
-
-    group = processes(tmp_path, 3, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
-                                    "--batch_size", "12"], hook)
-    assert [process.code() for process in group] == [1] * 3
-    printed = "".join(process.text() for process in group)
-    hang = hang_of(tmp_path)
-    assert (hang["hang_code"], hang["hang_ranks"]) == ("waiting", [2]), printed
-    assert "saved the last completed step" not in printed  # sums may be of different steps
-
-
 @pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     def hook(rank):
