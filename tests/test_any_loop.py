@@ -185,26 +185,21 @@ def test_its_rows_and_its_lines(loop):
 
 
 @pytest.mark.timed
-def test_slow_from_its_first_step(loop):
-    run_dir, printed, function = loop(0, 0, STEPS)
-    found = [row["finding"] for row in rows(run_dir) if "finding" in row]
-    named = lines_of(found, "slow")
-    assert named and re.fullmatch(rf"\S*loop.py:\d+ {function}", named[0]), found
-    assert named[0] in printed
-    assert named[0] in python(run_dir.parent, "monitor.py", "run")
-
-
-@pytest.mark.timed
-def test_slower_from_a_step_on(loop):
-    run_dir, printed, function = loop(PLANTED, 1, LATE_STEPS)
+@pytest.mark.parametrize("code, planted, first, last", [("slow", 0, 0, STEPS),
+                                                        ("slower", PLANTED, 1, LATE_STEPS)])
+def test_its_slow_line_is_named(loop, code, planted, first, last):
+    run_dir, printed, function = loop(planted, first, last)
     check_columns(run_dir)
     found = [row["finding"] for row in rows(run_dir) if "finding" in row]
-    named = lines_of(found, "slower")
-    assert named and named[0].split(" < ")[0].endswith(f" {function}"), found
-    (since,) = {f["since"] for f in found if lines_of([f], "slower")}
-    assert abs(since - PLANTED) <= 3 * 2 * EVERY
+    named = lines_of(found, code)
+    assert named and re.fullmatch(rf"\S*loop.py:\d+ {function}", named[0].split(" < ")[0]), found
     assert named[0] in python(run_dir.parent, "monitor.py", "run")
-    assert "slow" not in [f["code"] for f in found]
+    if code == "slow":
+        assert named[0] in printed
+    else:
+        (since,) = {f["since"] for f in found if lines_of([f], "slower")}
+        assert abs(since - PLANTED) <= 3 * 2 * EVERY
+        assert "slow" not in [f["code"] for f in found]
 
 
 @pytest.mark.slow

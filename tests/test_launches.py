@@ -29,6 +29,7 @@ from steady.watch import proc
 FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
 
+
 def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
     flags = [*FLAGS, "--max_steps", 6, "--out_dir", "old"]

@@ -236,6 +236,7 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     run("--out_dir", "off", "--monitoring", "off")
     assert not add_profiles(rows(tmp_path / "off"))
 
+
 def keep_the_lock():
     sum(range(400_000))  # in C: about 10 ms
 

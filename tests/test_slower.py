@@ -111,6 +111,7 @@ def test_a_slower_machine_is_told_by_its_probe(probe, blames):
         assert codes(event) == ["unexplained"]
         assert event.parts[0].ms == pytest.approx(0.3 * STEP_MS, rel=0.2)
 
+
 def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
     """Ten times slower, what the phases differ by is ten times as large, too."""
     for seed in range(15):
