@@ -1,7 +1,6 @@
 """Slower than before: since when, machine or program, and the line. Rows with a known answer."""
 
 import itertools
-import math
 import os
 import signal
 from collections import Counter
@@ -13,7 +12,7 @@ import torch
 from steady.watch import machine
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.report import news
-from steady.watch.slower import find_rises, slowdown
+from steady.watch.slower import slowdown
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
 STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
@@ -313,17 +312,6 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     assert event.phase == "checkpoint" and 6001 <= event.since <= 6151
     assert (event.of, event.ms) == (pytest.approx(2), pytest.approx(6))
     assert value(event, "percent") == pytest.approx(60)  # of a step
-
-
-def test_six_values_are_needed_and_one_wild_value_is_not_believed():
-    def rises(values):
-        points = [{"perf/step_ms": x} for x in values]
-        return find_rises("all phases", dict(enumerate(values)), points)
-
-    calm = [1e6 if n == 50 else 1.0 + 0.001 * math.sin(n) for n in range(100)]
-    assert rises(calm) == [] and rises(calm + [3.0] * 5) == []
-    (rise,) = rises(calm + [3.0] * 7)
-    assert rise.since == 100 and rise.after == 3.0
 
 
 def profiles(slower: str, ms: float, looks: int = 40):
