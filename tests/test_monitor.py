@@ -234,16 +234,22 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
 
 
 def test_metrics_are_means_over_the_interval(tmp_path, clock):
+    """Padding is not counted as real tokens; a phase of another name counts as other."""
     m = make(tmp_path)
     for n in range(1, 9):
-        spend(m, clock, forward=1)
+        spend(m, clock, forward=10, shuffle=5)
         m.log("fork/metric", 10 * n)
         m.log("fork/weighted", torch.tensor(4.0 * n), weight=n)
-        step(m, n, float(n))
-    names = "train/loss", "fork/metric", "fork/weighted"
+        step(m, n, float(n), real_tokens=250)
+    names = "train/loss", "fork/metric", "fork/weighted", "train/tokens"
     found = {row["step"]: tuple(row[name] for name in names) for row in logs(tmp_path)}
-    assert found == {1: (1, 10, 4), 4: (3, 30, 4), 8: (6.5, 65, 4)}
-    assert [row["train/tokens"] for row in logs(tmp_path)] == [1000, 4000, 8000]
+    assert found == {1: (1, 10, 4, 250), 4: (3, 30, 4, 1000), 8: (6.5, 65, 4, 2000)}
+    row = logs(tmp_path)[-1]
+    assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
+    assert row["perf/padding_fraction"] == 0.75
+    assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
+    m.close()
+    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
@@ -265,16 +271,6 @@ def test_a_spike_is_far_above_the_noise(noise, spike, found):
         spikes, _ = detector.add(step, losses[step - 8 : step, None].tolist(), [1.0] * 8)
         steps = [(row["anomaly"], row["step"]) for row in spikes]
         assert steps == [("loss spike", 71)] * (found and step == 72)
-
-
-def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
-    m = make(tmp_path)
-    for n in range(1, 5):
-        spend(m, clock, forward=1)
-        step(m, n, real_tokens=250)
-    row = rows(tmp_path)[-1]
-    assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
-    assert row["perf/padding_fraction"] == 0.75
 
 
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
@@ -390,17 +386,6 @@ def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
         assert row["perf/data_ms"] == pytest.approx(1)
         assert row["perf/step_ms"] == pytest.approx(41)
     assert row["perf/step_ms_median"] == pytest.approx(41)
-
-
-def test_a_phase_of_another_name_counts_as_other(tmp_path, clock):
-    m = make(tmp_path)
-    for n in range(1, 9):
-        spend(m, clock, forward=10, shuffle=5)
-        step(m, n)
-    row = rows(tmp_path)[-1]
-    assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
-    m.close()
-    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
 def test_a_negative_interval_is_no_interval(tmp_path, clock):

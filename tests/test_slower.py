@@ -145,20 +145,24 @@ def test_a_change_long_ago_keeps_its_beginning_and_is_reported_once():
     assert step <= (PLANTED + 10) * EVERY
 
 
-@pytest.mark.parametrize("column, ms, cause", [
-    ("machine/throttled_ms", 8, "quota"), ("machine/steal_ms", 8, "stolen"),
-    ("perf/cpu_queue_ms", 8, "contention"), ("machine/disk_ms", 8, "disk"),
-    ("machine/stops", 5, "stopped"),
-])
-def test_what_the_kernel_says_is_the_machine(column, ms, cause):
-    def more(late):
-        return {column: ms * late}
+stops = itertools.count()
 
-    rows = made(factor=1.3, wobbles=0.02, probes=False, more=more)
-    for i, row in enumerate(rows) if column == "machine/stops" else ():
-        row[column] = 3 * max(0, i - PLANTED)  # so far
-    (event,) = detect(rows)
+
+@pytest.mark.parametrize("more, cause, readings", [
+    (lambda late: {"machine/throttled_ms": 8 * late}, "quota", None),
+    (lambda late: {"machine/steal_ms": 8 * late}, "stolen", None),
+    (lambda late: {"perf/cpu_queue_ms": 8 * late}, "contention", None),
+    (lambda late: {"machine/disk_ms": 8 * late}, "disk", None),
+    (lambda late: {"machine/stops": 3 * next(stops) if late else 0}, "stopped", None),
+    (lambda late: {"perf/clock_mhz": 1900 - 500 * late}, "clocks", "1400 MHz"),
+    (lambda late: {"perf/clock_mhz": 1900 - 500 * late, "machine/gpu_celsius": 88,
+                   "machine/gpu_watts": 650.0}, "clocks", "1400 MHz, 88 °C, 650 W"),
+])
+def test_what_the_kernel_or_a_gpu_says_is_the_machine(more, cause, readings):
+    (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))
     assert event.side == "machine" and codes(event)[0] == cause
+    if readings:
+        assert event.parts[0].values == (("readings", readings),)
 
 
 def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
@@ -168,18 +172,6 @@ def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
     (event,) = detect(rows)
     assert event.side == "program" and codes(event) == ["unexplained", "contention"]
     assert 0.8 <= event.parts[0].ms / event.ms < 0.9, event
-
-
-@pytest.mark.parametrize("more, readings", [
-    ({"machine/gpu_celsius": 88, "machine/gpu_watts": 650.0}, "1400 MHz, 88 °C, 650 W"),
-    ({}, "1400 MHz"),
-])
-def test_lower_clocks_of_a_gpu_come_with_what_it_reports(more, readings):
-    rows = made(factor=1.3, wobbles=0.02, probes=False,
-                more=lambda late: {"perf/clock_mhz": 1400 if late else 1900} | more)
-    (event,) = detect(rows)
-    assert event.side == "machine" and codes(event)[0] == "clocks"
-    assert event.parts[0].values == (("readings", readings),)
 
 
 def test_a_report_waits_until_a_line_is_known():
