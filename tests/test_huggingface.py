@@ -409,29 +409,3 @@ def test_generate_from_the_command_line(trained, capsys):
         assert generation.main(arguments) == 2
         told = capsys.readouterr().err
         assert told.startswith("model.py: error:") and told.count("\n") == 1
-
-
-def test_a_chat_is_what_the_template_writes_and_no_more(trained, tmp_path, monkeypatch, capsys):
-    from tokenizers import processors
-
-    assert generation.main(["export", "r", "out"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained("out")
-    tokenizer.bos_token = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 256)])
-    tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>"
-                               "{{ m['content'] }}{% endfor %}<assistant>")
-    tokenizer.save_pretrained("out")
-    prompts = []
-
-    def record(model, tokens, *more, **how):
-        prompts.append(tokens[0].tolist())
-        return generate(model, tokens, *more, **how)
-
-    monkeypatch.setattr(generation, "generate", record)
-    for flags, shows_prompt in ((["--chat"], False), ([], True)):
-        capsys.readouterr()
-        flags = ["generate", "out", "--prompt", "hello", "--max_new_tokens", "4", *flags]
-        assert generation.main(flags) == 0
-        assert capsys.readouterr().out.startswith("hello") == shows_prompt
-    assert prompts == [[256, *b"<user>hello<assistant>"], [256, *b"hello"]]

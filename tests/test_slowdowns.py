@@ -208,12 +208,17 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     assert event.side == "unclear"
 
 
-def test_an_allocator_that_tries_again(drive, clock, monkeypatch):
+def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypatch, tmp_path,
+                                                         capsys):
     monkeypatch.setattr(machine, "read_resources", lambda *_: {
         "memory/alloc_retries": clock.step * clock.late})
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)
     assert value(event, "phases") == [("backward", pytest.approx(10))]
     assert codes(event)[0] == "allocator"
+    capsys.readouterr()
+    assert main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "backward +10 ms" in told and str(event.parts[0]) in told
 
 
 def test_a_list_in_the_loop_that_is_traversed_each_time(drive, clock):
@@ -282,11 +287,3 @@ def test_a_throughput_is_not_lower_for_its_last_log(tmp_path):
              for i, x in enumerate(ms, start=1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert report(tmp_path)["figures"]["perf/tokens_per_second"] == pytest.approx(1e5)
-
-
-def test_the_report_repeats_a_slow_down(drive, clock, tmp_path, capsys):
-    drive(lambda: dict(forward=10 + 10 * clock.late))
-    capsys.readouterr()
-    assert main([str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "forward +10 ms" in told and "+10 ms  unexplained" in told
