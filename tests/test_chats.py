@@ -44,7 +44,6 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
 
 
 def counts(tokenizer, *records) -> dict:
-    """What the summary counts."""
     encoder = Encoder(None, prepare.Options(val_fraction=0))
     encoder.tokenizer = tokenizer
     return +encoder.documents([("a", i, record) for i, record in enumerate(records, 1)])[1]

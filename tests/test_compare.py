@@ -323,7 +323,6 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
-    """A real process."""
     arm = " ".join([*TINY, "--data", str(corpus), "--no_compile", "--max_steps=9999999"])
     process = subprocess.Popen([sys.executable, ROOT / "monitor.py", "compare", arm, arm],
                                cwd=tmp_path, env=environment())

@@ -141,7 +141,6 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
 
 
 def changed(name: str, monkeypatch, file: str = "model.py") -> types.ModuleType:
-    """A file as a fork has it."""
     text = (ROOT / file).read_text()
     for of, old, new in FORKS.get(name) or RECIPES[name]:
         text = text.replace(old, new) if of == file else text
@@ -183,7 +182,6 @@ def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
 
 
 def two_ranks(clone: Path, flags: list) -> list[int]:
-    """The exit codes of two ranks in `clone`."""
     port = free_port()
     group = [in_clone(clone, flags, lambda r=rank: os.environ.update(
         RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",

@@ -36,7 +36,6 @@ def assert_equal_columns(one, other, names, rel):
 
 
 def assert_equal_runs(one, other, rel=0.0):
-    """Losses and final weights are equal, or within rel."""
     assert_equal_columns(one, other, ("train/loss", "val/loss"), rel)
     one, other = newest(one), newest(other)
     if rel:

@@ -198,7 +198,6 @@ def apply(pieces: list[tuple[str, str, str]], clone: Path):
 
 
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
-    """The losses of the train.py in `clone`."""
     process = in_clone(clone, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", out,
                                "--sample_interval", 0, "--save_interval", 6, *flags])
     assert process.code() == 0, process.text()
@@ -207,7 +206,6 @@ def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int
 
 @pytest.fixture(scope="module")
 def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
-    """The losses of the program as it is."""
     assert sum(map(len, RECIPES.values())) == HACKING.count("replace\n\n```python") == 16
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 

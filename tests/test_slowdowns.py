@@ -77,7 +77,6 @@ def slowdowns(folder) -> list:
 
 
 def before_each(monkeypatch, owner, name: str, do):
-    """Call do(*arguments) before each call of a function or method."""
     plain = getattr(owner, name)
 
     def call(*args, **kwargs):
