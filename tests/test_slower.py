@@ -11,6 +11,7 @@ import torch
 
 from steady.watch import machine
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import news
 from steady.watch.slower import slowdown
 
@@ -336,3 +337,14 @@ def test_lines_that_keep_their_shares_are_not_blamed():
     """All of them longer alike, as on a slower machine, or beside work that no look has met."""
     found = detect(made(1, factor=1.5, more=profiles("none", 0.0)))
     assert found and not any("line" in codes(event) for event in found)
+
+
+def test_of_a_function_the_line_that_has_grown_is_named():
+    """By more than a slower machine would explain, and not of three looks."""
+    looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
+             {"m.py:1 f": 60, "m.py:2 f": 110, "m.py:3 f": 5, "m.py:9 g": 30, OTHERS: 5})
+    for factor in (1.0, 1.5):
+        (ms, _, place), (_, _, other) = longer_lines([10.0, 21.0], looks, factor)
+        assert (place, other) == ("m.py:2 f", "m.py:9 g")
+        assert ms == pytest.approx(17.5 - factor * 7.0)
+    assert longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0) == []
