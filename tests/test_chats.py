@@ -44,7 +44,6 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
 
 
 def counts(tokenizer, *records) -> dict:
-    """What the summary counts."""
     encoder = Encoder(None, prepare.Options(val_fraction=0))
     encoder.tokenizer = tokenizer
     return +encoder.documents([("a", i, record) for i, record in enumerate(records, 1)])[1]
@@ -142,29 +141,26 @@ def test_tool_calls_come_in_several_forms():
         "</tool_call><|im_end|>]")
 
 
-def test_thoughts_that_a_template_drops():
-    tokenizer = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
-    assert shown(tokenizer, dict(messages=CHATS["two thoughts"])) == [
+@pytest.mark.parametrize("family, messages, expected", [
+    # a template that drops earlier thoughts, and one that writes empty ones
+    ("deepseek", CHATS["two thoughts"], [
         "<U>2+2?<A><think>\n[It is 4.\n</think>\n\nFour.</s>]",
-        "<U>2+2?<A>\n\nFour.</s><U>3?<A><think>\n[Hm.\n</think>\n\nThree.</s>]",
-    ]
-    assert shown(tokenizer, dict(messages=TALK)) == ["<U>Hello<A>[Hi.</s>]<U>And?<A>[Bye.</s>]"]
-    assert shown(tokenizer_of("qwen3"), dict(messages=TALK[:2])) == [
-        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\nHi."
-        "<|im_end|>]"]
-
-
-def test_a_system_prompt_that_a_template_writes_only_at_the_end():
-    assert shown(tokenizer_of("mistral"), dict(messages=CHATS["two turns"])) == [
+        "<U>2+2?<A>\n\nFour.</s><U>3?<A><think>\n[Hm.\n</think>\n\nThree.</s>]"]),
+    ("deepseek", TALK, ["<U>Hello<A>[Hi.</s>]<U>And?<A>[Bye.</s>]"]),
+    ("qwen3", TALK[:2], ["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+                         "[<think>\n\n</think>\n\nHi.<|im_end|>]"]),
+    # what answers nobody, and what nobody answers
+    ("deepseek", TALK[1:], ["<A>Hi.</s><U>And?<A>[Bye.</s>]"]),
+    ("deepseek", TALK[:3], ["<U>Hello<A>[Hi.</s>]<U>And?</s>"]),
+    # a system prompt that a template writes only at the end
+    ("mistral", CHATS["two turns"], [
         "<s>[INST] Be brief.\n\nHello[/INST][ Hi.</s>]",
-        "<s>[INST] Hello[/INST] Hi.</s>[INST] Be brief.\n\nAnd?[/INST][ Bye\n\nnow.</s>]",
-    ]
-
-
-def test_what_answers_nobody_and_what_nobody_answers():
-    tokenizer = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
-    assert shown(tokenizer, dict(messages=TALK[1:]), dict(messages=TALK[:3])) == [
-        "<A>Hi.</s><U>And?<A>[Bye.</s>]", "<U>Hello<A>[Hi.</s>]<U>And?</s>"]
+        "<s>[INST] Hello[/INST] Hi.</s>[INST] Be brief.\n\nAnd?[/INST][ Bye\n\nnow.</s>]"]),
+])
+def test_what_counts_where_templates_write_turns_anew(family, messages, expected):
+    own = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
+    tokenizer = own if family == "deepseek" else tokenizer_of(family)
+    assert shown(tokenizer, dict(messages=messages)) == expected
 
 
 @pytest.mark.parametrize("record, words", [
@@ -314,8 +310,6 @@ def test_what_counts_is_shown(tmp_path, run, command, made_of):
     assert "assistant\n⟦Hi.<|im_end|>\n⟧<|im_start|>user" in (
         command("show", "r", 1) + command("show", "r", 2))
 
-
-# --- as TRL does -----------------------------------------------------------------------------
 
 # What TRL's training templates count although it is part of the prompt of an answer.
 HEADERS = {"qwen2_5": ["\n"], "deepseekv3": ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"],

@@ -22,6 +22,12 @@ from tests.bench import referee
 from tools import compare, report
 
 
+def test_critical_values_are_those_of_tables():
+    found = [compare.critical(n, level) for n, level in
+             ((3, 0.01), (5, 0.01), (8, 0.01), (20, 0.01), (8, 1e-6), (20, 1e-6))]
+    assert found == pytest.approx([9.925, 4.604, 3.499, 2.861, 15.767, 7.069], rel=1e-3)
+
+
 def ends(differences: np.ndarray, level) -> tuple[np.ndarray, np.ndarray]:
     """(whether each row finds a difference, whether it prefers B), as `decide` does."""
     found, preferred = np.zeros((2, *differences.shape[:-1]), bool)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import types
@@ -142,7 +141,6 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
 
 
 def changed(name: str, monkeypatch, file: str = "model.py") -> types.ModuleType:
-    """A file as a fork has it."""
     text = (ROOT / file).read_text()
     for of, old, new in FORKS.get(name) or RECIPES[name]:
         text = text.replace(old, new) if of == file else text
@@ -184,7 +182,6 @@ def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
 
 
 def two_ranks(clone: Path, flags: list) -> list[int]:
-    """The exit codes of two ranks in `clone`."""
     port = free_port()
     group = [in_clone(clone, flags, lambda r=rank: os.environ.update(
         RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
@@ -268,14 +265,6 @@ def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
     weights = [*policy.parameters()]
     grads = torch.autograd.grad(losses.sum() / len(SUMS), weights)
     torch.testing.assert_close(grads, torch.autograd.grad(expected, weights), rtol=1e-4, atol=1e-6)
-
-
-def test_a_fork_without_tools_resumes(tmp_path, corpus):
-    clone = copy_files(tmp_path / "clone")
-    shutil.rmtree(clone / "tools")
-    assert go(clone, corpus, "r", "--max_steps", 10) == 0
-    assert go(clone, corpus, "r", "--max_steps", 20, "--auto_resume") == 0
-    assert max(column(clone / "r", "train/loss")) == 20
 
 
 def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):

@@ -10,16 +10,7 @@ import families
 import pytest
 import torch
 from conftest import TINY, column
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import config
 import train
@@ -39,16 +30,23 @@ SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_la
              eos_token_id=256, bos_token_id=None, pad_token_id=None)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
+GPT2 = dict(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=256)
+
+
+def small(kind, **more):
+    return AutoConfig.for_model(kind, **SMALL, **more)
+
+
 FAMILIES = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "llama, head_dim": lambda: LlamaConfig(**SMALL, head_dim=24, rms_norm_eps=1e-5),
-    "llama3 rope": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "linear rope": lambda: LlamaConfig(**SMALL, rope_parameters=dict(
+    "llama": lambda: small("llama"),
+    "llama, head_dim": lambda: small("llama", head_dim=24, rms_norm_eps=1e-5),
+    "llama3 rope": lambda: small("llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "linear rope": lambda: small("llama", rope_parameters=dict(
         rope_type="linear", rope_theta=10000.0, factor=4.0)),
-    "mistral": lambda: MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**SMALL),
-    "qwen2, tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=32),
+    "mistral": lambda: small("mistral", sliding_window=None),
+    "qwen2": lambda: small("qwen2"),
+    "qwen2, tied": lambda: small("qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: small("qwen3", head_dim=32),
 }
 
 
@@ -100,9 +98,9 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family
 def test_what_our_model_cannot_compute_is_not_taken_for_it(tmp_path):
     for odd in (dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
                 dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))):
-        assert huggingface.native_shape(LlamaConfig(**SMALL, **odd)) is None, odd
-    assert huggingface.native_shape(LlamaConfig(**SMALL))["max_position"] == 128
-    windowed = MistralConfig(**SMALL, sliding_window=16)
+        assert huggingface.native_shape(small("llama", **odd)) is None, odd
+    assert huggingface.native_shape(small("llama"))["max_position"] == 128
+    windowed = small("mistral", sliding_window=16)
     assert huggingface.native_shape(windowed)["max_position"] == 16
     windowed.save_pretrained(tmp_path)
     assert huggingface.config_from_hf(Config(init_from=str(tmp_path))).seq_len == 16  # not 1,024
@@ -169,35 +167,9 @@ def tune(run, corpus):
     return lambda *flags, **how: run("--data", corpus, *FINE, *flags, bare=True, **how)
 
 
-def test_what_is_trained_further_goes_out_again(tmp_path, tune, tokens):
-    save_random(tmp_path / "m", FAMILIES["qwen2"]())
-    tune("--init_from", "m", "--out_dir", "r", "--learning_rate", 1e-3, "--lr_schedule", "constant")
-    losses = column(tmp_path / "r", "train/loss")
-    assert losses[20] < 0.7 * losses[1]
-    assert generation.main(["export", "r", "out"]) == 0
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert theirs.config.max_position_embeddings == 128
-    ours, *_ = generation.open_model(tmp_path / "r")
-    assert ours.cfg.seq_len == 128  # learned before this run, whose rows have 32
-    assert relative(theirs(tokens).logits, ours.eval()(tokens)) < 1e-4
-
-
 KINDS = {"qwen3": [], "qwen3, head_dim": ["--head_dim", 24], "llama": ["--no_qk_norm"],
          "qwen2": ["--qkv_bias", "--no_qk_norm"], "tied": ["--tie_embeddings"],
          "llama3 rope": ["--rope_scaling", 8, 1, 4, 16]}
-
-
-@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
-def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
-    run("--out_dir", "r", "--max_steps", 3, *flags)
-    assert generation.main(["export", "r", "out"]) == 0
-    assert "warning" not in capsys.readouterr().err
-    _, state, _ = generation.open_checkpoint(tmp_path / "r", False)
-    ours = ours_of(tmp_path / "out")
-    size = state["vocab_size"]
-    for name, tensor in ours.state_dict().items():
-        rows = slice(size) if name in ("embedding.weight", "head.weight") else slice(None)
-        assert torch.equal(tensor[rows], state["model"][name][rows]), name
 
 
 # what vLLM and llama.cpp's converter read
@@ -208,11 +180,18 @@ READ = ("architectures", "model_type", "hidden_size", "intermediate_size", "num_
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
-def test_an_export_has_the_fields_of_its_family(tmp_path, flags):
-    """As a folder of that shape that the family's own configuration has written."""
-    cfg = config.resolve(config.parse([*TINY, "--vocab_size", "257", *map(str, flags)]))
-    huggingface.save_config(cfg, None, tmp_path, torch.bfloat16, [256])
-    found = json.loads((tmp_path / "config.json").read_text())
+def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
+    """And has the fields that the family's own configuration writes for that shape."""
+    run("--out_dir", "r", "--max_steps", 3, *flags)
+    assert generation.main(["export", "r", "out"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    _, state, _ = generation.open_checkpoint(tmp_path / "r", False)
+    size, cfg = state["vocab_size"], state["config"]
+    for name, tensor in ours_of(tmp_path / "out").state_dict().items():
+        rows = slice(size) if name in ("embedding.weight", "head.weight") else slice(None)
+        assert torch.equal(tensor[rows], state["model"][name][rows]), name
+
+    found = json.loads((tmp_path / "out/config.json").read_text())
     shape = {name: found[name] for name in READ if name not in ("architectures", "model_type")}
     theirs = AutoConfig.for_model(found["model_type"], **shape)
     theirs.architectures = [f"{found['model_type'].capitalize()}ForCausalLM"]
@@ -220,10 +199,10 @@ def test_an_export_has_the_fields_of_its_family(tmp_path, flags):
     expected = json.loads((tmp_path / "theirs/config.json").read_text())
     assert {name: found[name] for name in READ} == {name: expected[name] for name in READ}
     rope = expected["rope_parameters"]
-    assert found["rope_theta"] == rope["rope_theta"] and found["torch_dtype"] == "bfloat16"
+    assert found["rope_theta"] == rope["rope_theta"] and found["torch_dtype"] == "float32"
     assert (found.get("rope_scaling") or {}).get("factor") == rope.get("factor")
-    assert (found["head_dim"], found["num_key_value_heads"]) == (cfg.head_dim, cfg.n_kv_head)
-    assert (found["hidden_size"], found["vocab_size"]) == (cfg.d_model, 257)
+    assert (found["head_dim"], found["num_key_value_heads"]) == (cfg["head_dim"], cfg["n_kv_head"])
+    assert (found["hidden_size"], found["vocab_size"]) == (cfg["d_model"], 257)
 
 
 def test_transformers_loads_what_is_exported(run, tmp_path):
@@ -243,31 +222,28 @@ def test_transformers_loads_what_is_exported(run, tmp_path):
     assert torch.equal(generate(ours, prompt, 8, temperature=0), expected)
 
 
-@pytest.mark.parametrize("family", ["llama3 rope", "gpt2"])
-def test_an_export_keeps_what_training_leaves_alone(tmp_path, tune, family):
+@pytest.mark.parametrize("kind, more", [("llama3 rope", []), ("llama3 rope", ["--lora_rank", 4]),
+                                        ("gpt2", [])])
+def test_an_export_keeps_what_training_leaves_alone(tmp_path, tune, kind, more):
     """And has the keys that transformers 4 reads."""
-    found = FAMILIES["llama3 rope"]() if family != "gpt2" else GPT2Config(
-        vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=256)
-    save_random(tmp_path / "m", found)
+    gpt2 = AutoConfig.for_model("gpt2", **GPT2)
+    save_random(tmp_path / "m", gpt2 if kind == "gpt2" else FAMILIES[kind]())
     usual = dict(bos_token_id=7, pad_token_id=8, eos_token_id=[9, 256], repetition_penalty=1.05,
                  min_p=0.1, do_sample=True, temperature=0.6)
     (tmp_path / "m/generation_config.json").write_text(json.dumps(usual))
-    for more in ([], ["--lora_rank", 4]) if family != "gpt2" else ([],):
-        tune("--init_from", "m", "--max_steps", 2, "--out_dir", "r", "--overwrite", *more)
-        shutil.rmtree("out", ignore_errors=True)
-        assert generation.main(["export", "r", "out", "--dtype", "bf16"]) == 0
-        base, new = (json.loads((tmp_path / name / "config.json").read_text())
-                     for name in ("m", "out"))
-        changed = {name for name in base | new if base.get(name) != new.get(name)}
-        old = set() if family == "gpt2" else {"rope_theta", "rope_scaling"}
-        assert changed == {"dtype", "torch_dtype", "eos_token_id", *old}
-        assert new["dtype"] == new["torch_dtype"] == "bfloat16"
-        if old:
-            assert new["rope_theta"] == 500000.0 and new["rope_scaling"]["rope_type"] == "llama3"
-        written = json.loads((tmp_path / "out/generation_config.json").read_text())
-        assert written == usual | dict(eos_token_id=[256, 9])
-        settings = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
-        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    tune("--init_from", "m", "--max_steps", 2, "--out_dir", "r", *more)
+    assert generation.main(["export", "r", "out", "--dtype", "bf16"]) == 0
+    base, new, written, settings = (json.loads((tmp_path / name).read_text()) for name in (
+        "m/config.json", "out/config.json", "out/generation_config.json",
+        "out/tokenizer_config.json"))
+    changed = {name for name in base | new if base.get(name) != new.get(name)}
+    old = set() if kind == "gpt2" else {"rope_theta", "rope_scaling"}
+    assert changed == {"dtype", "torch_dtype", "eos_token_id", *old}
+    assert new["dtype"] == new["torch_dtype"] == "bfloat16"
+    if old:
+        assert new["rope_theta"] == 500000.0 and new["rope_scaling"]["rope_type"] == "llama3"
+    assert written == usual | dict(eos_token_id=[256, 9])
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
@@ -323,10 +299,8 @@ def test_what_cannot_be_exported(run, tmp_path, capsys):
 
 
 def test_other_architectures_train_through_transformers(tmp_path, tune):
-    found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64,
-                       resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None,
-                       eos_token_id=256)
-    save_random(tmp_path / "gpt2", found)
+    save_random(tmp_path / "gpt2", AutoConfig.for_model(
+        "gpt2", **GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None))
     flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
     told = tune(*flags, "--out_dir", "r", "--monitoring", "full")
     assert "through transformers' own module" in told and "health/output_entropy" not in told
@@ -350,8 +324,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_options_reach_a_model_of_transformers(tmp_path):
-    found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64)
-    save_random(tmp_path, found)
+    save_random(tmp_path, AutoConfig.for_model("gpt2", **GPT2))
     cfg = huggingface.config_from_hf(Config(
         init_from=str(tmp_path), dropout=0.25, activation_checkpointing="full"))
     model = foreign.HFModel(config.resolve(cfg))
@@ -400,9 +373,6 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
     assert "m/tokenizer.json: cannot be read" in tune("--init_from", "m", expect=2)
 
 
-# --- generation ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run_of_60_steps(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "r"
@@ -439,29 +409,3 @@ def test_generate_from_the_command_line(trained, capsys):
         assert generation.main(arguments) == 2
         told = capsys.readouterr().err
         assert told.startswith("model.py: error:") and told.count("\n") == 1
-
-
-def test_a_chat_is_what_the_template_writes_and_no_more(trained, tmp_path, monkeypatch, capsys):
-    from tokenizers import processors
-
-    assert generation.main(["export", "r", "out"]) == 0
-    tokenizer = AutoTokenizer.from_pretrained("out")
-    tokenizer.bos_token = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 256)])
-    tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>"
-                               "{{ m['content'] }}{% endfor %}<assistant>")
-    tokenizer.save_pretrained("out")
-    prompts = []
-
-    def record(model, tokens, *more, **how):
-        prompts.append(tokens[0].tolist())
-        return generate(model, tokens, *more, **how)
-
-    monkeypatch.setattr(generation, "generate", record)
-    for flags, shows_prompt in ((["--chat"], False), ([], True)):
-        capsys.readouterr()
-        flags = ["generate", "out", "--prompt", "hello", "--max_new_tokens", "4", *flags]
-        assert generation.main(flags) == 0
-        assert capsys.readouterr().out.startswith("hello") == shows_prompt
-    assert prompts == [[256, *b"<user>hello<assistant>"], [256, *b"hello"]]

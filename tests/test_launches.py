@@ -29,8 +29,6 @@ from steady.watch import proc
 FLAGS = [*TINY, "--log_interval", 1, "--eval_interval", 0]
 slow = pytest.mark.slow
 
-# --- restarts --------------------------------------------------------------------------------
-
 
 def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
@@ -89,8 +87,6 @@ def test_a_rank_that_fails_alone_says_why(corpus, tmp_path):
     assert [process.code() for process in group] == [2, 2]
     assert "".join(process.text() for process in group).count("--resume none: no such file") == 1
 
-
-# --- orphans ---------------------------------------------------------------------------------
 
 # Rank 1 waits for ever, and rank 0 for it, or also by itself; each leaves its process id.
 WAITS = """
@@ -158,9 +154,6 @@ def test_tasks_without_torchrun_are_refused(run, tmp_path, monkeypatch, name, la
     assert f"{name}=2" in told and launcher in told and not any(tmp_path.iterdir())
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it
     run("--max_steps", 2, "--eval_interval", 0)
-
-
-# --- threads ---
 
 
 SPIN = """

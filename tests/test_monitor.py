@@ -21,7 +21,6 @@ from steady.watch.clock import DeviceTimes
 from steady.watch.gather import slowest_rank
 from steady.watch.history import read_rows
 from steady.watch.report import report
-from steady.watch.sinks import open_metrics
 from steady.watch.slower import OWN_PHASES
 from steady.watch.trends import Spikes
 
@@ -92,11 +91,9 @@ def spend(m, clock, **ms):
     m.phase("other")
 
 
-# --- time ---
-
-
 def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
-    m = make(tmp_path, peak_flops=1e9, level="full", max_steps=10**6)
+    """In the file, in TensorBoard, and in the line that is printed."""
+    m = make(tmp_path, peak_flops=1e9, level="full", max_steps=10**6, tensorboard=tmp_path / "tb")
     for n in range(1, 9):
         spend(m, clock, data=10 * n, forward=20, backward=30, optimizer=5)
         previous = m.phase("evaluation")
@@ -119,6 +116,13 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
         "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1.00 | 120.0 ms | 8.33k tok/s | "
         f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | "
         "left 33h19m")  # 120 ms times a million, less eight
+    m.close()
+    events = events_of(tmp_path / "tb")
+    for row in rows(tmp_path):
+        shown = {name for name in row if not name.startswith("limit/")}
+        for name in shown - {"step", "about", "seconds", "busiest_thread"}:
+            (value,) = [e.value for e in events.Scalars(name) if e.step == row["step"]]
+            assert value == pytest.approx(row[name], rel=1e-5)
 
 
 def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock, monkeypatch):
@@ -148,13 +152,6 @@ def test_time_adds_up_over_restarts_and_lost_steps_count_as_lost(tmp_path, monke
     assert [row["step"] for row in rows(tmp_path) if "perf/step_ms" in row] == [1, 2, 3, 4]
 
 
-def test_mfu_is_of_all_devices(tmp_path, clock):
-    m = make(tmp_path, peak_flops=4 * 0.02e12, log_interval=1)
-    spend(m, clock, forward=100)
-    step(m, 1)
-    assert logs(tmp_path)[-1]["perf/mfu"] == pytest.approx(1000 * 1e6 / 0.1 / (4 * 0.02e12))
-
-
 def test_after_a_rollback_no_time_is_counted_twice(tmp_path, clock):
     """A second monitor in the same process, which began long before it."""
     clock.advance(1.0)
@@ -178,39 +175,26 @@ def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):
     assert m.close() == "" and m.parts[0].on_gc not in gc.callbacks
 
 
-def test_scalars_become_numbers(tmp_path):
-    values = dict(enumerate([
-        np.float32(1.5), np.array([1.5]), np.array(1.5, np.float16), torch.tensor(1.5),
-        torch.tensor([[1.5]], dtype=torch.bfloat16, requires_grad=True)]))
-    m = make(tmp_path, tensorboard=True)
-    for i, value in values.items():
-        m.log(f"logged/{i}", value)
-        m.log(f"logged/{i}", torch.tensor(2.5))
-        m.log(f"weighed/{i}", 3, weight=value)
-    step(m, 1)
-    m.write(np.int64(1), values | {"a/nan": np.float32("nan")})
-    m.write(1, {"anomaly": "gradient spike", "value": 2.0, "rank": 0})
-    m.close()
-    about, logged, written = rows(tmp_path)[:3]
-    assert about["about"]["last_step"] == 8
-    assert {logged[f"{name}/{i}"] for name in ("logged", "weighed") for i in values} == {2.0}
-    assert written == {"step": 1, "a/nan": None} | {str(i): 1.5 for i in values}
-    events = events_of(tmp_path / "tensorboard")
-    assert [event.value for i in values for event in events.Scalars(str(i))] == [1.5] * 5
-    assert not {"value", "rank"} & {*events.Tags()["scalars"]}
-
-
-def test_a_row_keeps_what_else_it_has(tmp_path):
-    """A fork writes what it likes; what cannot be drawn is not read."""
-    m = make(tmp_path)
+def test_a_row_has_numbers_and_what_else_a_fork_writes(tmp_path):
+    """What cannot be drawn is not read."""
+    numbers = [np.float32(1.5), np.array([1.5]), np.array(1.5, np.float16), torch.tensor(1.5),
+               torch.tensor([[1.5]], dtype=torch.bfloat16, requires_grad=True)]
     odd = {"a/flag": True, "a/text": "yes", "note": "text", "a/list": [1, 2], "a/path": tmp_path,
            "sample": 5, "anomaly": None, "perf/data_ms": "slow", "goodput/lost": None}
+    m = make(tmp_path, tensorboard=True)
+    m.write(np.int64(1), dict(enumerate(numbers)) | {"a/nan": np.float32("nan")})
+    m.write(1, {"anomaly": "gradient spike", "value": 2.0, "rank": 0})
     m.write(1, odd | {"train/loss": 2.0, "a/array": torch.ones(2), "end": {"a/b": "c", "a/d": 1}})
     m.write(2, {"train/loss": 3.0, "sample": 5})
     m.close()
+    about, written, _, row = rows(tmp_path)[:4]
+    assert about["about"]["last_step"] == 8 and row["a/array"] == [1, 1]
+    assert written == {"step": 1, "a/nan": None} | {str(i): 1.5 for i in range(5)}
+    events = events_of(tmp_path / "tensorboard")
+    assert [event.value for i in range(5) for event in events.Scalars(str(i))] == [1.5] * 5
+    assert not {"value", "rank"} & {*events.Tags()["scalars"]}
     kept = [row for _, row in read_rows(tmp_path / "metrics.jsonl")]
-    assert kept[1] == {"step": 1, "train/loss": 2.0}
-    assert rows(tmp_path)[1]["a/array"] == [1, 1] and kept[2] == {"step": 2, "train/loss": 3.0}
+    assert kept[3:5] == [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 3.0}]
     assert report(tmp_path)["figures"]["train/loss"] == 3.0
 
 
@@ -249,61 +233,23 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
 
 
-# --- metrics ---
-
-
 def test_metrics_are_means_over_the_interval(tmp_path, clock):
+    """Padding is not counted as real tokens; a phase of another name counts as other."""
     m = make(tmp_path)
     for n in range(1, 9):
-        spend(m, clock, forward=1)
+        spend(m, clock, forward=10, shuffle=5)
         m.log("fork/metric", 10 * n)
         m.log("fork/weighted", torch.tensor(4.0 * n), weight=n)
-        step(m, n, float(n))
-    names = "train/loss", "fork/metric", "fork/weighted"
+        step(m, n, float(n), real_tokens=250)
+    names = "train/loss", "fork/metric", "fork/weighted", "train/tokens"
     found = {row["step"]: tuple(row[name] for name in names) for row in logs(tmp_path)}
-    assert found == {1: (1, 10, 4), 4: (3, 30, 4), 8: (6.5, 65, 4)}
-    assert [row["train/tokens"] for row in logs(tmp_path)] == [1000, 4000, 8000]
-
-
-def test_tensors_leave_the_device_in_one_copy(tmp_path, clock, monkeypatch):
-    """Each would wait for a GPU."""
-    m, copies, plain = make(tmp_path, log_interval=2), [], torch.Tensor.tolist
-    for k in range(3):
-        m.log(f"health/{k}", torch.tensor(2.0), torch.tensor(True) if k else 1)
-
-    def tolist(tensor):
-        copies.append(tensor)
-        return plain(tensor)
-
-    m.losses = m.grad_norms = [torch.tensor(3.0)]
-    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    row, *_ = m.gather_values(2)
-    assert len(copies) == 1
-    assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
-    assert row["train/loss"] == 3.0
-
-
-def test_ranks_are_averaged_in_one_collective(tmp_path, clock, monkeypatch):
-    sent = []
-
-    def gather(parts, names, group):  # a second rank has twice of everything
-        sent.append(parts)
-        return [parts, [[2 * value if value != 1 else 1 for value in part] for part in parts]]
-
-    monkeypatch.setattr(monitor, "gather", gather)
-    m = make(tmp_path)
-    spend(m, clock, data=3, forward=20)
-    m.log("b", 2.0)
-    m.log("a", torch.tensor(3.0))
-    step(m, 1, 5.0, 7.0)
-    # by name, so all ranks agree; their weights; loss, gradient norm; tokens; own ms
-    (parts,) = sent
-    assert parts[:5] == [[3, 2], [1, 1], [5], [7], [1000]]
-    assert parts[5] == pytest.approx([3, 20, 0, 0, 0])
-    row = rows(tmp_path)[1]
-    assert (row["a"], row["b"], row["train/loss"]) == (4.5, 3.0, 7.5)
-    assert row["perf/slowest_rank"] == 1 and row["perf/slowest_rank_ratio"] == pytest.approx(2)
-    assert OWN_PHASES[row["perf/slowest_rank_phase"]] == "forward"
+    assert found == {1: (1, 10, 4, 250), 4: (3, 30, 4, 1000), 8: (6.5, 65, 4, 2000)}
+    row = logs(tmp_path)[-1]
+    assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
+    assert row["perf/padding_fraction"] == 0.75
+    assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
+    m.close()
+    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
@@ -327,16 +273,6 @@ def test_a_spike_is_far_above_the_noise(noise, spike, found):
         assert steps == [("loss spike", 71)] * (found and step == 72)
 
 
-def test_padding_is_not_counted_as_real_tokens(tmp_path, clock):
-    m = make(tmp_path)
-    for n in range(1, 5):
-        spend(m, clock, forward=1)
-        step(m, n, real_tokens=250)
-    row = rows(tmp_path)[-1]
-    assert row["perf/real_tokens_per_second"] * 4 == pytest.approx(row["perf/tokens_per_second"])
-    assert row["perf/padding_fraction"] == 0.75
-
-
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
     cuda = torch.device("cuda", 0)
     for name, dtype, expected in [
@@ -348,61 +284,6 @@ def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert device.peak_flops(cuda, dtype) == expected
     assert device.peak_flops(CPU, torch.float32) is None
-
-
-# --- files and TensorBoard ---
-
-
-def test_ranks_other_than_0_write_nothing(tmp_path, capsys, clock):
-    m = make(None, tensorboard=True)
-    spend(m, clock, forward=1)
-    step(m, 1)
-    m.close()
-    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
-
-
-def test_a_continued_file_has_no_step_twice_and_no_torn_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 5}\n{"step": 9}\n{"step": 10, "tra')
-    file, *_ = open_metrics(path, start_step=5)
-    with file:
-        file.write('{"step": 6}\n')
-    assert [row["step"] for row in rows(tmp_path)] == [1, 5, 6]
-
-
-def test_a_sink_that_fails_is_given_up_with_one_warning(tmp_path, capsys, clock):
-    m = make(tmp_path, tensorboard=True, log_interval=1)
-
-    class Full:
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-        def __getattr__(self, name):
-            raise OSError(28, "No space left on device")
-
-    m.sinks.open = dict.fromkeys(m.sinks.open, Full())
-    for n in range(1, 5):
-        spend(m, clock, forward=1)
-        step(m, n)
-    m.close()
-    told = capsys.readouterr()
-    assert told.err.count("metrics.jsonl disabled") == told.err.count("TensorBoard disabled") == 1
-    assert "No space left" in told.err and told.out.count("loss 1.0000") == 4
-
-
-def test_tensorboard_has_every_scalar(tmp_path, clock):
-    m = make(tmp_path, tensorboard=tmp_path / "tb")
-    for n in range(1, 9):
-        spend(m, clock, data=n, forward=2 * n)
-        m.phase("forward")
-        step(m, n, float(n))
-    m.close()
-    events = events_of(tmp_path / "tb")
-    for row in rows(tmp_path):
-        shown = {name for name in row if not name.startswith("limit/")}
-        for name in shown - {"step", "about", "seconds", "busiest_thread"}:
-            (value,) = [e.value for e in events.Scalars(name) if e.step == row["step"]]
-            assert value == pytest.approx(row[name], rel=1e-5)
 
 
 def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, monkeypatch):
@@ -417,9 +298,6 @@ def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, m
         monkeypatch.undo()
     events = events_of(tmp_path / "tensorboard")
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 15))
-
-
-# --- it cannot hurt ---
 
 
 def fail(*_, **__):
@@ -447,9 +325,6 @@ def test_an_error_in_the_diagnosis_does_not_hide_the_error_of_training(run, monk
     monkeypatch.setattr(train, "update", update)
     told = run("--out_dir", "r", expect=1)
     assert "failed: RuntimeError: the real one" in told
-
-
-# --- a GPU's own clock ---
 
 
 class FakeEvent:
@@ -499,26 +374,18 @@ def test_device_times_are_read_when_the_device_has_got_there(device_clock):
 
 
 def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
+    """And those of the host before its first step is there."""
     m = make(tmp_path)
     m.clock.events = DeviceTimes()
     for n in range(1, 9):
         spend(m, device_clock, data=1, forward=10, backward=20)
         device_clock.advance(0.01)
         step(m, n)
-    row = rows(tmp_path)[-1]
-    assert row["perf/forward_ms"] == pytest.approx(10) and row["perf/data_ms"] == pytest.approx(1)
+        row = rows(tmp_path)[-1]
+        assert row["perf/forward_ms"] == pytest.approx(10)
+        assert row["perf/data_ms"] == pytest.approx(1)
+        assert row["perf/step_ms"] == pytest.approx(41)
     assert row["perf/step_ms_median"] == pytest.approx(41)
-
-
-def test_a_phase_of_another_name_counts_as_other(tmp_path, clock):
-    m = make(tmp_path)
-    for n in range(1, 9):
-        spend(m, clock, forward=10, shuffle=5)
-        step(m, n)
-    row = rows(tmp_path)[-1]
-    assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
-    m.close()
-    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
 def test_a_negative_interval_is_no_interval(tmp_path, clock):
@@ -527,18 +394,6 @@ def test_a_negative_interval_is_no_interval(tmp_path, clock):
         m.step(n, loss=torch.ones(()))
     assert not m.losses and not column(tmp_path, "train/loss")
     m.close()
-
-
-def test_a_row_before_the_first_sampled_step_has_the_host_s_times(tmp_path, device_clock):
-    m = make(tmp_path)
-    m.clock.events = DeviceTimes()
-    spend(m, device_clock, forward=30)
-    step(m, 1)
-    row = next(row for row in rows(tmp_path) if "perf/step_ms" in row)
-    assert row["perf/step_ms"] == pytest.approx(30) == row["perf/forward_ms"]
-
-
-# --- a long run ---
 
 
 def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):

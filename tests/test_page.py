@@ -161,15 +161,6 @@ def test_what_cannot_be_drawn_leaves_the_rest_of_its_row(tmp_path):
     assert found["figures"]["train/loss"] == rows[-1]["train/loss"]
 
 
-def test_a_run_that_diverged_says_so_first(tmp_path):
-    rows = list(long_run(40, slow_from=99))
-    write_rows(tmp_path / "r", [row | {"train/loss": 4.0 if row["step"] < 1000 else 9.0}
-                                for row in rows])
-    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
-    (event,) = [event for event in told["events"] if event["kind"] == "diverged"]
-    assert event["text"] == told["verdict"][0] and 900 < event["step"] <= 1000
-
-
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path, capsys):
     write_rows(tmp_path / "r", long_run(3, 9))
     assert main([str(tmp_path / "r"), "--html", str(tmp_path / "none/page.html")]) == 2
@@ -194,9 +185,6 @@ def test_the_library_is_the_one_whose_checksum_is_noted(tmp_path):
     write_rows(tmp_path / "r", [])
     make_page(tmp_path, tmp_path / "r")
     assert (page.PARTS / "uPlot.LICENSE").read_text() in (tmp_path / "page.html").read_text()
-
-
-# --- in a browser ----------------------------------------------------------------------------
 
 
 def show(file) -> str:

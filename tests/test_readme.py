@@ -50,18 +50,15 @@ def copy_files(to: Path) -> Path:
     return to
 
 
-def shell(command: str, folder: Path, python: str, **variables) -> str:
-    """What a command prints with this Python first on the PATH; it must succeed."""
-    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+def shell(command: str, folder: Path) -> str:
+    """What a command prints, with this Python first on the PATH; it must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path,
-           "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+           "XDG_CACHE_HOME": str(folder / "cache")}
     env.pop("PYTHONPATH", None)
     done = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-# --- commands --------------------------------------------------------------------------------
 
 
 def shape(line: str) -> str:
@@ -79,9 +76,9 @@ def test_commands_run_as_written(tmp_path):
     first, resume, two = (command.strip() for command in blocks(README, "sh"))
     install, _, train = first.partition(" && ")
     assert install == "pip install -r requirements.txt"
-    assert "Would install" not in shell(f"{install} --dry-run", clone, sys.executable)
+    assert "Would install" not in shell(f"{install} --dry-run", clone)
 
-    printed = shell(f"{train} --max_steps 100", clone, sys.executable)
+    printed = shell(f"{train} --max_steps 100", clone)
     assert len(printed.split("sample  of what it writes:")[1].strip()) > 100
     if "1 x cpu" in printed:
         shown = next(block for block in blocks(README, "") if block.startswith("step "))
@@ -92,11 +89,11 @@ def test_commands_run_as_written(tmp_path):
     # 2.65 here; the standard library differs between versions of Python
     assert column(clone / "runs/001", "val/bits_per_byte")[100] < 2.9
 
-    printed = shell(f"{resume} --eval_steps 2 --max_steps 103", clone, sys.executable)
+    printed = shell(f"{resume} --eval_steps 2 --max_steps 103", clone)
     assert "at step 100" in printed and "step 103/103" in printed
     assert list(column(clone / "runs/001", "train/loss")) == [1, 50, 100, 101, 103]
 
-    printed = shell(f"{two} --eval_steps 2 --max_steps 3", clone, sys.executable)
+    printed = shell(f"{two} --eval_steps 2 --max_steps 3", clone)
     assert "2 x cpu" in printed or "2 x cuda" in printed
     assert list(column(clone / "runs/002", "train/loss")) == [1, 3]
 
@@ -161,9 +158,6 @@ def test_scripts_for_clusters(tmp_path, name):
     assert sorted(is_host) == ["0", "1"]
 
 
-# --- requirements ----------------------------------------------------------------------------
-
-
 def requirements(name: str) -> list[Requirement]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line]
@@ -189,8 +183,6 @@ def test_requirements_keep_what_is_installed():
     assert f"\n{command}\n" in HACKING and all(f"`{command}`" in t for t in (README, CHINESE))
 
 
-# --- how to change things --------------------------------------------------------------------
-
 PIECE = re.compile(r"\b[iI]n `(\w+\.py)`,\sreplace\n\n```python\n(.*?)```\n\n"
                    r"with\n\n```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
 RECIPES = {section.partition("\n")[0].removeprefix("Another "): PIECE.findall(section)
@@ -206,7 +198,6 @@ def apply(pieces: list[tuple[str, str, str]], clone: Path):
 
 
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
-    """The losses of the train.py in `clone`."""
     process = in_clone(clone, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", out,
                                "--sample_interval", 0, "--save_interval", 6, *flags])
     assert process.code() == 0, process.text()
@@ -215,7 +206,6 @@ def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int
 
 @pytest.fixture(scope="module")
 def unchanged(corpus, tmp_path_factory) -> dict[int, float]:
-    """The losses of the program as it is."""
     assert sum(map(len, RECIPES.values())) == HACKING.count("replace\n\n```python") == 16
     return train_in(copy_files(tmp_path_factory.mktemp("unchanged") / "clone"), corpus)
 
@@ -237,20 +227,16 @@ def test_recipes_apply_and_train(tmp_path, corpus, unchanged, what):
         assert resumed == {step: loss for step, loss in after.items() if step > 6}
 
 
-# --- what the pages say ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_and_files_exist(page):
     text = PAGES[page]
     options = (config.Config, prepare.Options, *generate.COMMANDS.values())
     known = {f.name for kind in options for f in dataclasses.fields(kind)}
     known |= {f"no_{name}" for name in known} | {"help", "help_all"}
-    known |= {"nproc_per_node", "max_restarts", "nnodes", "local_addr"}  # of torchrun
-    known |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}
-    known |= {"signal", "requeue", "open_mode"}  # of sbatch
-    known |= {"model_args", "include_path", "tasks"}  # of lm_eval
-    known |= {"monitoring", "monitor_interval"}  # --monitor beside torchrun, and torchrun's own
+    # of torchrun, sbatch and lm_eval; --monitor beside torchrun
+    known |= set("nproc_per_node max_restarts nnodes local_addr rdzv_backend rdzv_endpoint rdzv_id "
+                 "rdzv_conf signal requeue open_mode model_args include_path tasks monitoring "
+                 "monitor_interval".split())
     for script in ("tools/report.py", "tools/compare.py", "tests/bench/__main__.py"):
         known |= set(re.findall(r"\"--(\w+)\"", (ROOT / script).read_text()))
     flags = re.findall(r"(?<![\w-])--([a-z][a-z0-9_-]*[a-z0-9])", text)
@@ -265,10 +251,9 @@ def test_options_and_files_exist(page):
         assert name in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles], anchor
 
 
-@pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
-def test_map_names_every_file(text):
+def test_map_names_every_file():
     """Or its folder; and each of them once."""
-    rows = [line.split("|")[1] for line in text.splitlines()
+    rows = [line.split("|")[1] for line in README.splitlines()
             if re.match(r"\| `[\w/]+(\.py|/)`", line)]
     named = [name for row in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", row)]
     files = [*ROOT.glob("*.py"), *(ROOT / "steady").glob("*.py")]
@@ -315,9 +300,6 @@ def test_both_readmes_have_the_same_commands_and_links():
             assert "(../README.md)" in PAGES[page]
 
 
-# --- figures ---------------------------------------------------------------------------------
-
-
 def cells(text: str, title: str) -> list[list[str]]:
     """The rows of the table under a title."""
     table = [line for line in text.split(f"\n## {title}\n")[1].split("\n## ")[0].splitlines()
@@ -325,22 +307,16 @@ def cells(text: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-def records() -> dict:
-    return json.loads((ROOT / "tests/bench/results/cpu.json").read_text())
-
-
-def measured(record: dict) -> list[list[str]]:
-    """The rows of a benchmark's figures."""
-    return [Figure(**figure).row() for figure in record["figures"]]
-
-
 def test_figures_are_those_on_record():
+    records = json.loads((ROOT / "tests/bench/results/cpu.json").read_text())
+    measured = {name: [Figure(**figure).row() for figure in record["figures"]]
+                for name, record in records.items()}
     listed = cells(PAGES[ROOT / "docs/benchmarks.md"], "All figures")
-    assert listed == [row for record in records().values() for row in measured(record)]
+    assert listed == [row for rows in measured.values() for row in rows]
     for text, title in ((README, "Figures"), (CHINESE, "性能数据")):
         shown = cells(text, title)
         assert len(shown) == 4
         for *_, ratio, spread, command in shown:
             name = re.search(r"tests\.bench (\w+)", command)[1]
-            on_record = [row[2:4] for row in measured(records()[name])]
+            on_record = [row[2:4] for row in measured[name]]
             assert [ratio, spread.replace("～", " to ")] in on_record

@@ -17,7 +17,7 @@ from conftest import ROOT, environment, rows, until
 
 from steady.watch import sampler as profile
 from steady.watch.history import PHASES
-from steady.watch.lines import add_profiles, library_of, own_part
+from steady.watch.lines import add_profiles, library_of
 from steady.watch.sampler import LEAST, Sampler
 
 FRAMES = []
@@ -219,20 +219,8 @@ def test_a_look_into_another_library_names_it(sampler):
     assert last == {"numpy"}
 
 
-def test_the_source_text_of_a_line_comes_along_once(sampler):
-    frame = sys._getframe()
-    for _ in range(2 * LEAST):
-        sampler.look(frame)  # this line
-    row = sampler.read(1)
-    (place,) = [name for name in row["profile"]["forward"] if "text_of_a_line" in name][:1]
-    where = own_part(place).partition(" ")[0]
-    assert row["sources"][where] == "sampler.look(frame)  # this line"
-    for _ in range(2 * LEAST):
-        sampler.look(frame)
-    assert where not in sampler.read(1).get("sources", {})
-
-
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
+    """And the source text of each line, once."""
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "LEAST", 1)
     run("--out_dir", "r", "--log_interval", 4)
@@ -240,7 +228,11 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     assert found and found.keys() <= {*PHASES}
     places = {name for lines in found.values() for name in lines}
     assert any("train.py:" in name for name in places), places
-    assert any(row.get("sources") for row in rows(tmp_path / "r"))
+    sources = [line for row in rows(tmp_path / "r") for line in row.get("sources", {}).items()]
+    lines = (ROOT / "train.py").read_text().splitlines()
+    of_train = {n: text for n, text in sources if n.startswith("train.py:")}
+    assert of_train == {n: lines[int(n.partition(":")[2]) - 1].strip() for n in of_train} != {}
+    assert len(sources) == len({n for n, _ in sources})
     run("--out_dir", "off", "--monitoring", "off")
     assert not add_profiles(rows(tmp_path / "off"))
 

@@ -43,6 +43,10 @@ def parts_of(rows, sources=None) -> dict[str, object]:
 def test_a_healthy_run_gets_no_advice():
     assert parts_of(rows_of({})) == {}
     assert parts_of(rows_of({"evaluation": 1.0, "logging": 0.3, "checkpoint": 0.5})) == {}
+    evaluated = rows_of({"evaluation": 4.0}, {"evaluation": {"my.py:5 evaluate": 9}})
+    assert parts_of(evaluated, {"my.py:5": "for x in range(9): f(x)"}) == {}
+    rank = {"perf/slowest_rank": 1, "perf/slowest_rank_ratio": 1.1, "perf/slowest_rank_phase": 1}
+    assert parts_of(rows_of({"waiting": 2.0}, **rank)) == {}
 
 
 def test_runs_that_were_healthy_before_something_was_planted_get_none():
@@ -61,18 +65,9 @@ def test_a_slow_data_set_in_the_training_process_names_its_line():
     assert line.ms == pytest.approx(14.0 * 10 / 11)
 
 
-def test_lines_without_a_name_are_no_line():
-    assert list(parts_of(rows_of({"data": 14.0}, {"data": {OTHERS: 9}}))) == ["data"]
-
-
-def test_evaluation_is_named_by_no_line_of_it():
-    rows = rows_of({"evaluation": 4.0}, {"evaluation": {"my.py:5 evaluate": 9}})
-    assert parts_of(rows, {"my.py:5": "for x in range(9): f(x)"}) == {}
-
-
-@pytest.mark.parametrize("place", ["data.py:132 loader < train.py:8 train",
+@pytest.mark.parametrize("place", [OTHERS, "data.py:132 loader < train.py:8 train",
                                    "my.py:8 <module> | multiprocessing", "my.py:8 f | selectors"])
-def test_a_loop_starved_by_its_loader_processes(place):
+def test_a_loop_starved_by_its_loader_processes_or_by_no_line_with_a_name(place):
     looks = {"data": {place: 9}}
     found = parts_of(rows_of({"data": 14.0}, looks))
     assert list(found) == ["data"] and found["data"].ms == pytest.approx(14.0)
@@ -147,11 +142,6 @@ def test_causes_that_are_columns(ms, columns, code, gain):
     assert list(found) == [code] and found[code].ms == pytest.approx(gain)
 
 
-def test_a_healthy_rank_is_not_accused():
-    columns = {"perf/slowest_rank": 1, "perf/slowest_rank_ratio": 1.1, "perf/slowest_rank_phase": 1}
-    assert parts_of(rows_of({"waiting": 2.0}, **columns)) == {}
-
-
 def test_rare_heavy_steps_as_of_a_profiler():
     rows = rows_of({"other": 6.0})
     for row in rows:
@@ -183,8 +173,6 @@ def test_it_is_reported_once_also_after_a_restart():
                      rows[30] | {"perf/startup_s": 3.0}, *rows[31:]])
     assert [found.code for found in news(again)] == []
 
-
-# --- whatever stands in the file -------------------------------------------------------------
 
 ODD = (None, True, -1, -1e9, 1e300, 10**400, math.inf, math.nan, "", "text", [], [1], {}, {"a": 1},
        {"forward": 3}, {"forward": {"a.py:1 f": "many"}}, {"": {"x": 2}}, 0, 0.0, 5, 1 << 60)

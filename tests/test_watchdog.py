@@ -20,12 +20,10 @@ from steady.checkpoints.state import Progress
 from steady.guard.stop import Stop
 from steady.ranks import watchdog
 from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
-from steady.ranks.watchdog import PATIENT, Watchdog, describe, find, table
+from steady.ranks.watchdog import PATIENT, Watchdog, describe, find
 
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0", "--no_compile"]
-
-# --- on a clock that the test drives ---------------------------------------------------------
 
 
 def watch(step=50, phase="forward") -> Watchdog:
@@ -89,9 +87,6 @@ def test_off():
         assert threading.active_count() == before
 
 
-# --- what the notes of all ranks say ---------------------------------------------------------
-
-
 def note(phase="waiting", host="a", step=811, line="", **other):
     return dict(step=step, phase=phase, age=90.0, limit=60, host=host, ended=False,
                 waits=phase == "waiting", line=line) | other
@@ -111,31 +106,6 @@ def test_who_is_to_blame(notes, silent, code, blamed):
     assert describe(code, blamed, notes)
 
 
-def test_what_is_printed_of_a_hang():
-    """The wording, in this one place; elsewhere codes and ranks."""
-    notes = {0: note(), 1: note(), 2: note("data", "b", line="data.py:41 in f")}
-    headline = describe("stuck", [2], notes)
-    assert headline == "rank 2 (host b): stuck in data of step 812 at data.py:41 in f"
-    assert table([2], notes).splitlines() == [
-        "  rank 2  b  data of step 812     1m30s  data.py:41 in f",
-        "  rank 0  a  waiting of step 812  1m30s",
-        "  rank 1  a  waiting of step 812  1m30s"]
-    many = table([30], {rank: note() for rank in range(100)}).splitlines()
-    assert many[0].startswith("  rank 30") and many[-1] == "  and 84 more ranks"
-
-
-def watch_several(rank, notes: dict, silent=(), answers=True, monkeypatch=None) -> Watchdog:
-    """Rank `rank` of 16 on two hosts, waiting for 200 s and knowing these notes."""
-    monkeypatch.setattr(watchdog, "rank_and_world", lambda: (rank, rank % 8, 16, 8))
-    monkeypatch.setattr(watchdog, "shared_notes", lambda name: None)
-    dog = watch(phase="waiting")
-    dog.store, dog.awake, dog.age, dog.answered = object(), 1000.0, 200.0, 1000.0 * answers
-    for each in range(16):
-        heard = 1000.0 - (100.0 if each in silent else 1.0)
-        dog.notes[each] = note(host="ab"[each // 8], age=200.0, heard=heard) | notes.get(each, {})
-    return dog
-
-
 @pytest.mark.parametrize("rank, notes, silent, expected", [
     # rank 0 may take that long for a checkpoint: nobody says anything
     (9, {0: dict(phase="checkpoint", limit=360, waits=False)}, (), None),
@@ -145,24 +115,17 @@ def watch_several(rank, notes: dict, silent=(), answers=True, monkeypatch=None) 
     (9, {}, None, ("store", [])),
 ])
 def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
-    dog = watch_several(rank, notes, silent or (), silent is not None, monkeypatch)
+    """Of 16 on two hosts, waiting for 200 s and knowing these notes."""
+    monkeypatch.setattr(watchdog, "rank_and_world", lambda: (rank, rank % 8, 16, 8))
+    monkeypatch.setattr(watchdog, "shared_notes", lambda name: None)
+    dog = watch(phase="waiting")
+    dog.store, dog.awake, dog.age = object(), 1000.0, 200.0
+    dog.answered = 0.0 if silent is None else 1000.0
+    for each in range(16):
+        heard = 1000.0 - (100.0 if each in (silent or ()) else 1.0)
+        dog.notes[each] = note(host="ab"[each // 8], age=200.0, heard=heard) | notes.get(each, {})
     hang = dog.judge()
     assert (hang and hang[:2]) == expected
-
-
-def test_one_rank_speaks_for_all(monkeypatch, capsys):
-    """Two come to a verdict at once."""
-    written = {}
-    store = SimpleNamespace(compare_set=lambda key, _, text: written.setdefault(key, text.encode()))
-    for rank in (0, 1):
-        dog = watch_several(rank, {}, monkeypatch=monkeypatch)
-        dog.store, dog.period = store, 0.01
-        dog.last_words(("waiting", [], {rank: note()}))
-        assert dog.mixed
-    assert capsys.readouterr().err.count("no progress: all ranks wait") == 1
-
-
-# --- real runs -------------------------------------------------------------------------------
 
 
 def at_step(step: int, work):
@@ -216,79 +179,68 @@ def stuck(kind: str):
         re.match("(a+)+$", "a" * 60 + "b")
 
 
-@pytest.mark.parametrize("kind, ranks, flags", [
-    ("sleep", 2, []),
-    pytest.param("file", 4, ["--parallel", "zero3"], marks=pytest.mark.slow),
-    pytest.param("stopped", 4, ["--parallel", "zero3"], marks=pytest.mark.slow),
-    pytest.param("no answer", 4, [], marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags):
+def die(rank: int):
+    """As gloo may miss it: rank 0 would wait for ever."""
+    def requested(self):
+        if self.steps == 50:
+            self.phase("waiting")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        self.steps += 1
+        return plain(self)
+
+    plain, Stop.requested, Stop.steps = Stop.requested, requested, 0
+
+
+def skip_a_collective():
+    def all_gather_object(found, own, *args, **kwargs):
+        calls.append(1)
+        if len(calls) < 6:
+            plain(found, own, *args, **kwargs)
+        else:
+            found[:] = [own] * len(found)
+
+    plain, calls = torch.distributed.all_gather_object, []
+    torch.distributed.all_gather_object = all_gather_object
+
+
+@pytest.mark.parametrize("kind, ranks, flags, code", [
+    ("sleep", 2, [], "stuck"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("file", 4, ["--parallel", "zero3"], "stuck"),
+        ("stopped", 4, ["--parallel", "zero3"], "silent"),
+        ("no answer", 4, [], "silent"),
+        ("dead", 2, ["--monitoring", "off"], "silent"),
+        ("a collective less", 3, ["--batch_size", "12"], "waiting")))])
+def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
     def hook(rank):
-        if rank == ranks - 1:
-            at_step(60, lambda: stuck(kind))
+        if kind == "dead":
+            die(rank)
+        elif rank == ranks - 1:
+            at_step(60, lambda: stuck(kind)) if code != "waiting" else skip_a_collective()
 
     group = processes(tmp_path, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
                                         *flags], hook)
     assert [process.code() for process in group[:-1]] == [1] * (ranks - 1)
-    silent = kind in ("stopped", "no answer")  # torchrun kills it
-    group[-1].kill(signal.SIGKILL if silent else 0)
-    assert group[-1].code() == (-9 if silent else 1)
+    group[-1].kill(signal.SIGKILL if code == "silent" else 0)  # as torchrun does
+    assert group[-1].code() == (-9 if code == "silent" else 1)
     printed = "".join(process.text() for process in group)
     assert printed.count("failed: no progress") == 1
-    hang = hang_of(tmp_path)
-    assert (hang["hang_code"], hang["hang_ranks"]) == ("silent" if silent else "stuck", [ranks - 1])
+    hang, checkpoints = hang_of(tmp_path), tmp_path / "run/checkpoints"
+    assert (hang["hang_code"], hang["hang_ranks"]) == (code, [ranks - 1]), printed
     if kind == "sleep":
         line = r"rank 1 .* forward of step 60 at .*test_watchdog.py:\d+ in stuck"
         assert re.search(line, hang["hang"])
         assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
-        assert (tmp_path / "run/checkpoints/step_00000059.pt").exists()  # rank 0 has saved it
+        assert (checkpoints / "step_00000059.pt").exists()  # rank 0 has saved it
+    if kind == "dead":
+        assert disk.find_corruption(checkpoints / "step_00000040.pt") is None
+    if code == "waiting":
+        assert "saved the last completed step" not in printed  # sums may be of different steps
 
 
 @pytest.mark.slow
-def test_a_dead_rank_that_gloo_does_not_notice(corpus, tmp_path):
-    """Rank 0 would wait for ever."""
-    def hook(rank):
-        def requested(self):
-            if self.steps == 50:
-                self.phase("waiting")
-                if rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(1000)
-            self.steps += 1
-            return plain(self)
-
-        plain, Stop.requested, Stop.steps = Stop.requested, requested, 0
-
-    flags = [*TINY, "--data", corpus, *FLAGS, "--monitoring", "off", "--hang_seconds", "3"]
-    group = processes(tmp_path, 2, flags, hook)
-    assert [process.code() for process in group] == [1, -9]
-    assert (hang_of(tmp_path)["hang_code"], hang_of(tmp_path)["hang_ranks"]) == ("silent", [1])
-    path = tmp_path / "run/checkpoints/step_00000040.pt"
-    assert path.exists() and disk.find_corruption(path) is None
-
-
-@pytest.mark.slow
-def test_a_collective_that_one_rank_skips(corpus, tmp_path):
-    def hook(rank):
-        plain, calls = torch.distributed.all_gather_object, []
-
-        def all_gather_object(found, own, *args, **kwargs):
-            calls.append(1)
-            if len(calls) < 6 or rank != 2:
-                plain(found, own, *args, **kwargs)
-            else:
-                found[:] = [own] * len(found)
-
-        torch.distributed.all_gather_object = all_gather_object
-
-    group = processes(tmp_path, 3, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
-                                    "--batch_size", "12"], hook)
-    assert [process.code() for process in group] == [1] * 3
-    printed = "".join(process.text() for process in group)
-    hang = hang_of(tmp_path)
-    assert (hang["hang_code"], hang["hang_ranks"]) == ("waiting", [2]), printed
-    assert "saved the last completed step" not in printed  # sums may be of different steps
-
-
 @pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     def hook(rank):
@@ -302,9 +254,6 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     group[1].code()
     assert "rank 0 has waited 6 s for rank 1 of 3 ranks to start" in group[0].text()
     assert "Traceback" not in group[0].text()
-
-
-# --- replicas --------------------------------------------------------------------------------
 
 
 def test_a_bit_that_flips_changes_the_checksum():
