@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import types
@@ -265,6 +266,14 @@ def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
     weights = [*policy.parameters()]
     grads = torch.autograd.grad(losses.sum() / len(SUMS), weights)
     torch.testing.assert_close(grads, torch.autograd.grad(expected, weights), rtol=1e-4, atol=1e-6)
+
+
+def test_a_fork_without_tools_resumes(tmp_path, corpus):
+    clone = copy_files(tmp_path / "clone")
+    shutil.rmtree(clone / "tools")
+    assert go(clone, corpus, "r", "--max_steps", 10) == 0
+    assert go(clone, corpus, "r", "--max_steps", 20, "--auto_resume") == 0
+    assert max(column(clone / "r", "train/loss")) == 20
 
 
 def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):

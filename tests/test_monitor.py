@@ -252,6 +252,24 @@ def test_metrics_are_means_over_the_interval(tmp_path, clock):
     assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
+def test_tensors_leave_the_device_in_one_copy(tmp_path, clock, monkeypatch):
+    """Each would wait for a GPU."""
+    m, copies, plain = make(tmp_path, log_interval=2), [], torch.Tensor.tolist
+    for k in range(3):
+        m.log(f"health/{k}", torch.tensor(2.0), torch.tensor(True) if k else 1)
+
+    def tolist(tensor):
+        copies.append(tensor)
+        return plain(tensor)
+
+    m.losses = m.grad_norms = [torch.tensor(3.0)]
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    row, *_ = m.gather_values(2)
+    assert len(copies) == 1
+    assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
+    assert row["train/loss"] == 3.0
+
+
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():
     """With a log at each step a GPU is seldom there when the host asks; one rank's may be."""
     own = np.zeros((3, len(OWN_PHASES)))

@@ -20,7 +20,7 @@ from steady.checkpoints.state import Progress
 from steady.guard.stop import Stop
 from steady.ranks import watchdog
 from steady.ranks.replicas import Replicas, ReplicasDiffer, checksums
-from steady.ranks.watchdog import PATIENT, Watchdog, describe, find
+from steady.ranks.watchdog import PATIENT, Watchdog, describe, find, table
 
 FLAGS = ["--max_steps", "100000", "--out_dir", "run", "--log_interval", "20",
          "--save_interval", "20", "--eval_interval", "0", "--no_compile"]
@@ -104,6 +104,19 @@ def note(phase="waiting", host="a", step=811, line="", **other):
 def test_who_is_to_blame(notes, silent, code, blamed):
     assert find(dict(enumerate(notes)), silent) == (code, blamed)
     assert describe(code, blamed, notes)
+
+
+def test_what_is_printed_of_a_hang():
+    """The wording, in this one place; elsewhere codes and ranks."""
+    notes = {0: note(), 1: note(), 2: note("data", "b", line="data.py:41 in f")}
+    headline = describe("stuck", [2], notes)
+    assert headline == "rank 2 (host b): stuck in data of step 812 at data.py:41 in f"
+    assert table([2], notes).splitlines() == [
+        "  rank 2  b  data of step 812     1m30s  data.py:41 in f",
+        "  rank 0  a  waiting of step 812  1m30s",
+        "  rank 1  a  waiting of step 812  1m30s"]
+    many = table([30], {rank: note() for rank in range(100)}).splitlines()
+    assert many[0].startswith("  rank 30") and many[-1] == "  and 84 more ranks"
 
 
 @pytest.mark.parametrize("rank, notes, silent, expected", [
