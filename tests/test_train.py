@@ -1,5 +1,6 @@
 """The real program from end to end: it learns, resumes exactly, trains the same on any ranks."""
 
+import copy
 import gc
 import json
 import math
@@ -450,7 +451,8 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
 def test_muon_is_its_formula(monkeypatch, most):
     """Momentum, the polar factor from an SVD, rows of equal size, of each matrix of a stack.
 
-    Also a few of them at a time, after a restart, and without a gradient in between.
+    Also a few of them at a time, after a restart, after a step that is taken back, as a rollback
+    does, and without a gradient in between.
     """
     monkeypatch.setattr("steady.ranks.muon.MOST", most)
     torch.manual_seed(0)
@@ -471,9 +473,14 @@ def test_muon_is_its_formula(monkeypatch, most):
             squares[i] = 0.95 * squares[i] + 0.05 * mean
             expected[i] = expected[i] * (1 - 0.1 * 0.1) - 0.1 * 0.2 * u @ vt / squares[i].sqrt()
         muon.step()
-        saved = muon.state_dict()
-        muon = Muon(weights, lr=0.1, weight_decay=0.1, polynomials=exact)
+        saved, before = copy.deepcopy(muon.state_dict()), [w.detach().clone() for w in weights]
+        for w in weights:
+            w.grad = torch.randn_like(w)
+        muon.step()
+        muon = Muon(weights, lr=0.1, weight_decay=0.1, polynomials=exact) if step else muon
         muon.load_state_dict(saved)
+        with torch.no_grad():
+            torch._foreach_copy_(weights, before)
     for w, right in zip(weights, expected, strict=True):
         torch.testing.assert_close(w.detach(), right, rtol=1e-4, atol=1e-5)
     plain = Muon(weights, lr=0.1)
