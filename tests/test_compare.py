@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, column, environment, tidy, tiny_config, until
+from conftest import ROOT, TINY, column, environment, tidy, until
 from test_house import TOP
 
 import train
@@ -229,8 +229,10 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
     flags, results = pretended
     code = tmp_path / "code"
     code.mkdir()
-    subprocess.run(["git", "init", "-q", code], check=True)
     monkeypatch.setattr(compare, "ROOT", code)
+    assert call("", "", "--reuse", expect=2).err.count("\n") == 1
+    assert not os.path.exists("experiments.jsonl")
+    subprocess.run(["git", "init", "-q", code], check=True)
     write_tokens(tmp_path / "train.bin", [bytes(range(256)) * 4])
     write_tokens(tmp_path / "val.bin", [bytes(range(256)) * 4])
 
@@ -253,10 +255,12 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
     assert runs("--reuse") == 6
     (code / "data.txt").write_text("no code")
     assert runs("--reuse") == 0
+    (code / "möre.py").write_text("")
+    assert runs("--reuse") == 6
     results[:], flags[:] = [2.1, 2.1001], []
-    arm = compare.Arm("", code, [], "val_loss", {}, (tiny_config(max_minutes=1.0),))
+    arm = compare.open_arm("", ["--data", str(tmp_path), "--max_minutes", "1"], code, reuse=True)
     for _ in range(2):  # the machine decides how many steps it has
-        compare.result_of("A", arm, 1, reuse=True)
+        compare.result_of("A", arm, 1)
     assert len(flags) == 2
 
 

@@ -81,7 +81,7 @@ class Arm(NamedTuple):
     flags: list[str]
     loss: str  # the name of the compared loss
     evaluated: dict  # the validation samples
-    facts: tuple  # all that decides its losses, but code and seed
+    key: str | None  # with --reuse: the same for runs with the same losses, but for the seed
 
 
 def git(*command: str | Path, at: Path = ROOT) -> str:
@@ -91,7 +91,7 @@ def git(*command: str | Path, at: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-def open_arm(text: str, more: list[str], folder: Path) -> Arm:
+def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     """An arm of a revision, checked out into `folder`, a YAML file or flags. Raises ConfigError."""
     title, code, flags = text or "the defaults", ROOT, []
     if text.endswith((".yaml", ".yml")):
@@ -117,25 +117,29 @@ def open_arm(text: str, more: list[str], folder: Path) -> Arm:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
     flags.append(f"--eval_steps={cfg.eval_steps}")  # whatever the default of a revision
-    facts = (cfg, train_data.fingerprint, val_data.fingerprint, torch.__version__,
-             cfg.init_from and fingerprint(cfg.init_from), torch.get_num_threads(),
-             device_name(pick_device(cfg.device, 0)))
-    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, facts)
+    key = key_of(code, cfg, train_data, val_data) if reuse and not cfg.max_minutes else None
+    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, key)
 
 
-def result_of(name: str, arm: Arm, seed: int, reuse: bool) -> dict:
-    """As `train_once`, or with `reuse` from the ledger, without the ms/step of another hour."""
-    if not reuse or arm.facts[0].max_minutes:
-        return train_once(name, arm, seed)
-    files = git("ls-files", "-co", "--exclude-standard", "*.py", at=arm.code).splitlines()
-    paths = [path for path in map(arm.code.joinpath, sorted(files)) if path.is_file()]
-    code = [(path.relative_to(arm.code), path.read_bytes()) for path in paths]
-    key = hashlib.sha256(repr((code, arm.facts, seed)).encode()).hexdigest()[:16]
-    for row in read_ledger():
-        if row.get("run") == key:
+def key_of(code: Path, cfg, *data) -> str:
+    """A hash of code, options, data, torch, device and threads. Raises ConfigError without git."""
+    files = sorted(git("ls-files", "-coz", "--exclude-standard", "*.py", at=code).split("\0"))
+    texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
+    facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
+             device_name(pick_device(cfg.device, 0)), torch.get_num_threads())
+    sources = [mixture.fingerprint for mixture in data]
+    return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
+
+
+def result_of(name: str, arm: Arm, seed: int) -> dict:
+    """As `train_once`, or of an earlier run with this key, without the ms/step of another hour."""
+    run = arm.key and f"{arm.key} {seed}"
+    for row in read_ledger() if run else ():
+        if row.get("run") == run:
             return row["result"] | dict(step_ms=None)
     result = train_once(name, arm, seed)
-    note(dict(run=key, result=result))
+    if run:
+        note(dict(run=run, result=result))
     return result
 
 
@@ -172,8 +176,7 @@ def compare(argv: list[str]) -> int:
                   f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}")
         return 0
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
-                    "Trains both with the same seeds, and compares validation losses in pairs, "
-                    "until a difference is found or three pairs show none at all.",
+                    "Trains both with the same seeds, until their validation losses differ.",
                     epilog="Other flags are for both. `compare --ledger` prints all comparisons so "
                     "far. Exit codes: 0 B is better, 3 A is, 4 neither is known to be.")
     parser.add_argument("A", help="a git revision, . for the files as they are, a YAML file, or "
@@ -191,12 +194,12 @@ def compare(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run, too
     more += [f"--max_steps={args.steps}"] if args.steps is not None else []
     with tempfile.TemporaryDirectory(prefix="steady-compare-") as folder:
-        arms = {name: open_arm(text.strip(), more, Path(folder, name))
+        arms = {name: open_arm(text.strip(), more, Path(folder, name), args.reuse)
                 for name, text in (("A", args.A), ("B", args.B))}
         if arms["A"].evaluated != arms["B"].evaluated:
             raise ConfigError("A and B have different validation samples; expected the same "
                               "--val_data, --seq_len, --data_mode, and --eval_steps x --batch_size")
-        found = decide(arms, args.seeds, args.reuse, sys.stderr if args.json else sys.stdout)
+        found = decide(arms, args.seeds, sys.stderr if args.json else sys.stdout)
     for name in ("difference", "step_ms_ratio", "memory_ratio"):
         if found[name] is not None and not args.json:
             low, high = found[f"{name}_interval"]
@@ -205,14 +208,14 @@ def compare(argv: list[str]) -> int:
     return EXIT_CODES[found["better"]]
 
 
-def decide(arms: dict[str, Arm], seeds: int, reuse: bool, screen) -> dict:
+def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
     """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
     number, pairs, gaps = 1 + sum("begun" in row for row in read_ledger()), [], []
     note(dict(begun=number))  # it counts, even if it does not end
     level = level_of(number)
     for seed in range(1, seeds + 1):
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
-        pairs.append({name: result_of(name, arms[name], seed, reuse) for name in order})
+        pairs.append({name: result_of(name, arms[name], seed) for name in order})
         a, b = (pairs[-1][name]["loss"] for name in "AB")
         gaps.append(b - a)
         print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
