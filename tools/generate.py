@@ -84,7 +84,6 @@ COMMANDS = dict(generate=GenerateOptions, chat=ChatOptions, eval=EvalOptions, ex
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     return run_command("model.py", run, argv)
 
 

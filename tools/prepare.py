@@ -233,18 +233,16 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
 
 
 def start_worker(worker: int):
+    """It exits with a parent that was killed; results that nobody reads would keep it."""
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
     leave_to_parent(worker)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def end_with_parent():
-    """Exit with a parent that was killed; else results that nobody reads would keep the process."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     return run_command("data.py", prepare_or_show, argv, "interrupted: nothing was changed")
 
 

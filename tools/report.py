@@ -3,8 +3,6 @@
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
     python monitor.py old new                         side by side
-
-The parts of the page, with uPlot (MIT license) for the charts, are in tools/page/.
 """
 
 import base64
@@ -81,15 +79,15 @@ def print_reports(argv: list[str]) -> int:
 def side_by_side(reports: list[dict]) -> str:
     """A table with a column for each run, and the ratio of each value to the first run's."""
     lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    rows = [{f"{name} s": s for name, s in r["seconds"].items() if s} | r["figures"]
-            for r in reports]
+    rows = [{f"{name} s": s for name, s in r["seconds"].items()} | r["figures"] for r in reports]
     for name in dict.fromkeys(name for row in rows for name in row):
         first, cells = rows[0].get(name, math.nan), []
         for value in (row.get(name, math.nan) for row in rows):
             ratio = value / first if first and cells else math.nan
             cells.append("-" if math.isnan(value) else f"{value:.4g}")
             cells[-1] += f" ({ratio:.2f}x)" if math.isfinite(ratio) else ""
-        lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
+        if any(row.get(name) for row in rows):  # else a phase of no run
+            lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -35,8 +35,10 @@ def open_run(run_dir: Path) -> tuple[Config, int]:
     """(options of a short run on one rank, its threads). Raises ConfigError."""
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{run_dir}: no such run, there is no metrics.jsonl in it")
-    cfg = config.resolve(config.parse(["--config", str(run_dir / "config.yaml")]))
     about = History(row for _, row in read_rows(run_dir / "metrics.jsonl")).about
+    if "micro_batch" not in about:
+        raise ConfigError(f"{run_dir}: expected a run of this version")
+    cfg = config.resolve(config.parse(["--config", str(run_dir / "config.yaml")]))
     ranks, micro_batch = int(about["ranks"]), int(about["micro_batch"])
     passes = -(-cfg.batch_size // (ranks * micro_batch))
     cfg = replace(cfg, **SHORT, batch_size=passes * micro_batch, micro_batch_size=str(micro_batch))
