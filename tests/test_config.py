@@ -250,3 +250,18 @@ def test_depth_replaces_the_shape_and_recipe_in_a_file_and_goes_with_no_other(tm
         config_from_hf(config.parse(["--depth", "4", "--init_from", "folder"]))
     assert "--depth 0: expected at least 1" in refused("--depth", "0")
     assert parsed("--depth", "4", "--epochs", "2").max_steps is None
+
+
+@pytest.mark.parametrize("flags, world_size, expected", [
+    (["--batch_size", "512", "--seq_len", "1024"], 3, 16),  # 11 micro-batches for 171 sequences
+    (["--batch_size", "512", "--seq_len", "1024"], 4, 16),
+    (["--batch_size", "8"], 3, 3),
+    (["--batch_size", "8", "--micro_batch_size", "1"], 3, 1),
+    (["--batch_size", "8", "--micro_batch_size", "4"], 3, 3),  # of at most 3 sequences
+    (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
+    (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
+    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3),
+])
+def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
+                                                                         expected):
+    assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected

@@ -19,7 +19,7 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
 from steady.tokens.files import TokenFile, find_sources, stdlib
-from steady.tokens.order import mixture_pattern
+from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
@@ -39,6 +39,17 @@ def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
     for split in ("train", "val"):
         (np.arange(n) % vocab).astype(dtype).tofile(folder / f"{split}.bin")
     return folder
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 65537])
+def test_every_epoch_is_a_permutation(n):
+    i = np.arange(n, dtype=np.uint64)
+    orders = [permute(i, n, np.full(n, key, np.uint64)) for key in (1, 2)]
+    for order in orders:
+        assert np.array_equal(np.sort(order), i)
+    if n > 10:
+        assert not np.array_equal(*orders)  # another in each epoch
+        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
 
 
 def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
@@ -99,6 +110,21 @@ def test_grouping_keeps_epochs_apart(sizes, steps, batch_size, stage, n_lengths)
         assert max(c.max() for c in counts) <= -(-batch_size // n) + 1
 
 
+@pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["0.125", "5"], ["3"]])
+def test_mixture_counts_are_exact_in_every_window_of_the_pattern(weights):
+    weights = [Fraction(w) for w in weights]
+    pattern = mixture_pattern(weights)
+    length, twice = len(pattern), np.tile(pattern, 2)
+    for start in range(length):
+        counts = np.bincount(twice[start : start + length], minlength=len(weights))
+        assert [Fraction(int(c), length) for c in counts] == [w / sum(weights) for w in weights]
+    for k, w in enumerate(weights):  # spread evenly: never more than one off a fair share
+        so_far = np.cumsum(pattern == k) - np.arange(1, length + 1) * float(w / sum(weights))
+        assert np.abs(so_far).max() <= 1
+    rare = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
+    assert np.bincount(rare).tolist() == [10_000, 1, 1]  # rounded, but none is left out
+
+
 def test_mixture_proportions_of_the_samples_themselves(tmp_path):
     """Exact in a repeating pattern, here of 10, in which each set is spread evenly."""
     a, b = token_folder(tmp_path, "a"), token_folder(tmp_path, "b")
@@ -112,8 +138,6 @@ def test_mixture_proportions_of_the_samples_themselves(tmp_path):
     source, block = load_mixture([str(a), str(b)], "train", 10, seed=1).order(0, 198)
     assert np.bincount(source).tolist() == [99, 99]
     assert not np.array_equal(block[source == 0], block[source == 1])  # orders of their own
-    rare = mixture_pattern([Fraction(10_000_019), Fraction(200), Fraction(1)])
-    assert np.bincount(rare).tolist() == [10_000, 1, 1]  # rounded, but none is left out
     with pytest.raises(ConfigError, match="every source a weight"):
         load_mixture([f"{a}:0.7", str(b)], "train", 10, seed=1)
     with pytest.raises(ConfigError, match="a source twice"):

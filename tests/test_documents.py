@@ -18,6 +18,7 @@ from model import Transformer
 from steady.models.device import VARLEN, attention_backend, takes_varlen
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenWriter
+from steady.tokens.packing import pack
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import prepare
 
@@ -100,6 +101,32 @@ def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
     assert packed.n_samples == 225  # rows, as by best fit; the tokens alone fill 217
 
 
+def best_fit(lengths, seq_len):
+    """Room left in each row by best fit decreasing, one document at a time."""
+    room = []
+    for n in sorted(lengths, reverse=True):
+        fits = [r for r in room if r >= n]
+        if fits:
+            room.remove(min(fits))
+        room.append((min(fits) if fits else seq_len) - n)
+    return sorted(room)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_takes_each_document_once_and_fills_rows(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(8, 200))
+    lengths = np.clip(rng.lognormal(3, 1, int(rng.integers(1, 3000))), 1, seq_len).astype(int)
+    different = rng.choice(np.arange(1, 101), 60, replace=False)  # then it is best fit exactly
+    for found, size in ((lengths, seq_len), (different, 100)):
+        order, starts = pack(found, size)
+        assert np.array_equal(np.sort(order), np.arange(len(found)))
+        assert starts[0] == 0 and starts[-1] == len(found) and (np.diff(starts) > 0).all()
+        room = size - np.add.reduceat(found[order], starts[:-1])
+        assert room.min() >= 0 and len(room) <= 1.02 * len(best_fit(found, size)) + 1
+    assert sorted(room) == best_fit(different, 100)
+
+
 def test_what_is_said_of_documents_is_what_they_are(folder):
     documents = [(ids, mask[1 : SEQ_LEN + 1]) for ids, mask in conversations(300) if len(ids) > 1]
     lengths = np.array([min(len(ids) - 1, SEQ_LEN) for ids, _ in documents])
@@ -178,23 +205,43 @@ FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "
          "--optimizer", "adamw", "--eval_interval", 6]
 
 
-def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder):
-    def assert_same():
-        for metric in ("train/loss", "train/tokens", "val/loss"):
-            one, two = (column(tmp_path / name, metric) for name in ("one", "two"))
-            assert two == pytest.approx(one, rel=1e-4)
+def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, monkeypatch):
+    plain, log = Mixture.batch, tmp_path / "seen.txt"
 
+    def batch(self, start, stop):
+        found = plain(self, start, stop)
+        for g, tokens, targets in zip(range(start, stop), found.tokens.tolist(),
+                                      found.targets.tolist(), strict=True):
+            kept = [pair for pair in zip(tokens, targets, strict=True) if pair != (256, IGNORE)]
+            with open(log, "a") as file:
+                print(self.order.seed, g, hash(tuple(kept)), file=file)
+        return found
+
+    def seen() -> set[str]:
+        lines = set(log.read_text().splitlines())
+        log.unlink()
+        return lines
+
+    monkeypatch.setattr(Mixture, "batch", batch)
     flags = [*FLAGS, "--data", folder]
     run(*flags, "--out_dir", "one", "--micro_batch_size", 16)
+    one = seen()
     run(*flags, "--out_dir", "two", "--micro_batch_size", 4, ranks=2)
-    assert_same()
+    assert seen() == one
+    for metric in ("train/loss", "train/tokens", "val/loss"):
+        assert column(tmp_path / "one", metric) == pytest.approx(
+            column(tmp_path / "two", metric), rel=1e-4)
     row = next(row for row in rows(tmp_path / "one") if row.get("perf/padding_fraction"))
     assert row["perf/real_tokens_per_second"] < row["perf/tokens_per_second"]
     assert not column(tmp_path / "one", "val/bits_per_byte")  # of replies alone
     # from step 6 of two ranks on with one: the same steps again
     run("--out_dir", "two", "--resume", tmp_path / "two/checkpoints/step_00000006.pt",
         "--micro_batch_size", 8, bare=True)
-    assert_same()
+    assert seen() == {line for line in one if line.startswith("0 ")
+                      or int(line.split()[1]) >= 6 * 16}
+    for metric in ("train/loss", "train/tokens"):
+        assert column(tmp_path / "two", metric) == pytest.approx(
+            column(tmp_path / "one", metric), rel=1e-4)
 
 
 def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path, monkeypatch):

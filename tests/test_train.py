@@ -447,6 +447,20 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
         torch.testing.assert_close(found, [weights, state], rtol=0, atol=0)
 
 
+def test_an_optimizer_without_found_inf_leaves_frozen_parameters():
+    parameters = [torch.nn.Parameter(torch.ones(5, 5)) for _ in range(3)]
+    frozen = parameters[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.1)
+    for value, moves in ((1.0, True), (math.nan, False), (math.inf, False)):
+        before = [p.detach().clone() for p in parameters[:2]]
+        for p in parameters[:2]:
+            p.grad = torch.full_like(p, value)
+        update([optimizer], parameters, 1.0)
+        for p, old in zip(parameters, before, strict=False):
+            assert torch.equal(p, old) != moves
+    assert torch.equal(frozen, torch.ones(5, 5))
+
+
 @pytest.mark.parametrize("most", [2**24, 50])
 def test_muon_is_its_formula(monkeypatch, most):
     """Momentum, the polar factor from an SVD, rows of equal size, of each matrix of a stack.
