@@ -114,7 +114,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
         if self.training and self.recomputed:
             return checkpoint(self.compute, x, where, use_reentrant=False)
-        return self.compute(x, where, cache)
+        with layers.compute_again():
+            return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), where, cache))
@@ -223,8 +224,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
     was_training, context = model.training, model.cfg.seq_len
     model.eval()
     start, caches = 0, None  # the model sees tokens[:, start:]
-    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
-    stops = tokens.new_tensor(stop)
+    ended, stops = torch.zeros_like(tokens[:, 0], dtype=torch.bool), tokens.new_tensor(stop)
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None

@@ -20,18 +20,15 @@ TOOLS = (
     "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '\\n</tools>\\n\\nFor each "
     "function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\"name\": <function-name>, \"arguments\": "
-    "<args-json-object>}\\n</tool_call><|im_end|>\\n"
-)
+    "<args-json-object>}\\n</tool_call><|im_end|>\\n")
 TOOL_RESULTS = (
     "{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool'"
     " }}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-    "{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}"
-)
+    "{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}")
 QWEN2 = (  # without its tools and its default system prompt
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-)
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}")
 QWEN3 = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content + '\\n\\n' }}{% endif %}{{ '" + TOOLS + "' }}"
@@ -60,13 +57,11 @@ QWEN3 = (
     "tojson) + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}" + TOOL_RESULTS +
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
-)
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}")
 LLAMA3 = (
     "{% for m in messages %}{{ bos_token if loop.first }}{{ '<|start_header_id|>' + m.role + "
     "'<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}"
-)
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}")
 GEMMA3 = (
     "{{ bos_token }}{% set system = messages[0].role == 'system' %}"
     "{% for m in (messages[1:] if system else messages) %}"
@@ -75,21 +70,18 @@ GEMMA3 = (
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}"
     "{{ messages[0].content + '\\n\\n' if system and loop.first }}"
     "{{ m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
-    "{{ '<start_of_turn>model\\n' if add_generation_prompt }}"
-)
+    "{{ '<start_of_turn>model\\n' if add_generation_prompt }}")
 PHI3 = (
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
     "{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
-    "{{ '<|assistant|>\\n' if add_generation_prompt else eos_token }}"
-)
+    "{{ '<|assistant|>\\n' if add_generation_prompt else eos_token }}")
 MISTRAL = (  # Mistral-7B-Instruct-v0.3
     "{% set system = messages[0].content if messages[0].role == 'system' %}"
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
     "{{ '[INST] ' + (system + '\\n\\n' if system and loop.last else '') + m.content + '[/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
     "{% elif m.role != 'system' %}{{ raise_exception('Only user and assistant roles are supported')"
-    " }}{% endif %}{% endfor %}"
-)
+    " }}{% endif %}{% endfor %}")
 SMOLLM3 = (  # without its tools, and with a constant date
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% set mode = '/no_think' if enable_thinking is defined and not enable_thinking or "
@@ -104,8 +96,7 @@ SMOLLM3 = (  # without its tools, and with a constant date
     "('' if mode == '/think' else '<think>\\n\\n</think>\\n') + content.lstrip('\\n') + "
     "'<|im_end|>\\n' }}{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + "
-    "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}"
-)
+    "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}")
 CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
           "<tool_response>", "</tool_response>", "<|endoftext|>"]
 # template, tokens outside the vocabulary, beginning of text, end of text, the config of the model

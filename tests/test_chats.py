@@ -24,8 +24,7 @@ THOUGHTLESS = (  # as DeepSeek's: a prompt begins a thought, and replies are wri
     "{% elif m.role == 'tool' %}{{ '<T>' + m.content }}{% else %}{{ '<A>' }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}"
     "{% endfor %}{{ m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-    "{{ '<A><think>\n' if add_generation_prompt }}"
-)
+    "{{ '<A><think>\n' if add_generation_prompt }}")
 
 
 def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[int]]]:

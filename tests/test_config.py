@@ -118,9 +118,8 @@ def test_yaml_values_are_read_as_written(tmp_path):
     file.write_text("learning_rate: 1e-4\nout_dir: 007\ncompile: no\ntensorboard: off\n"
                     "monitor: off\ndata: [a:0.5, b:0.5]\nmicro_batch_size: null\n")
     cfg = parsed("--config", str(file))
-    assert (cfg.learning_rate, cfg.out_dir, cfg.compile, cfg.tensorboard) == (
-        1e-4, "007", False, False,
-    )
+    found = cfg.learning_rate, cfg.out_dir, cfg.compile, cfg.tensorboard
+    assert found == (1e-4, "007", False, False)
     assert cfg.monitor == "off"  # the word, which YAML itself would read as False
     assert cfg.data == ["a:0.5", "b:0.5"] and cfg.micro_batch_size is None
     write_yaml(cfg, file, {"command": "train.py"})

@@ -62,9 +62,8 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
     torch.manual_seed(0)
     model, tokens = Transformer(tiny_config(**changes)), some_tokens(B=16)
     assert torch.equal(model.hidden(tokens), model.norm(model.embedding(tokens)))
-    assert mean_loss(model, tokens, tokens.roll(1, 1)).item() == pytest.approx(
-        math.log(257), rel=0.02
-    )
+    loss = mean_loss(model, tokens, tokens.roll(1, 1)).item()
+    assert loss == pytest.approx(math.log(257), rel=0.02)
 
 
 @pytest.mark.parametrize("rows", [4, 99])
@@ -195,6 +194,20 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
     if millions:
         parameters = sum(p.numel() for p in model.parameters())
         assert parameters / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype, recipes", [(torch.bfloat16, 3), (torch.float32, 1)])
+def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, recipes, monkeypatch):
+    recipe, found, grads = layers.recipe, [], []
+    for each in (lambda tensor: tensor, lambda tensor: found.append(recipe(tensor)) or found[-1]):
+        monkeypatch.setattr(layers, "recipe", each)
+        model = make(d_model=512, d_ff=1024, n_layer=1)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            losses = model(some_tokens(32), some_tokens(32))
+        losses.sum().backward()
+        grads.append(gradients(model))
+    assert sum(map(callable, found)) == recipes  # gate_up, down, silu
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
 
 
 @torch.no_grad()

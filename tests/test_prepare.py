@@ -260,8 +260,7 @@ def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenize
     other.add_special_tokens({"bos_token": "<s>"})
     start, end = other.bos_token_id, other.eos_token_id
     other.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", start)]
-    )
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", start)])
     other.save_pretrained(tmp_path / "llama")
     both = [{"text": "the cat"}, {"prompt": "a", "completion": "b"}]
     source = write_jsonl(tmp_path / "a.jsonl", both)

@@ -4,7 +4,6 @@ import gc
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -114,7 +113,7 @@ def test_a_look_that_fails_is_the_last_one_and_leaves_the_interval(interval, mon
     ("/tmp/env/lib/python3.11/site-packages/numpy/lib/function.py", "numpy"),
     ("/usr/lib/python3/dist-packages/six.py", "six"),
     (f"{profile.LIBRARY}/json/decoder.py", "json"),
-    (f"{tempfile.gettempdir()}/torchinductor_me/ab/cd.py", ""), ("<frozen os>", ""),
+    (f"{profile.COMPILED[1]}_me/ab/cd.py", ""), ("<frozen os>", ""),
     (f"{profile.TORCH[0]}/nn/functional.py", ""),
 ])
 def test_which_libraries_are_named(file, library):

@@ -22,45 +22,31 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Dense peak TFLOP/s (bf16 and fp16, fp32) by torch's exact device name: a substring would take an
 # "RTX A1000" for an A100. As the vendors state them, without sparsity; fp32 without TF32,
 # torch's default. GeForce: accumulating in fp32, from NVIDIA's architecture white papers.
-PEAK_TFLOPS = {
-    "NVIDIA B300 SXM6 AC": (2250, 75),  # HGX B300: an eighth of 36 PFLOP/s with sparsity, of 600
-    "NVIDIA B200": (2250, 75),
-    "NVIDIA H200": (989, 67),
-    "NVIDIA H100 80GB HBM3": (989, 67),
-    "NVIDIA H100 PCIe": (756, 51),
-    "NVIDIA H100 NVL": (835, 60),
-    "NVIDIA GH200 480GB": (989, 67),
-    "NVIDIA H800": (989, 67),  # as the H100's, but for NVLink and fp64
-    "NVIDIA H800 PCIe": (756, 51),
-    "NVIDIA H20": (148, 44),
-    "NVIDIA A100-SXM4-80GB": (312, 19.5),
-    "NVIDIA A100-SXM4-40GB": (312, 19.5),
-    "NVIDIA A100 80GB PCIe": (312, 19.5),
-    "NVIDIA A100-PCIE-40GB": (312, 19.5),
-    "NVIDIA A800-SXM4-80GB": (312, 19.5),  # as the A100's, but for NVLink
-    "NVIDIA A800 80GB PCIe": (312, 19.5),
-    "NVIDIA L40S": (362, 91.6),
-    "NVIDIA L4": (121, 30.3),
-    "NVIDIA A10G": (70, 35),
-    "NVIDIA GeForce RTX 5090": (209.5, 104.8),
-    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
-    "NVIDIA GeForce RTX 4090 D": (147.1, 73.5),  # the 4090's by cores: 14,592 of 16,384
-    "NVIDIA GeForce RTX 3090": (71, 35.6),
-    "Tesla V100-SXM2-32GB": (125, 15.7),  # fp16; it has no bf16
-    "Tesla V100-SXM2-16GB": (125, 15.7),
-    "Tesla V100-PCIE-32GB": (112, 14),
-    "Tesla V100-PCIE-16GB": (112, 14),
-    "Tesla T4": (65, 8.1),
-    "AMD Instinct MI300X": (1307.4, 163.4),
-}
+PEAK_TFLOPS = {name: peaks for names, peaks in (
+    ("NVIDIA B300 SXM6 AC, NVIDIA B200", (2250, 75)),  # HGX B300: an eighth of 36 PFLOP/s
+    ("NVIDIA H100 80GB HBM3, NVIDIA H200, NVIDIA GH200 480GB, NVIDIA H800", (989, 67)),
+    ("NVIDIA H100 PCIe, NVIDIA H800 PCIe", (756, 51)),
+    ("NVIDIA H100 NVL", (835, 60)),
+    ("NVIDIA H20", (148, 44)),
+    ("NVIDIA A100-SXM4-80GB, NVIDIA A100-SXM4-40GB, NVIDIA A100 80GB PCIe, "
+     "NVIDIA A100-PCIE-40GB, NVIDIA A800-SXM4-80GB, NVIDIA A800 80GB PCIe", (312, 19.5)),
+    ("NVIDIA L40S", (362, 91.6)),
+    ("NVIDIA L4", (121, 30.3)),
+    ("NVIDIA A10G", (70, 35)),
+    ("NVIDIA GeForce RTX 5090", (209.5, 104.8)),
+    ("NVIDIA GeForce RTX 4090", (165.2, 82.6)),
+    ("NVIDIA GeForce RTX 4090 D", (147.1, 73.5)),  # the 4090's by cores: 14,592 of 16,384
+    ("NVIDIA GeForce RTX 3090", (71, 35.6)),
+    ("Tesla V100-SXM2-32GB, Tesla V100-SXM2-16GB", (125, 15.7)),  # fp16; it has no bf16
+    ("Tesla V100-PCIE-32GB", (112, 14)),
+    ("Tesla T4", (65, 8.1)),
+    ("AMD Instinct MI300X", (1307.4, 163.4)),
+) for name in names.split(", ")}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, tflops: float | None = None,
                devices: int = 1) -> float | None:
-    """Peak FLOP/s of `devices` for matrix products of this dtype; None if unknown.
-
-    tflops: of one device, as --peak_tflops says.
-    """
+    """Peak FLOP/s of `devices` in products of this dtype; None if unknown. tflops: of one."""
     if not tflops and device.type == "cuda":
         peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
         tflops = peaks and peaks[dtype == torch.float32]
@@ -105,11 +91,8 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_workers(num_workers: str, device: torch.device, local_world_size: int) -> int:
-    """Loader processes for this rank.
-
-    auto is 0 on a CPU: 64 x 1,024 tokens take 0.23 ms from the page cache, 1.8 ms from another
-    process, and that one takes a core from the model. With CUDA it is up to 2: a page read from
-    disk must not delay kernel launches.
+    """Loader processes for this rank. auto: 2 with CUDA, where waiting for a disk must not delay
+    kernel launches; 0 on a CPU: 64 x 1,024 tokens take 0.23 ms, 1.8 ms from another process.
     """
     if num_workers != "auto":
         return int(num_workers)
@@ -120,14 +103,13 @@ def configure(cfg, device: torch.device):
     """Set process-wide state: memory, tiny numbers, attention backends, determinism on CUDA."""
     keep_freed_memory(device)
     if device.type == "cpu":
-        # Numbers below 1.2e-38 become 0. x86 cores take ten times as long for them, as in AdamW's
-        # moments of tokens that no longer occur. Later threads inherit this.
+        # numbers below 1.2e-38, as in moments of tokens that no longer occur, take x86 cores ten
+        # times as long; later threads inherit this
         torch.set_flush_denormal(True)
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":
-        # cuDNN makes a plan for each new shape, 23 to 37 ms in a published trace, and documents
-        # have many. torch 2.15's varlen_attn prefers it for packed rows, but before 9.25 it takes
-        # no empty documents, the padding of `packing.boundaries`: NVIDIA/cudnn-frontend#944.
+        # cuDNN plans anew for each shape, 23 to 37 ms in a published trace; before 9.25 it takes no
+        # empty documents, the padding of `packing.boundaries`: NVIDIA/cudnn-frontend#944
         torch.backends.cuda.enable_cudnn_sdp(False)
     if cfg.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at start
@@ -137,14 +119,13 @@ def configure(cfg, device: torch.device):
 
 
 def keep_freed_memory(device: torch.device):
-    """On a CPU: use huge pages for large tensors, and do not return freed memory to the kernel.
+    """On a CPU: do not return freed memory to the kernel.
 
-    Otherwise each step allocates its memory anew, in pages of 4 kB cleared by the kernel: a fifth
-    of the time of gpt2-124m. Fragmentation costs up to a third more memory. Only with glibc; its
-    own variables, MALLOC_…, take precedence.
+    Otherwise each step allocates it anew, in pages cleared by the kernel: a sixth of the time of
+    gpt2-124m. Fragmentation costs up to a fifth more memory, with torch's huge pages another 6 %.
+    Only with glibc; its own variables, MALLOC_…, take precedence.
     """
     if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at a large tensor
         with contextlib.suppress(AttributeError, OSError, TypeError):
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger tensors get a mapping of their own

@@ -1,6 +1,4 @@
-"""Means of an evaluation; with --monitoring full, norms of weights and updates, and the entropy of
-the output.
-"""
+"""Means of an evaluation; for --monitoring full: norms of weights and updates, and entropy."""
 
 import math
 

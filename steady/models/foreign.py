@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steady.models.hub import reason, shorten
-from steady.models.huggingface import UNTIED, fetch, merge_adapters
+from steady.models.huggingface import UNTIED, folders, merge_adapters
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
@@ -37,7 +37,7 @@ class HFModel(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        folder = fetch(cfg.init_from, cfg.trust_remote_code)
+        folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
         self.module = load_module(folder, cfg.trust_remote_code)
         self.train()  # from_pretrained leaves it in evaluation mode
         if self.module.config.get_text_config() is not self.module.config:

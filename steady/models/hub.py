@@ -33,10 +33,7 @@ def reason(error: Exception) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files that a folder's index lists, or the only one. Raises ConfigError.
-
-    Adapters, copies and other files in the folder are ignored.
-    """
+    """The weight files that a folder's index lists, or the only one. Raises ConfigError."""
     names, index = {"model.safetensors"}, folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -52,10 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensors_of(files: list[Path]) -> dict:
-    """Name → tensor in safetensors files, not read yet: a slice reads its rows. Raises ConfigError.
-
-    `get_shape()` is its shape.
-    """
+    """Name → tensor in safetensors files, not read yet: slices read rows. Raises ConfigError."""
     from safetensors import safe_open
 
     found = {}
@@ -68,6 +62,5 @@ def tensors_of(files: list[Path]) -> dict:
     return found
 
 
-def shorten(names) -> str:
-    names = list(names)
+def shorten(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -53,10 +53,6 @@ def folders(name: str, code: bool = False, weights: bool = True) -> list[Path]:
     return found
 
 
-def fetch(name: str, code: bool = False) -> Path:
-    return folders(name, code)[-1]
-
-
 def tokenizer_folder(name: str) -> Path:
     """The folder with the tokenizer of a model; an adapter may have one, else it is the base's."""
     *adapters, folder = folders(name)
@@ -98,7 +94,7 @@ def read_config(cfg):
     """The transformers configuration of --init_from. Raises ConfigError."""
     from transformers import AutoConfig
 
-    folder = fetch(cfg.init_from, cfg.trust_remote_code)
+    folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as e:  # a config.json can be wrong in many ways
@@ -214,12 +210,12 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
     One tensor at a time; each rank reads its own rows. Raises ConfigError for missing and surplus
     tensors and for unexpected shapes.
     """
-    cfg, wanted, folder = model.cfg, hf_key_map(model.cfg), fetch(name)
+    cfg, wanted, folder = model.cfg, hf_key_map(model.cfg), folders(name)[-1]
     found = tensors_of(weight_files(folder))
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
     if cfg.tie_embeddings and HEAD in found:  # older programs save it all the same
-        if not equal(found.pop(HEAD), found[EMBEDDING]):
+        if not torch.equal(found.pop(HEAD)[:], found[EMBEDDING][:]):
             raise ConfigError(f"{folder}: {UNTIED}")
     unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
     if unused:
@@ -239,13 +235,6 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
             part = held[ours][first - mine.start : last - mine.start]
             part.copy_(rows[first - begin : last - begin])
     merge_adapters(model, name, shards)
-
-
-def equal(one, other) -> bool:
-    """Whether two tensors in files are equal, read a few rows at a time."""
-    parts = [slice(i, i + 4096) for i in range(0, one.get_shape()[0], 4096)]
-    same_shape = one.get_shape() == other.get_shape()
-    return same_shape and all(torch.equal(one[part], other[part]) for part in parts)
 
 
 def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
@@ -350,10 +339,7 @@ def linear_parts(model: nn.Module) -> lora.Parts:
 
 
 def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
-    """The model; with --lora_rank frozen, with adapters, and its base's fingerprint in `base`.
-
-    Raises ConfigError.
-    """
+    """The model; with --lora_rank frozen, with adapters, its base's fingerprint in `base`."""
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
         model.base = fingerprint(cfg.init_from)

@@ -5,12 +5,15 @@ memory for them; the functions here, equal up to rounding, make fewer.
 """
 
 import math
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from steady.tokens.files import IGNORE
 
@@ -21,10 +24,7 @@ def on_cpu(x: Tensor) -> bool:
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm (arXiv:1910.07467) with its weight cast to the input's dtype.
-
-    CUDA's fused kernel does not take mixed dtypes, as under autocast.
-    """
+    """nn.RMSNorm (arXiv:1910.07467), its weight cast as CUDA's fused kernel takes one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         # also for --estimate: it keeps the same tensors as CUDA's kernel
@@ -111,6 +111,39 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor
     return y.view(q.shape)
 
 
+@contextmanager
+def compute_again():
+    """Around a forward pass: the backward pass computes silu(x) and the casts of large weights
+    again, instead of keeping them. Compiled, it is the compiler that decides.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        yield
+        return
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        with saved_tensors_hooks(recipe, lambda kept: kept() if callable(kept) else kept):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def recipe(tensor: Tensor):
+    """How to compute a large tensor again, if that is quick; else the tensor."""
+    node, dtype = tensor.grad_fn, tensor.dtype
+    if node is None or tensor.numel() < 2**19:
+        return tensor
+    if node.name() == "SiluBackward0":
+        return partial(F.silu, node._saved_self.detach())
+    turned = node.name() == "TBackward0"  # as F.linear does with its weight
+    node = node.next_functions[0][0] if turned else node
+    cast = node is not None and node.name() == "ToCopyBackward0"
+    weight = getattr(node.next_functions[0][0], "variable", None) if cast else None
+    if weight is None:  # or the cast of something else
+        return tensor
+    return lambda: weight.detach().to(dtype).t() if turned else weight.detach().to(dtype)
+
+
 class KVCache:
     """Keys and values of one layer for up to `capacity` positions."""
 
@@ -167,12 +200,13 @@ class LinearCrossEntropy(Function):
 
     cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, to stay in the cache
     gpu_chunk = 2**25  # enough to keep a GPU busy
+    rows = 2**13  # of the weight's gradient at a time: in bf16 it is kept in parts only
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         shape, hidden, targets = targets.shape, hidden.flatten(0, -2), targets.flatten()
         logits = F.linear(hidden, weight.detach())  # detached: autocast must not cache its copy
-        hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)
+        hidden = hidden.to(logits.dtype)
         logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
         counted = targets != IGNORE
         index, targets = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
@@ -196,6 +230,13 @@ class LinearCrossEntropy(Function):
     def backward(ctx, grad: Tensor):
         hidden, weight, grad_logits, counted = ctx.saved_tensors  # grad_logits for a grad of 1
         grad, shape = grad.flatten().where(counted, 0.0)[:, None] / ctx.unit, grad.shape
-        grad_hidden = ((grad_logits @ weight) * grad).unflatten(0, shape)  # scaled in fp32
-        trained, grad = ctx.needs_input_grad[1], (hidden * grad).to(hidden.dtype)
-        return grad_hidden, grad_logits.t() @ grad if trained else None, None, None
+        grad_hidden = grad_logits @ weight.to(grad_logits.dtype)
+        grad_hidden = (grad_hidden * grad).unflatten(0, shape)  # scaled in fp32
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None
+        grad_weight, hidden = torch.empty_like(weight), (hidden * grad).to(hidden.dtype)
+        n = LinearCrossEntropy.rows
+        parts = grad_weight.split(n), grad_logits.split(n, dim=1)
+        for part, logits in zip(*parts, strict=True):
+            part.copy_(logits.t() @ hidden)
+        return grad_hidden, grad_weight, None, None
