@@ -41,8 +41,7 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(cfg.seq_len, dtype=torch.float32)[:, None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 class Where(NamedTuple):
@@ -71,6 +70,8 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        if not (torch.compiler.is_compiling() or isinstance(self.q_norm, layers.RMSNorm)):
+            v = v.clone()  # a view would keep q and k for the backward pass
         q = layers.rotate(self.q_norm(q), where.cos, where.sin).to(v.dtype)  # in fp32 inside
         k = layers.rotate(self.k_norm(k), where.cos, where.sin).to(v.dtype)
         if where.boundaries is not None:
@@ -255,7 +256,6 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float) -
     probabilities = (logits / temperature).softmax(-1)
     if top_p < 1:
         likeliest, order = probabilities.sort(descending=True)
-        before = likeliest.cumsum(-1) - likeliest
-        likeliest = likeliest.masked_fill(before >= top_p, 0.0)
+        likeliest = likeliest.masked_fill(likeliest.cumsum(-1) - likeliest >= top_p, 0.0)
         probabilities = torch.zeros_like(likeliest).scatter(1, order, likeliest)
     return torch.multinomial(probabilities, 1)
