@@ -109,7 +109,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/guard": 787,
     "steady/watch": 2388,
     "steady/tokens": 889,
-    "steady/models": 1325,
+    "steady/models": 1324,
     "steady": 410,
     "tools": 2171,
 }

@@ -62,8 +62,7 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
     torch.manual_seed(0)
     model, tokens = Transformer(tiny_config(**changes)), some_tokens(B=16)
     assert torch.equal(model.hidden(tokens), model.norm(model.embedding(tokens)))
-    loss = mean_loss(model, tokens, tokens.roll(1, 1)).item()
-    assert loss == pytest.approx(math.log(257), rel=0.02)
+    assert abs(mean_loss(model, tokens, tokens.roll(1, 1)).item() / math.log(257) - 1) < 0.02
 
 
 @pytest.mark.parametrize("rows", [4, 99])
@@ -71,6 +70,7 @@ def test_at_the_start_blocks_are_the_identity_and_the_loss_is_that_of_a_guess(ch
 def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
     """The chunked loss, the one compiled for a GPU, that of a fork from logits; and gradients."""
     monkeypatch.setattr(LinearCrossEntropy, "cpu_chunk", 128 * rows)
+    monkeypatch.setattr(LinearCrossEntropy, "rows", 12 * rows)  # of 128
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(layers, "on_cpu", lambda x: False)
     torch.manual_seed(0)
@@ -80,8 +80,7 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
     weight = nn.init.normal_(head.weight)
     targets = torch.randint(vocab, (n,))
     targets[3] = targets[20] = IGNORE
-    factors = torch.rand(n)
-    found = []
+    factors, found = torch.rand(n), []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for losses in (LinearCrossEntropy.apply(hidden, weight, targets, vocab),
                        head(hidden[None], targets[None])[0],
@@ -201,12 +200,13 @@ def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, re
     recipe, found, grads = layers.recipe, [], []
     for each in (lambda tensor: tensor, lambda tensor: found.append(recipe(tensor)) or found[-1]):
         monkeypatch.setattr(layers, "recipe", each)
-        model = make(d_model=512, d_ff=1024, n_layer=1)
+        model = make(d_model=512, d_ff=1024, n_layer=1, qk_norm=False)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             losses = model(some_tokens(32), some_tokens(32))
         losses.sum().backward()
         grads.append(gradients(model))
-    assert sum(map(callable, found)) == recipes  # gate_up, down, silu
+    views = [x for x in found if torch.is_tensor(x) and x.untyped_storage().nbytes() > 2 * x.nbytes]
+    assert (sum(map(callable, found)), views) == (recipes, [])  # gate_up, down, silu; no view of v
     assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
 
 
