@@ -136,8 +136,7 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune, monkeypa
         f"open({str(touched)!r}, 'w')\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class C(LlamaConfig): model_type = 'odd'\n"
-        "class M(LlamaForCausalLM): config_class = C\n"
-    )
+        "class M(LlamaForCausalLM): config_class = C\n")
     save_random(tmp_path / "m", FAMILIES["llama"]())
     path = tmp_path / "m/config.json"
     found = json.loads(path.read_text()) | dict(model_type="odd", auto_map={

@@ -1,6 +1,7 @@
 """The model computes what it says, the same in every way it can be asked to."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -208,6 +209,13 @@ def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, re
     views = [x for x in found if torch.is_tensor(x) and x.untyped_storage().nbytes() > 2 * x.nbytes]
     assert (sum(map(callable, found)), views) == (recipes, [])  # gate_up, down, silu; no view of v
     assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+
+
+def test_a_forward_pass_without_a_backward_pass_is_freed():
+    model, outputs = make(n_layer=2), []
+    model.blocks[0].register_forward_hook(lambda _, x, y: outputs.append(weakref.ref(y)))
+    model(some_tokens(), some_tokens())
+    assert outputs[0]() is None
 
 
 @torch.no_grad()

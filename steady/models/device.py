@@ -103,8 +103,7 @@ def configure(cfg, device: torch.device):
     """Set process-wide state: memory, tiny numbers, attention backends, determinism on CUDA."""
     keep_freed_memory(device)
     if device.type == "cpu":
-        # numbers below 1.2e-38, as in moments of tokens that no longer occur, take x86 cores ten
-        # times as long; later threads inherit this
+        # numbers below 1.2e-38, as in moments of unused tokens, take x86 ten times as long
         torch.set_flush_denormal(True)
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":

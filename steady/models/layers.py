@@ -129,10 +129,11 @@ def compute_again():
 
 
 def recipe(tensor: Tensor):
-    """How to compute a large tensor again, if that is quick; else the tensor."""
+    """How to compute a large tensor again, if that is quick; else the tensor, detached: a node
+    that holds its own output would never be freed."""
     node, dtype = tensor.grad_fn, tensor.dtype
     if node is None or tensor.numel() < 2**19:
-        return tensor
+        return tensor.detach()
     if node.name() == "SiluBackward0":
         return partial(F.silu, node._saved_self.detach())
     turned = node.name() == "TBackward0"  # as F.linear does with its weight
@@ -140,7 +141,7 @@ def recipe(tensor: Tensor):
     cast = node is not None and node.name() == "ToCopyBackward0"
     weight = getattr(node.next_functions[0][0], "variable", None) if cast else None
     if weight is None:  # or the cast of something else
-        return tensor
+        return tensor.detach()
     return lambda: weight.detach().to(dtype).t() if turned else weight.detach().to(dtype)
 
 
