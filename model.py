@@ -115,7 +115,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
         if self.training and self.recomputed:
             return checkpoint(self.compute, x, where, use_reentrant=False)
-        with layers.compute_again():
+        with layers.compute_again(self.mlp.gate_up.weight):
             return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:

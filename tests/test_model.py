@@ -203,7 +203,7 @@ def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, re
         monkeypatch.setattr(layers, "recipe", each)
         model = make(d_model=512, d_ff=1024, n_layer=1, qk_norm=False)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            losses = model(some_tokens(32), some_tokens(32))
+            losses = model(some_tokens(128), some_tokens(128))
         losses.sum().backward()
         grads.append(gradients(model))
     views = [x for x in found if torch.is_tensor(x) and x.untyped_storage().nbytes() > 2 * x.nbytes]
@@ -212,7 +212,7 @@ def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, re
 
 
 def test_a_forward_pass_without_a_backward_pass_is_freed():
-    model, outputs = make(n_layer=2), []
+    model, outputs = make(n_layer=2, d_model=512, d_ff=512), []
     model.blocks[0].register_forward_hook(lambda _, x, y: outputs.append(weakref.ref(y)))
     model(some_tokens(), some_tokens())
     assert outputs[0]() is None

@@ -112,11 +112,11 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor
 
 
 @contextmanager
-def compute_again():
-    """Around a forward pass: the backward pass computes silu(x) and the casts of large weights
-    again, instead of keeping them. Compiled, it is the compiler that decides.
+def compute_again(weight: Tensor):
+    """Around a block with such a weight, if it is large: the backward pass computes silu(x) and the
+    casts of large weights again, instead of keeping them. Compiled, the compiler decides.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if weight.numel() < 2**19 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
     cached = torch.is_autocast_cache_enabled()
@@ -129,12 +129,12 @@ def compute_again():
 
 
 def recipe(tensor: Tensor):
-    """How to compute a large tensor again, if that is quick; else the tensor, detached: a node
-    that holds its own output would never be freed."""
+    """How to compute a tensor again, if that pays; or detached: nodes that hold their own output
+    are never freed."""
     node, dtype = tensor.grad_fn, tensor.dtype
     if node is None or tensor.numel() < 2**19:
         return tensor.detach()
-    if node.name() == "SiluBackward0":
+    if node.name() == "SiluBackward0" and tensor.numel() >= 2**22:
         return partial(F.silu, node._saved_self.detach())
     turned = node.name() == "TBackward0"  # as F.linear does with its weight
     node = node.next_functions[0][0] if turned else node
