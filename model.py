@@ -41,7 +41,8 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(cfg.seq_len, dtype=torch.float32)[:, None, None] * frequency
-    return torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class Where(NamedTuple):
@@ -67,8 +68,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (norm(cfg.head_dim, eps=cfg.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, heads, D]
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         if not (torch.compiler.is_compiling() or isinstance(self.q_norm, layers.RMSNorm)):
             v = v.clone()  # a view would keep q and k for the backward pass
@@ -82,11 +82,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         # a mask is causal itself; a single token behind a cache attends to the whole cache
-        causal = where.mask is None and (cache is None or T > 1)
+        causal = where.mask is None and (cache is None or q.shape[2] > 1)
         y = layers.attend(q, k, v, attn_mask=where.mask, is_causal=causal,
                           dropout_p=self.dropout if self.training else 0.0,
                           enable_gqa=self.n_kv_head != self.n_head)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -132,8 +132,7 @@ CHATS = {
     "white space": chat("user:  Hello \n", "assistant: \n  Hi \n"),
     "no last reply": chat("user: Hello", "assistant: Hi.", "user: And?"),
     "a tool": [*chat("user: 1+2?"), dict(role="assistant", content="", tool_calls=[CALL]),
-               dict(role="tool", name="add", content="3"), *chat("assistant: Three.")],
-}
+               dict(role="tool", name="add", content="3"), *chat("assistant: Three.")]}
 
 
 def make_tokenizer(template: str, special: list[str], begin: str | None, end: str):

@@ -118,11 +118,9 @@ def configure(cfg, device: torch.device):
 
 
 def keep_freed_memory(device: torch.device):
-    """On a CPU: do not return freed memory to the kernel.
-
-    Otherwise each step allocates it anew, in pages cleared by the kernel: a sixth of the time of
-    gpt2-124m. Fragmentation costs up to a fifth more memory, with torch's huge pages another 6 %.
-    Only with glibc; its own variables, MALLOC_…, take precedence.
+    """On a CPU: do not return freed memory to the kernel, which would clear it anew for each step:
+    a sixth of the time of gpt2-124m. Fragmentation costs up to a fifth more memory, with torch's
+    huge pages another 6 %. Only with glibc; its own variables, MALLOC_…, take precedence.
     """
     if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
         with contextlib.suppress(AttributeError, OSError, TypeError):

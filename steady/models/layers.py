@@ -6,13 +6,11 @@ memory for them; the functions here, equal up to rounding, make fewer.
 
 import math
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from steady.tokens.files import IGNORE
@@ -129,20 +127,17 @@ def compute_again(weight: Tensor):
 
 
 def recipe(tensor: Tensor):
-    """How to compute a tensor again, if that pays; or detached: nodes that hold their own output
-    are never freed."""
+    """How to compute a tensor again, if that pays; else the tensor, detached."""
     node, dtype = tensor.grad_fn, tensor.dtype
-    if node is None or tensor.numel() < 2**19:
-        return tensor.detach()
-    if node.name() == "SiluBackward0" and tensor.numel() >= 2**22:
-        return partial(F.silu, node._saved_self.detach())
-    turned = node.name() == "TBackward0"  # as F.linear does with its weight
-    node = node.next_functions[0][0] if turned else node
-    cast = node is not None and node.name() == "ToCopyBackward0"
-    weight = getattr(node.next_functions[0][0], "variable", None) if cast else None
-    if weight is None:  # or the cast of something else
-        return tensor.detach()
-    return lambda: weight.detach().to(dtype).t() if turned else weight.detach().to(dtype)
+    name = node.name() if node else ""
+    if name == "SiluBackward0" and tensor.numel() >= 2**22:
+        return lambda x=node._saved_self.detach(): F.silu(x)
+    cast = node.next_functions[0][0] if name == "TBackward0" else None  # F.linear turns its weight
+    if cast and cast.name() == "ToCopyBackward0" and tensor.numel() >= 2**19:
+        weight = getattr(cast.next_functions[0][0], "variable", None)  # None: cast of no leaf
+        if weight is not None:
+            return lambda: weight.detach().to(dtype).t()
+    return tensor.detach()  # or a node would hold its own output, and never be freed
 
 
 class KVCache:
