@@ -131,11 +131,11 @@ def recipe(tensor: Tensor):
     node, dtype = tensor.grad_fn, tensor.dtype
     name = node.name() if node else ""
     if name == "SiluBackward0" and tensor.numel() >= 2**22:
-        return lambda x=node._saved_self.detach(): F.silu(x)
+        x = node._saved_self.detach()
+        return lambda: F.silu(x)
     cast = node.next_functions[0][0] if name == "TBackward0" else None  # F.linear turns its weight
     if cast and cast.name() == "ToCopyBackward0" and tensor.numel() >= 2**19:
-        weight = getattr(cast.next_functions[0][0], "variable", None)  # None: cast of no leaf
-        if weight is not None:
+        if (weight := getattr(cast.next_functions[0][0], "variable", None)) is not None:  # a leaf
             return lambda: weight.detach().to(dtype).t()
     return tensor.detach()  # or a node would hold its own output, and never be freed
 
