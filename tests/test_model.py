@@ -198,17 +198,23 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
 
 @pytest.mark.parametrize("dtype, recipes", [(torch.bfloat16, 3), (torch.float32, 1)])
 def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, recipes, monkeypatch):
-    recipe, found, grads = layers.recipe, [], []
-    for each in (lambda tensor: tensor, lambda tensor: found.append(recipe(tensor)) or found[-1]):
+    recipe, kept, grads = layers.recipe, [], []
+    for each in (lambda x: x.detach, lambda x: kept.append((x, recipe(x))) or kept[-1][1]):
         monkeypatch.setattr(layers, "recipe", each)
         model = make(d_model=512, d_ff=1024, n_layer=1, qk_norm=False)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            losses = model(some_tokens(128), some_tokens(128))
+            losses, others = (model(some_tokens(128), some_tokens(128)) for _ in range(2))
         losses.sum().backward()
         grads.append(gradients(model))
-    views = [x for x in found if torch.is_tensor(x) and x.untyped_storage().nbytes() > 2 * x.nbytes]
-    assert (sum(map(callable, found)), views) == (recipes, [])  # gate_up, down, silu; no view of v
     assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    made = [follow() for _, follow in kept[: len(kept) // 2]]
+    again = [y.data_ptr() != x.data_ptr() for (x, _), y in zip(kept, made, strict=False)]
+    views = [x for x in made if x.untyped_storage().nbytes() > 2 * x.nbytes]
+    assert (sum(again), views) == (recipes, [])  # gate_up, down, silu; no view of v
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        others.sum().backward()
 
 
 def test_a_forward_pass_without_a_backward_pass_is_freed():

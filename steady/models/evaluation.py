@@ -79,8 +79,7 @@ def output_entropy(model: nn.Module, tokens: Tensor, counted: Tensor,
     part = slice(max(1, 128 // tokens.shape[1])), slice(128)
     tokens, weight = tokens[part], counted[part].float()
     if documents is not None:
-        documents = (documents[part] if documents.ndim > 1
-                     else documents.clamp(max=tokens.numel()))
+        documents = documents[part] if documents.ndim > 1 else documents.clamp(max=tokens.numel())
     model.eval()
     logp = model.forward(tokens, documents=documents).log_softmax(-1)
     model.train()

@@ -40,7 +40,9 @@ class HFModel(nn.Module):
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
         self.module = load_module(folder, cfg.trust_remote_code)
         self.train()  # from_pretrained leaves it in evaluation mode
-        if self.module.config.get_text_config() is not self.module.config:
+        text = self.module.config.get_text_config()
+        self.context = getattr(text, "max_position_embeddings", None) or 1 << 60  # in tokens
+        if text is not self.module.config:
             try:  # with images, some need more than tokens
                 self(torch.zeros(1, 2, dtype=torch.long))
             except Exception as e:  # whatever its code raises
@@ -76,7 +78,7 @@ class HFModel(nn.Module):
         if on_token:
             how["stopping_criteria"] = [lambda ids, scores: torch.full_like(
                 ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)]
-        context, unseen = self.context(), tokens[:, :0]
+        context, unseen = self.context, tokens[:, :0]
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
         was_training = self.training
@@ -94,8 +96,3 @@ class HFModel(nn.Module):
 
         self.module.generation_config = GenerationConfig()  # others' may not be valid
         self.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
-
-    def context(self) -> int:
-        """The most tokens that the model can see."""
-        found = self.module.config.get_text_config()
-        return getattr(found, "max_position_embeddings", None) or 1 << 60

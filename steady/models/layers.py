@@ -120,24 +120,31 @@ def compute_again(weight: Tensor):
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        with saved_tensors_hooks(recipe, lambda kept: kept() if callable(kept) else kept):
+        with saved_tensors_hooks(recipe, lambda follow: follow()):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
 
 
 def recipe(tensor: Tensor):
-    """How to compute a tensor again, if that pays; else the tensor, detached."""
-    node, dtype = tensor.grad_fn, tensor.dtype
-    name = node.name() if node else ""
+    """A function that returns the tensor: kept, or computed again if that pays."""
+    node, kept, compute = tensor.grad_fn, tensor, lambda x: x
+    name, dtype = node.name() if node else "", tensor.dtype
     if name == "SiluBackward0" and tensor.numel() >= 2**22:
-        x = node._saved_self.detach()
-        return lambda: F.silu(x)
-    cast = node.next_functions[0][0] if name == "TBackward0" else None  # F.linear turns its weight
-    if cast and cast.name() == "ToCopyBackward0" and tensor.numel() >= 2**19:
-        if (weight := getattr(cast.next_functions[0][0], "variable", None)) is not None:  # a leaf
-            return lambda: weight.detach().to(dtype).t()
-    return tensor.detach()  # or a node would hold its own output, and never be freed
+        kept, compute = node._saved_self, F.silu
+    elif name == "TBackward0" and tensor.numel() >= 2**19:  # F.linear turns its weight
+        cast = node.next_functions[0][0]
+        if cast.name() == "ToCopyBackward0" and hasattr(cast.next_functions[0][0], "variable"):
+            kept, compute = cast.next_functions[0][0].variable, lambda x: x.to(dtype).t()
+    kept = kept.detach()  # or a node would hold its own output, and never be freed
+    version = kept._version
+
+    def follow() -> Tensor:
+        if kept._version != version:  # torch checks only what has no hooks
+            raise RuntimeError("a tensor that the backward pass needs was changed in place")
+        return compute(kept)
+
+    return follow
 
 
 class KVCache:

@@ -86,12 +86,8 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora.A", ".lora.B"))
 
 
-def alpha_of(cfg) -> float:
-    return cfg.lora_alpha or 2.0 * cfg.lora_rank
-
-
 def scale_of(cfg) -> float:
-    return alpha_of(cfg) / cfg.lora_rank
+    return cfg.lora_alpha / cfg.lora_rank if cfg.lora_alpha else 2.0
 
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
@@ -194,7 +190,8 @@ def save(out: Path, pairs: Pairs, cfg, dtype: torch.dtype):
     safetensors.torch.save_file(tensors, out / WEIGHTS, metadata=dict(format="pt"))
     base = Path(cfg.init_from)
     found = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=alpha_of(cfg),
+        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank,
+        lora_alpha=scale_of(cfg) * cfg.lora_rank,
         target_modules=sorted(pairs), bias="none", lora_dropout=0.0, inference_mode=True,
         base_model_name_or_path=str(base.absolute()) if base.exists() else cfg.init_from,
     )
