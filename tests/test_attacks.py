@@ -47,8 +47,9 @@ def test_overwrite_moves_the_old_run_and_deletes_nothing(run, tmp_path):
     before = contents(tmp_path / "r", "lock")
     run("--out_dir", "r", "--overwrite", "--max_steps", 4)
     assert contents(tmp_path / "r.old", "lock") == before
-    assert "r.old-2" in run("--out_dir", "r", "--overwrite", "--max_steps", 2)
-    assert steps(tmp_path / "r.old-2") == [4] and steps(tmp_path / "r") == [2]
+    (tmp_path / "r.old-2").touch()
+    assert "r.old-3" in run("--out_dir", "r", "--overwrite", "--max_steps", 2)
+    assert steps(tmp_path / "r.old-3") == [4] and steps(tmp_path / "r") == [2]
 
 
 def test_links_are_refused_before_anything_changes(run, tmp_path):

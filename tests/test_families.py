@@ -89,7 +89,6 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
     make_model(tmp_path / "base", "qwen3")
     Path("chats").mkdir()
     Path("chats/a.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
-    Path("questions.txt").write_text("1 + 1?\n2 + 20?\n")
     few = "--seq_len 192 --batch_size 2 --max_steps 4 --eval_steps 1 --precision fp32".split()
     page = (ROOT / "docs/finetuning.md").read_text()
     Path("tasks").mkdir()
@@ -109,7 +108,7 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
             assert "step 4/4" in run(*argv, *few, bare=True)
         elif argv[0] != "eval" or find_spec("lm_eval"):
             assert (prepare if script == "data.py" else generation).main(argv) == 0
-        if "--prompt_file" in argv:
+        if "--prompt" in argv:
             assert "--- 2 of 2" in capsys.readouterr().out
     assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
                     "model.py generate", "model.py export", "train.py --eval_only", "model.py eval"]

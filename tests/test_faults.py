@@ -682,6 +682,7 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, bad_samples, capsys):
     assert all(v is not None for v in column(tmp_path / "r", "train/loss").values())
     state = saved(tmp_path / "r")
     assert state["step"] == 40 and state["position"] == 40 * 8 + 80
+    assert Checkpoint(tmp_path / "r/checkpoints/step_00000020.pt").state()["position"] == 240
     for step, first in ((20, 152), (21, 240)):
         capsys.readouterr()
         assert prepare.main(["show", "r", str(step)]) == 0

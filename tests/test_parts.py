@@ -79,7 +79,7 @@ def write_parts(folder: Path, ranks, size: int = 2, number: int = 7):
 
 
 def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
-    calls, plain = [], os.fsync
+    calls, plain, before = [], os.fsync, len(os.listdir("/proc/self/fd"))
 
     def fsync(descriptor):
         calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -90,6 +90,7 @@ def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
     draft = "step_00000001.tmp-7"
     parts = [name for rank in (1, 0) for name in (f"rank_{rank}_of_2.pt.tmp-{os.getpid()}", draft)]
     assert calls == [*parts, draft, tmp_path.name]  # a part may come after rank 0's
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_part_is_written_though_its_folder_gets_its_name_meanwhile(tmp_path, monkeypatch):

@@ -44,17 +44,14 @@ def folder_of(path, family: str, **generation_config):
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # ours, and through transformers
 def test_several_prompts_are_answered_as_alone(tmp_path, capsys, family):
     folder = folder_of(tmp_path / "m", family)
-    prompts = ["The cat", "", "1 + 2 = 3, and so on", "naïve 猫\u2028still\x0cone"]
+    prompts = ["The cat", "", "1 + 2 = 3, and so on", "naïve 猫\u2028still one"]
     flags = ["generate", str(folder), "--temperature", "0", "--max_new_tokens", "12"]
     alone = []
     for prompt in prompts:
         assert generation.main([*flags, "--prompt", prompt]) == 0
         alone.append(capsys.readouterr().out)
-    (tmp_path / "p.txt").write_bytes(("\ufeff" + "\r\n".join(prompts[1:]) + "\n").encode())
-    file = ["--prompt_file", str(tmp_path / "p.txt")]
-    assert generation.main([*flags, "--prompt", prompts[0], *file]) == 0
+    assert generation.main([*flags, "--prompt", *prompts]) == 0
     assert re.split(r"--- \d of 4\n", capsys.readouterr().out)[1:] == alone
-    assert generation.main([*flags, "--prompt_file", "none"]) == 2
 
 
 def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):

@@ -57,17 +57,30 @@ def critical(n: int, level: float) -> float:
     return math.sqrt(n - 1) / np.tan(np.interp(level * tail[-1], tail, u))
 
 
-def interval(values: list[float], level: float) -> tuple[float, float]:
+def interval(values, level: float) -> tuple[float, float]:
     """The mean of 2 or more and half the width of its interval, valid over all looks."""
-    n, error = len(values), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return float(np.mean(values)), critical(n, level / len(LOOKS)) * error
+    n = np.shape(values)[-1]
+    half = critical(n, level / len(LOOKS)) * np.std(values, -1, ddof=1) / n**0.5
+    return np.mean(values, -1), half
 
 
-def verdict(differences: list[float], level: float) -> tuple[str, str | None]:
-    """(one line, "A", "B" or None: the better one) for differences of the losses, B - A."""
-    mean, half = interval(differences, level)
-    n = f"({len(differences)} pairs)"
-    if not any(differences):
+def difference(losses, level: float) -> tuple[float, float]:
+    """The mean of B - A over pairs (A, B), and half the width of its interval.
+
+    Wider by the ratio of the arms' standard deviations where the better one varies more: its rare
+    bad runs may be missing among the pairs.
+    """
+    a, b = np.moveaxis(np.array(losses), -1, 0)
+    mean, half = interval(b - a, level)
+    better, other = np.where(mean < 0, (b.std(-1), a.std(-1)), (a.std(-1), b.std(-1)))
+    return mean, half * np.maximum(1, better / np.maximum(other, ROUNDING))
+
+
+def verdict(losses: list[tuple[float, float]], level: float) -> tuple[str, str | None]:
+    """(one line, "A", "B" or None: the better one) for pairs (A, B)."""
+    mean, half = difference(losses, level)
+    n = f"({len(losses)} pairs)"
+    if all(a == b for a, b in losses):
         return f"A and B are the same: no difference at all {n}", None
     if abs(mean) <= max(half, ROUNDING):
         return f"no difference larger than {abs(mean) + half:.2g} nats is seen {n}", None
@@ -126,25 +139,17 @@ def key_of(code: Path, cfg, *data) -> str:
     files = sorted(git("ls-files", "-coz", "--exclude-standard", "*.py", at=code).split("\0"))
     texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
     facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
-             device_name(pick_device(cfg.device, 0)), torch.get_num_threads())
-    sources = [mixture.fingerprint for mixture in data]
-    return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
+             device_name(pick_device(cfg.device, 0)), torch.get_num_threads(),
+             [mixture.fingerprint for mixture in data])
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def result_of(name: str, arm: Arm, seed: int) -> dict:
-    """As `train_once`, or of an earlier run with this key, without the ms/step of another hour."""
+    """The loss, ms/step and GB of a run, or of an earlier one with this key. Raises Failed."""
     run = arm.key and f"{arm.key} {seed}"
     for row in read_ledger() if run else ():
         if row.get("run") == run:
-            return row["result"] | dict(step_ms=None)
-    result = train_once(name, arm, seed)
-    if run:
-        note(dict(run=run, result=result))
-    return result
-
-
-def train_once(name: str, arm: Arm, seed: int) -> dict:
-    """The loss, ms/step and GB of memory of a run. Raises Failed."""
+            return row["result"] | dict(step_ms=None)  # that of another hour
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
         command = [sys.executable, str(arm.code / "train.py"), *arm.flags, f"--seed={seed}",
                    f"--out_dir={folder}"]
@@ -154,7 +159,11 @@ def train_once(name: str, arm: Arm, seed: int) -> dict:
         last = (done.stdout + done.stderr).splitlines()[-12:]
         raise Failed("\n".join([f"{name} with --seed {seed}: exit code {done.returncode}, no "
                                 f"{arm.loss}; its last lines:", *last]))
-    return dict(loss=end[arm.loss], step_ms=end["step_ms"], memory=end["peak_gb"] or end["rss_gb"])
+    memory = end["peak_gb"] or end["rss_gb"]
+    result = dict(loss=end[arm.loss], step_ms=end["step_ms"], memory=memory)
+    if run:
+        note(dict(run=run, result=result))
+    return result
 
 
 def read_ledger() -> list[dict]:
@@ -210,19 +219,19 @@ def compare(argv: list[str]) -> int:
 
 def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
     """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
-    number, pairs, gaps = 1 + sum("begun" in row for row in read_ledger()), [], []
+    number, pairs, losses = 1 + sum("begun" in row for row in read_ledger()), [], []
     note(dict(begun=number))  # it counts, even if it does not end
     level = level_of(number)
     for seed in range(1, seeds + 1):
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
         pairs.append({name: result_of(name, arms[name], seed) for name in order})
         a, b = (pairs[-1][name]["loss"] for name in "AB")
-        gaps.append(b - a)
+        losses.append((a, b))
         print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
               flush=True)
-        if len(gaps) in LOOKS and (not any(gaps) or verdict(gaps, level)[1]):
+        if len(losses) in LOOKS and (verdict(losses, level)[1] or all(a == b for a, b in losses)):
             break
-    (mean, half), (text, better) = interval(gaps, level), verdict(gaps, level)
+    (mean, half), (text, better) = difference(losses, level), verdict(losses, level)
     found = {name: arm.title for name, arm in arms.items()} | dict(
         verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
         difference_interval=[mean - half, mean + half],

@@ -54,7 +54,6 @@ class SamplingOptions(ModelOptions):
 @dataclass
 class GenerateOptions(SamplingOptions):
     prompt: list[str] = option([], "texts to continue (default: a line end)", may_be_empty=True)
-    prompt_file: str | None = option(None, "each line of this file is a prompt, too")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
 
 
@@ -119,7 +118,7 @@ class Writer:
         self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
         self.model.to(self.device).eval()
         ours = isinstance(self.model, Transformer)
-        self.context = self.model.cfg.seq_len if ours else self.model.context()  # in tokens
+        self.context = self.model.cfg.seq_len if ours else self.model.context  # in tokens
         self.stop = tuple(ends_of(self.tokenizer, folder))
         self.sampling = SAMPLING | usual_sampling(folder) | {
             name: x for name, x in vars(options).items() if name in SAMPLING and x is not None}
@@ -172,16 +171,9 @@ class Writer:
 
 def write_text(writer: Writer, options: GenerateOptions):
     """Continue all prompts, one after another. Raises ConfigError."""
-    prompts = options.prompt
-    if options.prompt_file:
-        try:
-            text = Path(options.prompt_file).read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--prompt_file {options.prompt_file}: {e}") from None
-        prompts = prompts + text.removesuffix("\n").split("\n")
-    for i, prompt in enumerate(prompts or ["\n"], 1):
-        if len(prompts) > 1:
-            print(f"--- {i} of {len(prompts)}")
+    for i, prompt in enumerate(options.prompt or ["\n"], 1):
+        if len(options.prompt) > 1:
+            print(f"--- {i} of {len(options.prompt)}")
         if options.chat:
             ids = writer.chat_ids([dict(role="user", content=prompt)])
         else:

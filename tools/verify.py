@@ -57,8 +57,8 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
     k = cfg.verify_resume
     flags = [*argv, "--verify_resume=0", f"--max_steps={2 * k}", f"--save_interval={k}",
              f"--warmup_steps={min(cfg.warmup_steps or k, k)}", f"--keep_checkpoints={2 * k}",
-             "--deterministic", "--no_tensorboard", "--tracker=none",
-             "--no_auto_resume", "--no_overwrite", "--no_json", "--sample_interval=0",
+             "--deterministic", "--no_tensorboard", "--tracker=none", "--no_auto_resume",
+             "--no_overwrite", "--no_json", "--sample_interval=0",
              f"--patience={10**9 if cfg.patience else 0}"]  # ends neither run
 
     def saved(run_dir: Path, step: int) -> checkpoints.Checkpoint:
@@ -67,8 +67,7 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
         raise ConfigError(f"--verify_resume: there is no checkpoint of step {step}")
 
     def end(run_dir: Path) -> dict:
-        state = saved(run_dir, 2 * k).state()
-        return {name: state[name] for name in COMPARED}
+        return {name: x for name, x in saved(run_dir, 2 * k).state().items() if name in COMPARED}
 
     # only the names on rank 0 count: the folders of other ranks stay empty
     with tempfile.TemporaryDirectory(prefix="steady-verify-", ignore_cleanup_errors=True) as folder:

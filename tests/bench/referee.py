@@ -48,25 +48,29 @@ PLANTED = ["--learning_rate=0.003", "--learning_rate=0.012", "--learning_rate=0.
            "--no_qk_norm", "--optimizer=adamw", "--tie_embeddings", "--rope_theta=100"]
 
 
-def nights(kind: str, differences, count: int, random) -> np.ndarray:
-    """[count, 100, 20]: the pairs of 100 comparisons a night, none twice in a comparison.
+def nights(kind: str, losses, count: int, random) -> np.ndarray:
+    """[count, 100, 20, 2]: the pairs of 100 comparisons a night, none twice in a comparison.
 
-    The arms of a harmless change are swapped at random; differences of unlike arms are centred.
+    The arms of a harmless change are swapped at random; unlike arms get the same mean.
     """
-    found = np.tile(differences, (-(-100 * 20 // len(differences)) * count, 1))
-    found = random.permuted(found, axis=1).reshape(count, -1, 20)[:, :100]
-    return found - np.mean(differences) if kind == UNLIKE else found * random.choice((-1, 1),
-                                                                                     found.shape)
+    losses, rows = np.array(losses), -(-100 * 20 // len(losses)) * count
+    which = random.permuted(np.tile(np.arange(len(losses)), (rows, 1)), axis=1)
+    found = losses[which].reshape(count, -1, 20, 2)[:, :100]
+    if kind == UNLIKE:
+        return found - losses.mean(0)
+    return np.where(random.random((*found.shape[:-1], 1)) < 0.5, found, found[..., ::-1])
 
 
-def keeps_any(night: list[list[float]]) -> bool:
-    for k, row in enumerate(night, 1):
-        level = compare.level_of(k)
-        looks = (row[:n] for n in compare.LOOKS)
-        used = next((part for part in looks if compare.verdict(part, level)[1]), row)
-        if compare.verdict(used, level)[1] == "B":
-            return True
-    return False
+def ends(losses: np.ndarray, level) -> tuple[np.ndarray, np.ndarray]:
+    """(whether each row of pairs [N, 2] finds a difference, prefers B), as `decide` does."""
+    found, preferred = np.zeros((2, *losses.shape[:-2]), bool)
+    for n in compare.LOOKS:
+        if n <= losses.shape[-2]:
+            mean, half = compare.difference(losses[..., :n, :], level)
+            new = ~found & (abs(mean) > np.maximum(half, compare.ROUNDING))
+            preferred |= new & (mean < 0)
+            found |= new
+    return found, preferred
 
 
 # --- measuring -------------------------------------------------------------------------------
@@ -91,12 +95,12 @@ def trained(flags: tuple[str, ...]) -> SimpleNamespace:
 
 def loss(flags: str, seed: int) -> float:
     arm = SimpleNamespace(code=Path(), flags=[*compare.FIXED_FLAGS, *f"{BASE} {flags}".split()],
-                          loss="val_loss")
-    return compare.train_once("", arm, seed)["loss"]
+                          loss="val_loss", key=None)
+    return compare.result_of("", arm, seed)["loss"]
 
 
-def differences(a: str, b: str, seeds: range, more: int = 0) -> list[float]:
-    return [float(f"{loss(b, seed + more) - loss(a, seed):.4g}") for seed in seeds]
+def pairs(a: str, b: str, seeds: range, more: int = 0) -> list[tuple[float, float]]:
+    return [(loss(a, seed), loss(b, seed + more)) for seed in seeds]
 
 
 def measure():
@@ -104,14 +108,14 @@ def measure():
     compare.subprocess = SimpleNamespace(run=lambda argv, **_: trained(tuple(argv[2:-1])))
     found = dict(torch=torch.__version__, planted=[])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        found["nulls"] = {kind: differences(a, b, range(PAIRS), more)
+        found["nulls"] = {kind: pairs(a, b, range(PAIRS), more)
                           for kind, (a, b, more) in NULLS.items()}
         for flags in PLANTED:
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 compare.compare([BASE, f"{BASE} {flags}", "--json"])
             row = json.loads(said.getvalue().splitlines()[-1])
-            true, half = compare.interval(differences("", flags, range(1000, 1000 + TRUTH)),
-                                          0.05 * len(compare.LOOKS))  # of one look
+            gaps = [b - a for a, b in pairs("", flags, range(1000, 1000 + TRUTH))]
+            true, half = compare.interval(gaps, 0.05 * len(compare.LOOKS))  # of one look
             found["planted"].append(dict(flags=flags, true=true, half=half, better=row["better"],
                                          verdict=row["verdict"]))
     RESULTS.write_text(json.dumps(found) + "\n")
@@ -131,21 +135,22 @@ def main(options) -> list[Figure]:
     if os.environ.get("REFEREE_ANEW"):
         measure()
     found, figures = json.loads(RESULTS.read_text()), []
-    compare.critical = functools.cache(compare.critical)
     count = 20 if options.quick else 1000
     for kind, values in found["nulls"].items():
-        kept = sum(map(keeps_any, nights(kind, values, count, np.random.default_rng(1)).tolist()))
+        losses = nights(kind, values, count, np.random.default_rng(1))
+        kept = ends(losses, compare.level_of(np.arange(1, 101)))[1].any(1).sum()
         figures.append(Figure(f"nights that keep a harmless change: {kind}", "100 comparisons each",
                               [kept / count], "<= 0.05", share(kept, count)))
     print("| B | true difference | verdict | |\n|---|---|---|---|")
-    ends = Counter()
+    outcomes = Counter()
     for row in found["planted"]:
         right = "B" if row["true"] < 0 else "A"
         end = "undecided" if not row["better"] else "right" if row["better"] == right else "wrong"
-        ends[end] += 1
+        outcomes[end] += 1
         print(f"| `{row['flags']}` | {row['true']:+.4f} ±{row['half']:.4f} | {row['verdict']} | "
               f"{end} |")
     for end, aim in (("right", ""), ("wrong", "<= 0"), ("undecided", "")):
-        figures.append(Figure(f"planted effects: {end}", f"{TRUTH} pairs of other seeds",
-                              [ends[end] / ends.total()], aim, f"{ends[end]} of {ends.total()}"))
+        n, of = outcomes[end], outcomes.total()
+        figures.append(Figure(f"planted effects: {end}", f"{TRUTH} pairs of other seeds", [n / of],
+                              aim, f"{n} of {of}"))
     return figures
