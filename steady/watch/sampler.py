@@ -158,6 +158,7 @@ def library_name(file: str) -> str:
     return Path(inside.lstrip("/").partition("/")[0]).stem
 
 
+@functools.cache
 def short(file: str) -> str:
     """A path as it is shown: from the repository, or its last two parts."""
     path = Path(file)
