@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, column, environment, tidy, until
-from test_house import TOP
+from test_readme import copy_files
 
 import train
 from steady.guard.process import exit_code
@@ -161,9 +163,8 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
 
 
 def test_a_failed_run_ends_it(call, pretended):
-    _, results = pretended
     for result in (7, None):  # an exit code; a loss that is not finite
-        results[:] = [2.0, result]
+        pretended[1][:] = [2.0, result]
         said = call("", "--beta1 0.8", expect=1).err
         assert "B with --seed 1" in said and "the reason" in said
 
@@ -200,6 +201,17 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     assert said["comparison"] == 32 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
     first, *others = call("--ledger", None, expect=0).out.splitlines()
     assert "B is better" in first and len(others) == 2
+
+
+def test_comparisons_that_begin_at_once_have_different_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    together, read = threading.Barrier(2), compare.read_ledger
+    monkeypatch.setattr(compare, "read_ledger", lambda: (together.wait(60), read())[1])
+    monkeypatch.setattr(compare, "result_of", lambda *a: dict(loss=1.0, step_ms=1.0, memory=1.0))
+    arms = {name: compare.Arm(name, ROOT, [], "val_loss", {}, None) for name in "AB"}
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(compare.decide, arms, 3, io.StringIO()) for _ in range(2)]
+    assert sorted(each.result()["comparison"] for each in found) == [1, 2]
 
 
 needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
@@ -249,11 +261,7 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
 @pytest.fixture
 def repository(tmp_path):
     """A repository with this code in its first commit; commit(change, message) adds another."""
-    work = tmp_path / "work"
-    shutil.copytree(ROOT / "steady", work / "steady")
-    shutil.copytree(ROOT / "tools", work / "tools")
-    for name in TOP:
-        shutil.copy(ROOT / f"{name}.py", work)
+    work = copy_files(tmp_path / "work")
     shutil.copy(ROOT / ".gitignore", work)
 
     def git(*command: str) -> str:

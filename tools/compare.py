@@ -219,16 +219,16 @@ def compare(argv: list[str]) -> int:
 
 def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
     """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
-    number, pairs, losses = 1 + sum("begun" in row for row in read_ledger()), [], []
-    note(dict(begun=number))  # it counts, even if it does not end
+    mine, pairs, losses = dict(begun=int(np.random.default_rng().integers(2**62))), [], []
+    note(mine)  # it counts, even if it does not end; the file orders those that begin at once
+    number = 1 + [row for row in read_ledger() if "begun" in row].index(mine)
     level = level_of(number)
     for seed in range(1, seeds + 1):
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
         pairs.append({name: result_of(name, arms[name], seed) for name in order})
         a, b = (pairs[-1][name]["loss"] for name in "AB")
         losses.append((a, b))
-        print(f"seed {seed}: A {a:.4f}, B {b:.4f}, difference {b - a:+.4f}", file=screen,
-              flush=True)
+        print(f"seed {seed}: A {a:.4f}, B {b:.4f}, B - A {b - a:+.4f}", file=screen, flush=True)
         if len(losses) in LOOKS and (verdict(losses, level)[1] or all(a == b for a, b in losses)):
             break
     (mean, half), (text, better) = difference(losses, level), verdict(losses, level)
