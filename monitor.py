@@ -75,7 +75,7 @@ class Monitor:
         self.sinks, self.spikes, self.healthy = None, Spikes(), True
         self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log
-        self.losses, self.grad_norms = [], []  # of every step since the last log
+        self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
         self.tokens = 0  # of this rank since the last log
         self.all_tokens = 0  # of all ranks since the run began
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
@@ -107,8 +107,8 @@ class Monitor:
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
 
-        A weight of 1 gives the mean over steps and ranks. Never syncs with the device. All ranks
-        must log the same names.
+        A weight of 1 gives the mean over steps, and over the ranks that log it. Never syncs with
+        the device.
         """
         if self.log_interval:
             value, weight = scalar(value), scalar(weight)
@@ -129,7 +129,8 @@ class Monitor:
     def due(self, step: int) -> bool:
         """Whether this step is logged: also the first of a process and the last of the run."""
         every, first = self.log_interval, self.first_step in (None, step)
-        return every > 0 and (step % every == 0 or first or step == self.last_step())
+        return every > 0 and (step % every == 0 or first or step == self.last_step()
+                              or step - self.logged_step >= every)  # as if each second one counts
 
     def step(self, step: int, *, loss=None, grad_norm=None, tokens: int = 0,
              lr: float | None = None):
@@ -143,7 +144,8 @@ class Monitor:
             self.begin(step)
         self.clock.end_step()
         self.newest_step = step
-        self.tokens += tokens
+        self.tokens += scalar(0 if tokens is None else tokens)
+        self.steps += 1
         if not self.log_interval:
             return
         if loss is not None:
@@ -167,7 +169,7 @@ class Monitor:
         """A row for metrics.jsonl and the other sinks."""
         if self.sinks:
             self.sinks.write(step, row)
-            self.safely(self.history.append, {"step": step, **row})
+            self.safely(self.history.append, row | {"step": step})
 
     def close(self) -> str:
         """Write the last row; returns the report of the run. Raises nothing."""
@@ -180,52 +182,50 @@ class Monitor:
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
         self.safely(self.check)
         self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # after the last log
+        self.clock.take(1)  # if it is closed again
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""
 
     # --- a log ---
 
     def gather_values(self, step: int) -> tuple[dict[str, float], list[dict]]:
-        """(metrics of this log interval over steps and ranks, its anomalies), in one copy.
-
-        Raises RuntimeError on all ranks if their metrics differ.
-        """
+        """(metrics of this log interval over steps and ranks, its anomalies), in one copy."""
         if self.dataset_totals is not None:
             for name, total, weight in zip(self.datasets, *self.dataset_totals, strict=True):
                 self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
-        steps = max(1, step - self.logged_step)
-        names = sorted(self.gathered)  # in the same order on every rank
-        totals, weights = ([self.gathered[name][i] for name in names] for i in (0, 1))
+        totals, weights = ([pair[i] for pair in self.gathered.values()] for i in (0, 1))
         parts = on_host([totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
-        parts.append(self.clock.own_ms(steps))
+        parts += [self.clock.own_ms(self.steps), [*self.gathered]]
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
-        of_ranks = gather(parts, names, self.group)
+        of_ranks = gather(parts, self.group)
         self.phase(previous)
-        totals, weights, losses, norms, tokens, own = zip(*of_ranks, strict=True)
+        totals, weights, losses, norms, tokens, own, names = zip(*of_ranks, strict=True)
         self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
-        self.step_tokens = sum(of_rank[0] for of_rank in tokens) / steps
+        self.step_tokens = sum(of_rank[0] for of_rank in tokens) / self.steps
         row, anomalies = {}, []
-        for i, name in enumerate(names):
-            weight = sum(of_rank[i] for of_rank in weights)
-            if weight:
-                row[name] = sum(of_rank[i] for of_rank in totals) / weight
-        if losses[0]:
-            row["train/loss"] = sum(map(sum, losses)) / len(losses[0]) / len(losses)
+        sums = [dict(zip(has, zip(total, weight, strict=True), strict=True))  # of each rank
+                for has, total, weight in zip(names, totals, weights, strict=True)]
+        for name in sorted(set().union(*sums)):
+            total, weight = map(sum, zip(*(of[name] for of in sums if name in of), strict=True))
+            row |= {name: total / weight} if weight else {}
+        if any(losses):
+            row["train/loss"] = sum(map(sum, losses)) / sum(map(len, losses))
         if norms[0]:
             row["train/grad_norm"] = sum(norms[0]) / len(norms[0])
-        if self.level != "off" and losses[0]:
+        if self.level != "off" and losses[0] and len({*map(len, losses)}) == 1:
             found = self.safely(self.spikes.add, step, [*zip(*losses, strict=True)], norms[0])
             anomalies, row["health/nonfinite_steps"] = found or ([], 0)
         return row | slowest_rank(own), anomalies
 
     def rates(self, step: int, lr: float | None) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
-        steps = max(1, step - self.logged_step)
+        steps, self.steps = self.steps, 0
         ms, window = self.clock.take(steps)
         step_ms = max(1e-6, sum(ms[name] for name in ms if name not in OUTSIDE_PHASES))
-        row = {"perf/step_ms": step_ms} | ({} if lr is None else {"train/learning_rate": lr})
-        if self.step_tokens:
+        row = {"perf/step_ms": step_ms}
+        row |= {} if lr is None else {"train/learning_rate": scalar(lr)}
+        if 0 < self.step_tokens < float("inf"):  # not NaN
             rate, padded = self.step_tokens / step_ms * 1e3, steps * self.step_tokens
             row |= {"train/tokens": self.all_tokens + round(padded), "perf/tokens_per_second": rate}
             row |= self.columns()  # may have another count: without padding, of earlier processes

@@ -195,7 +195,7 @@ def test_answers_begin_with_their_space(monkeypatch, capsys, tmp_path):
     built.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
     model = torch.nn.Module()
-    model.context = lambda: 64
+    model.context = 64
     monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     assert generation.main(["generate", str(tmp_path), "--prompt", "the"]) == 0

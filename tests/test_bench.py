@@ -2,18 +2,15 @@
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from conftest import ROOT, environment
 
-from config import of_depth
 from tests.bench import __main__ as bench_main
-from tests.bench import gpu, ladder
+from tests.bench import gpu
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
 from tests.bench.common import Figure, compare, in_turns, table, take_turns
 
@@ -58,17 +55,6 @@ def test_a_figure_is_the_median_and_knows_its_aim():
     figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms")
     assert figure.ratios == [3.0, 4.0, 1.0] and (figure.ours, figure.theirs) == ("5.0 ms", "2.0 ms")
     assert len({line.count("|") for line in table([FASTER.row(), LARGER.row()]).splitlines()}) == 1
-
-
-def test_the_best_rates_of_a_ladder_and_their_power_of_depth():
-    best = {1: 1.3, 2: 0.8, 3: 1.1}  # in rates of the recipe
-    losses = {(depth, factor, seed): depth + seed + 0.05 * math.log(factor / best[depth]) ** 2
-              for depth in best for factor in (0.5, 1, 2) for seed in (1, 2)}
-    assert ladder.best_rates(losses) == pytest.approx(best)
-    rates = [math.log(of_depth(depth)["learning_rate"] * best[depth]) for depth in best]
-    power = np.polyfit(np.log([*best]), rates, 1)[0]
-    assert ladder.power(losses) == pytest.approx(power)
-    assert ladder.interval(losses, 20) == pytest.approx((power, power))
 
 
 def test_measures_take_turns_in_alternating_order():

@@ -262,12 +262,29 @@ def test_tensors_leave_the_device_in_one_copy(tmp_path, clock, monkeypatch):
         copies.append(tensor)
         return plain(tensor)
 
-    m.losses = m.grad_norms = [torch.tensor(3.0)]
+    m.steps, m.losses, m.grad_norms = 1, [torch.tensor(3.0)], [torch.tensor(3.0)]
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
     row, *_ = m.gather_values(2)
     assert len(copies) == 1
     assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
     assert row["train/loss"] == 3.0
+
+
+def test_what_other_loops_pass(tmp_path):
+    """A loss that is added to, steps that meet no interval; what lies in the folder is kept."""
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    m, total = Monitor(tmp_path, log_interval=10), torch.zeros((), requires_grad=True)
+    for step in range(3, 28, 4):
+        total.data += 1
+        m.log("step", 5)
+        m.step(step, loss=total, lr=[0.5], tokens=(None, float("nan"), 2)[step % 3])
+    m.clock.seconds["forward"] += 100
+    m.close()
+    m.close()
+    assert m.healthy and column(tmp_path, "train/loss") == {3: 1, 15: 3, 27: 6}
+    assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
+    assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
+    assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'
 
 
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():

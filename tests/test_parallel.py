@@ -268,18 +268,16 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(run):
     assert one.equal(other) and one[2] == one[1] / 2 == one[0] / 2
 
 
-def test_metrics_that_only_some_ranks_log_are_named(run, tmp_path):
+def test_a_metric_is_the_mean_of_the_ranks_that_log_it(run, tmp_path):
     def hook(rank):
         def log(run):
             for name in ("acd", "ab")[rank] if run.progress.step == 4 else ():
-                run.monitor.log(name, 1.0)
+                run.monitor.log(name, 1.0 + 2 * rank)
 
         after_updates(log)
 
-    told = run(*FLAGS, "--out_dir", "r", ranks=2, hook=hook, expect=1)
-    assert told.count("RuntimeError: all ranks must log the same metrics: b by [1] alone; c by [0] "
-                      "alone; d by [0] alone\n") >= 2, told
-    assert newest(tmp_path / "r")["step"] == 4  # the step is done, and saved
+    run(*FLAGS, "--out_dir", "r", ranks=2, hook=hook)
+    assert [column(tmp_path / "r", name)[4] for name in "abcd"] == [2, 3, 1, 1]
 
 
 def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():

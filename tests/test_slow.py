@@ -80,6 +80,9 @@ def test_a_loop_starved_by_its_loader_processes_or_by_no_line_with_a_name(place)
     ("metrics.py:8 f.<genexpr> < train.py:80 train", "sum(i for i in rows)", True),
     ("model.py:60 forward < model.py:90 forward", "x = self.proj(x)", False),
     ("model.py:60 forward < model.py:90 forward", "y = torch.einsum('ij,jk', x, w)", False),
+    ("model.py:60 forward", "loss = F.cross_entropy(logits.view(-1, 9), y)", False),
+    ("model.py:60 forward", "for i in range(9): x = f(x)", False),
+    ("model.py:60 forward.<listcomp>", "[expert(x) for expert in self.experts]", False),
 ])
 def test_in_a_compute_phase_only_lines_known_to_be_avoidable(place, text, named):
     rows = rows_of({"forward": 16.0}, {"forward": {place: 4, "model.py:5 forward": 4}})
@@ -87,6 +90,13 @@ def test_in_a_compute_phase_only_lines_known_to_be_avoidable(place, text, named)
     assert (found.keys() == {"line"}) == named, found
     if named:
         assert found["line"].ms == pytest.approx(8.0)
+
+
+def test_a_loop_without_phases_is_not_avoidable():
+    phases = dict(forward=0.0, backward=0.0, optimizer=0.0, other=25.0)
+    for text, codes in (("loss = model(x)", []), ("time.sleep(1)", ["line"])):
+        found = parts_of(rows_of(phases, {"other": {"my.py:8 <module>": 30}}), {"my.py:8": text})
+        assert list(found) == codes
 
 
 def test_on_a_gpu_no_line_of_a_compute_phase_is_a_gain():

@@ -81,8 +81,7 @@ CAUSES = {  # code → "meaning; remedy"
 }
 OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
               "network"}
-SIDES = {"machine": "the machine, not the program",
-         "program": "the rest of the step is as fast as before: the program, not the machine",
+SIDES = {"machine": "the machine, not the program", "program": "the program, not the machine",
          "unclear": "machine or program: not clear"}
 RUNS_OUT = "runs out at about step {at_step:,} of {last_step:,}: {rate} since about step {since:,}"
 WORDS = {  # code → text; "slower" has a function of its own
@@ -95,7 +94,8 @@ WORDS = {  # code → text; "slower" has a function of its own
                   "{since}",
     "eager": "torch.compile has given up on {count} functions, eager since about step {since}: "
              "shapes or Python values change (TORCH_LOGS=recompiles names them)",
-    "not finite": "{count} of {steps} steps, since step {since}, were not finite and were skipped",
+    "not finite": "{count} of {steps} steps, since step {since}, were not finite (train.py of "
+                  "steady skips such updates)",
     "host memory": f"host memory {RUNS_OUT}; look for objects kept by the loop, or by the dataset "
                    "in each loader process (SIGUSR2 records three steps)",
     "device memory": f"device memory {RUNS_OUT}; look for tensors kept by the loop, such as losses "
@@ -136,8 +136,10 @@ def describe_slower(found: Finding) -> str:
              f"({values['percent']:+.0f}%{of_a_step}), {phases}"]
     lines += map(describe_part, found.parts)
     if found.phase == "step":
-        shared = f"all phases take {1 + found.ms / found.of:.2f} times as long: "
-        lines.append(shared * values.get("shared", False) + SIDES[found.side])
+        lead = "the rest of the step is as fast as before: " * (found.side == "program")
+        if values.get("shared"):
+            lead = f"all phases take {1 + found.ms / found.of:.2f} times as long: "
+        lines.append(lead + SIDES[found.side])
     if found.until is not None:
         lines.append(f"it ended at step {found.until}")
     return "\n    ".join(lines)
@@ -146,7 +148,7 @@ def describe_slower(found: Finding) -> str:
 def describe_anomaly(row: dict) -> str:
     """A row of metrics.jsonl about a spike or a step that was not finite."""
     if row["anomaly"] == "not finite":
-        text = "not finite: loss or gradient; without a finite gradient the update was skipped"
+        text = "not finite: loss or gradient (train.py of steady skips such an update)"
     elif row.keys() >= {"value", "median"}:  # else it is a fork's own
         text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
     else:

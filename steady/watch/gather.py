@@ -9,16 +9,15 @@ from torch import Tensor
 
 
 def scalar(value):
-    """The mean of a tensor in fp32 as [], of anything else as a number; NaN if it has none.
-
-    Never syncs with the device.
-    """
+    """The mean of a tensor in fp32 as [], without a sync; of anything else as a number, or NaN."""
     if isinstance(value, Tensor):
-        value = value.detach().float()  # in bf16 a sum of ones would end at 256
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP: a norm
+        # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
+        value = value.detach().to(torch.float32, copy=not value.dim())
         return value.mean() if value.dim() else value
     try:
         return value if isinstance(value, (int, float)) else float(np.mean(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError):
         return math.nan
 
 
@@ -31,23 +30,13 @@ def on_host(parts: list[list], device: torch.device) -> list[list[float]]:
             for part in parts]
 
 
-def gather(parts: list[list[float]], names: list[str], group=None) -> list[list[list[float]]]:
-    """The parts of every rank, by rank.
-
-    names: of the metrics among them. Raises RuntimeError on all ranks if their metrics differ: one
-    would be averaged with another.
-    """
+def gather(parts: list[list], group=None) -> list[list[list]]:
+    """The parts of every rank, by rank."""
     if not dist.is_initialized():
         return [parts]
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (names, parts), group)
-    known = [set(names) for names, _ in of_ranks]
-    alone = {name: [rank for rank, have in enumerate(known) if name in have]
-             for name in sorted(set.union(*known) - set.intersection(*known))}
-    if alone:
-        found = "; ".join(f"{name} by {ranks} alone" for name, ranks in alone.items())
-        raise RuntimeError(f"all ranks must log the same metrics: {found}")
-    return [parts for _, parts in of_ranks]
+    dist.all_gather_object(of_ranks, parts, group)
+    return of_ranks
 
 
 def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Sinks:
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                   for k, v in row.items()}
-        line = json.dumps({"step": step, **finite}, default=str) + "\n"
+        line = json.dumps({"step": step} | finite | {"step": step}, default=str) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
 
@@ -85,6 +85,10 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         if length >= size or rows and rows[0][1]["step"] <= start_step:
             break
         length *= 2
+    if size and not any("about" in row or "perf/step_ms" in row for _, row in rows):
+        other = path.rename(f"{path}.{time.time_ns()}")
+        alert(f"warning: {path} is another program's, or damaged; it is now {other}")
+        path.touch()
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
     file = open(path, "a", buffering=1)  # each row is written as a whole

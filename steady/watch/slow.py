@@ -26,14 +26,14 @@ RARE = 0.05  # of a step, between mean and median
 BUSY_THREAD = 0.2  # of a step
 PADDING = 0.2
 TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
-HOST_PHASES = ("data", "other", "logging")  # any line in them is avoidable
+HOST_PHASES = ("data", "logging", "other")  # any line in them is avoidable
 AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
     (r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.numpy\(\)", "keep it on the device until a log"),
     (r"synchronize\(|empty_cache\(", "leave it out, or do it at a log"),
     (r"\bsleep\(", "leave it out"),
-    (r"\bprint\(|\blog\w*\.\w+\(|\.write\(|\bopen\(|json\.|pickle\.|add_scalar|torch\.save\(",
+    (r"\bprint\(|\b(log|logger|logging)\.\w+\(|\.write\(|\bopen\(|json\.|pickle\.|add_scalar|torch\.save\(",
      "do it at a log, or in another thread"),
-    (r"deepcopy\(|\bsorted\(|for .* in range\(", "do it once, or on the device"),
+    (r"deepcopy\(|\bsorted\(", "do it once, or on the device"),
 )
 ADVICE = {"data": "--num_workers 2, or less work per sample", "other": "less of it in each step",
           "logging": "a larger --log_interval"}
@@ -57,8 +57,10 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     left.take("gc", ms_of(mean, "gc"), sorted(ms, key=lambda phase: -ms[phase]))
     # in a GPU's compute phases the host waits for kernels that have to run in any case
     phases = HOST_PHASES if "memory/allocated_gb" in mean else (*STEP_PHASES, "logging")
+    # in a loop without phases, or with names of its own, "other" is the model's
+    host = HOST_PHASES[: 3 if ms["other"] < 2 * (ms["forward"] + ms["backward"]) else 2]
     for phase in mean["profile"].keys() & {*phases}:
-        take_lines(left, phase, mean["profile"][phase], history.sources)
+        take_lines(left, phase, mean["profile"][phase], history.sources, phase in host)
     take_rank(left, mean, rows)
     if left.ms["data"] > STARVED * step:
         left.take("data", left.ms["data"], ["data"])
@@ -91,11 +93,11 @@ def eager(history: History) -> list[Finding]:
             for first in rows[:1]]
 
 
-def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str]):
+def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str], host: bool):
     """Take functions from a phase of host work, and from others lines known to be avoidable."""
     ms_of_a_look = left.ms[phase] / max(1, sum(lines.values()))
     for places in by_function(place for place in lines
-                              if phase in HOST_PHASES or advice_for(place, sources)):
+                              if host or advice_for(place, sources)):
         looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
         if looks > 2:
             advice = advice_for(place, sources) or ADVICE[phase]
@@ -111,8 +113,9 @@ def advice_for(place: str, sources: dict[str, str]) -> str:
             return advice
     if library := library_of(place):
         return f"{library} runs on the host: use torch, or do it once"
-    loop = "<" in function and "<module>" not in function  # <genexpr>, <lambda>, …
-    return "a loop of Python: use tensors" if loop and "torch." not in text else ""
+    loop = re.search("<(?!module>)", function)  # <genexpr>, <lambda>, …
+    model = re.search(r"\b(torch|self)\.", text)  # such as [expert(x) for expert in self.experts]
+    return "a loop of Python: use tensors" if loop and not model else ""
 
 
 def take_rank(left: Left, mean: dict, rows: list[dict]):

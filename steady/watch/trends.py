@@ -117,7 +117,8 @@ class Spikes:
         median = quantile(recent, 0.5)
         # 1.4826 median absolute deviations are one standard deviation of a normal distribution
         spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
-        return median, max(SPIKE_FACTOR[name] * median, median + 10 * spread)
+        limit = max(SPIKE_FACTOR[name] * median, median + 10 * spread)
+        return median, limit or 10 * max(recent) or math.inf  # of a hinge loss, mostly 0
 
 
 # --- resources -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.bench.common import Figure, table
 
 NAMES = ["training", "small", "shakespeare", "monitor_cost", "checkpoints", "parallel", "documents",
          "slowdowns", "startup"]
-ON_REQUEST = ["diagnosis", "constant", "resume", "referee", "gpu", "busy", "ladder"]
+ON_REQUEST = ["diagnosis", "constant", "resume", "referee", "gpu", "busy"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "tests/bench/results/cpu.json", ROOT / "docs/benchmarks.md"
 
