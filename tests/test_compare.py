@@ -172,7 +172,8 @@ def test_a_failed_run_ends_it(call, pretended):
 def test_arms_that_cannot_be_compared_are_refused(call, pretended):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
-                    ("--patience 3", ()), ("", ("--learning_rat", "1"))):
+                    ("--patience 3", ()), ("--estimate 1", ()), ("--verify_resume 2", ()),
+                    ("", ("--learning_rat", "1"))):
         said = call("", b, *more, expect=2).err
         assert said.count("\n") == 1, said
     _, results = pretended
@@ -189,7 +190,7 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     pairs = [2.0, 1.8, 1.87, 2.06, 1.96, 1.81, 1.79, 2.04, 2.01, 1.8]
     for k, others, expect in ((1, 0, 0), (30, 28, 4)):
         with open("experiments.jsonl", "a") as file:
-            file.write('{"begun": 0}\n' * others + '{"begun": 1')  # the last one cut off
+            file.write('{"begun": 0}\n' * others + '[]\n{"a": {"b": 1}\n{"begun": 1')  # cut off
         results[:] = pairs
         said = json.loads(call("", "", "--json", "--seeds", "5", expect=expect).out)
         assert said["comparison"] == k and len(said["pairs"]) == 5

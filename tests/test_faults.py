@@ -396,7 +396,7 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     plain = os.access  # root may write anywhere, so this fault is simulated
     monkeypatch.setattr(os, "access", lambda p, mode: str(p) != str(place) and plain(p, mode))
     output = run("--out_dir", place / "r", expect=2)
-    assert f"{place} is not a directory that is writable" in output and not list(place.iterdir())
+    assert f"{place} is no writable directory" in output and not list(place.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
@@ -904,8 +904,14 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
     run("--resume", "a/checkpoints/step_00000004.pt", "--max_steps", 6, "--keep_checkpoints", 1,
         bare=True)
     assert steps(tmp_path / "disk2") == [6]  # without those that it went back from
-    run("--resume", backed_up, "--out_dir", "b", "--max_steps", 8, bare=True)
-    assert steps(tmp_path / "disk2") == [8]
+    run("--resume", backed_up, "--out_dir", "b", "--max_steps", 16, bare=True)
+    assert steps(tmp_path / "disk2") == [16]
+    told = run("--auto_resume", "--out_dir", "a", "--max_steps", 9, bare=True, expect=2)
+    assert "holds step 16 of this run, a only step 12; continue it with --resume" in told
+
+
+def test_a_folder_whose_name_torch_cannot_read_is_refused(run, tmp_path):
+    assert "UTF-8" in run("--out_dir", os.fsdecode(b"caf\xe9"), expect=2)
 
 
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):

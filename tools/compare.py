@@ -8,6 +8,7 @@ of another shape), so the difference within a pair varies far less than the loss
 final validation losses, of averaged weights with --ema.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -40,6 +41,7 @@ ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
                "--tracker=none", "--no_auto_resume", "--no_overwrite",
                f"--eval_interval={10**12}"]  # only at the end
+REFUSED = "resume backup_to eval_only patience verify_resume check_checkpoints estimate".split()
 
 
 def level_of(k: int) -> float:
@@ -121,10 +123,10 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
         code = folder / git("rev-parse", "--show-prefix")
         git("worktree", "prune")  # left by earlier comparisons
         git("worktree", "add", "--detach", folder, text)
-    flags = [*FIXED_FLAGS, *flags, *more]
-    cfg, _ = choose_run(flags)
-    if cfg.resume or cfg.backup_to or cfg.eval_only or cfg.patience:
-        raise ConfigError(f"{text}: not with --resume, --backup_to, --eval_only or --patience")
+    flags = [*flags, *more]
+    cfg, _ = choose_run([*flags, *FIXED_FLAGS])
+    if any(getattr(cfg, name) for name in REFUSED):
+        raise ConfigError(f"{text}: not with --{', --'.join(REFUSED)}")
     train_data, val_data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
@@ -151,8 +153,8 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
         if row.get("run") == run:
             return row["result"] | dict(step_ms=None)  # that of another hour
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
-        command = [sys.executable, str(arm.code / "train.py"), *arm.flags, f"--seed={seed}",
-                   f"--out_dir={folder}"]
+        command = [sys.executable, str(arm.code / "train.py"), *arm.flags, *FIXED_FLAGS,
+                   f"--seed={seed}", f"--out_dir={folder}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     end = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
     if end.get(arm.loss) is None:  # a non-finite loss is null
@@ -166,9 +168,10 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
     return result
 
 
-def read_ledger() -> list[dict]:
-    lines = LEDGER.read_text("utf-8").splitlines() if LEDGER.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # or cut off by a kill
+def read_ledger():
+    for line in LEDGER.read_text("utf-8", "replace").splitlines() if LEDGER.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError):  # cut off by a kill, or not ours
+            yield dict(json.loads(line))
 
 
 def note(row: dict):
@@ -179,17 +182,15 @@ def note(row: dict):
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     if argv == ["--ledger"]:
-        rows = [row for row in read_ledger() if "verdict" in row]
+        rows = [row for row in read_ledger() if row.keys() >= {"verdict", "step_ms_ratio"}]
         for row in sorted(rows, key=lambda row: row["difference"]):
             print(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
                   f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}")
         return 0
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
-                    "Trains both with the same seeds, until their validation losses differ.",
-                    epilog="Other flags are for both. `compare --ledger` prints all comparisons so "
-                    "far. Exit codes: 0 B is better, 3 A is, 4 neither is known to be.")
-    parser.add_argument("A", help="a git revision, . for the files as they are, a YAML file, or "
-                        "flags of train.py in quotes")
+                    "Trains both with the same seeds.", epilog="Other flags are for both. Exit "
+                    "codes: 0 B is better, 3 A, 4 neither. `compare --ledger` prints all so far.")
+    parser.add_argument("A", help="a git revision, . (as it is), a YAML file, or flags in quotes")
     parser.add_argument("B", help="another")
     parser.add_argument("--steps", type=int, metavar="N", help="--max_steps of both")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
@@ -236,7 +237,7 @@ def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
         verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
         difference_interval=[mean - half, mean + half],
         compared=[arm.loss for arm in arms.values()],
-        flags=[arm.flags[len(FIXED_FLAGS) :] for arm in arms.values()])
+        flags=[arm.flags for arm in arms.values()])
     for name in ("step_ms", "memory"):
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
     note(found)

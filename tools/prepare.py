@@ -222,11 +222,10 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
     from torch.utils.data import DataLoader  # here: mistakes are found two seconds sooner
 
     workers = min(encoder.options.workers or math.inf, usable_cores())
-    workers = workers if workers > 1 else 0
     for result in DataLoader(
-            encoder, batch_size=None, sampler=chunks, num_workers=workers,
+            encoder, batch_size=None, sampler=chunks, num_workers=workers * (workers > 1),
             collate_fn=copy,  # nothing to collate
-            worker_init_fn=start_worker, multiprocessing_context=FORK if workers else None):
+            worker_init_fn=start_worker, multiprocessing_context=FORK if workers > 1 else None):
         if isinstance(result, ConfigError):
             raise result
         yield result

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
 
 
 def print_reports(argv: list[str]) -> int:
-    parser = Parser("monitor.py", allow_abbrev=False, description="Report where "
-                    "the time of a run went, and whether, when and why it slowed down.",
+    parser = Parser("monitor.py", allow_abbrev=False, description="Where the "
+                    "time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
                     "`monitor.py try RUN` measures what other options would gain.")
     parser.add_argument("run_dir", nargs="+", type=Path, help="two or more are shown side by side")

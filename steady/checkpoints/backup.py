@@ -5,7 +5,7 @@ import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import PART, Checkpoint, list_checkpoints
+from steady.checkpoints.checkpoint import PART, SET_ASIDE, Checkpoint, list_checkpoints
 from steady.checkpoints.disk import put_in_place
 from steady.options import ConfigError
 
@@ -19,7 +19,7 @@ class Backup:
 
     One upload at a time; the URL keeps the checkpoints that the run keeps. run_dir: None if it is
     not made yet. run: the id of the run that continues; None for a new one. Raises ConfigError if
-    the URL cannot be written, or holds another run or this one.
+    the URL cannot be written, or holds another run, or newer steps.
     """
 
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
@@ -30,13 +30,18 @@ class Backup:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
             within = own.is_relative_to(place) or place.is_relative_to(own)
             if within and "file" in self.fs.fs.protocol:
-                raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; expected a place "
-                                  "on another disk or machine")
+                raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
             self.fs.makedirs("checkpoints", exist_ok=True)
+            saved = remote_checkpoints(self.fs), own.glob("checkpoints/*")
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
+        steps = [re.findall(r"checkpoints/step_(\d+)", " ".join(map(str, each))) for each in saved]
+        newest, ours = (max(map(int, each), default=0) for each in steps)
+        if there and newest > ours:  # an older copy of the run would delete it
+            raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
+                              f"step {ours}; continue it with --resume {url}")
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -120,7 +125,7 @@ def download(url: str, to: Path):
                 get(file, Path(f"{draft}{file.removeprefix(name)}"))
             if wrong := draft.find_damage():
                 print(f"warning: {name}: {wrong}", flush=True)
-                draft.delete()
+                put_in_place(draft.path, to / f"{name}{SET_ASIDE}")
                 continue
             put_in_place(draft.path, to / name)  # first: a run without checkpoints begins at 0
             for log in filter(LOGS.fullmatch, fs.find("")):

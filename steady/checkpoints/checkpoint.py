@@ -5,8 +5,7 @@
     checkpoints/best.pt, best/      the same, a link to the one with the lowest validation loss
 
 A part holds that rank's rows of each sharded tensor. Drafts are called NAME.tmp-NUMBER; a folder is
-renamed once all parts are in it. Why not torch.distributed.checkpoint: planning needs all ranks,
-but a rescue may lack one; it misses flipped bits; and its `.metadata` is a pickle.
+renamed once all parts are in it. EXPERIMENTS.md: why not torch.distributed.checkpoint.
 """
 
 import contextlib

@@ -66,15 +66,20 @@ def find_run(cfg) -> Path | None:
     real = Path(os.path.realpath(out_dir or "runs"))
     place = next(folder for folder in (real, *real.parents) if folder.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place} is not a directory that is "
-                          "writable")
+        raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place} is no writable directory")
     same_run = own and own.resolve() == real
     if out_dir and run_files(out_dir) and not (same_run or cfg.overwrite):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
-    if out_dir:
-        refuse_links(out_dir)
+    if re.search("[\udc80-\udcff]", str(real)):  # torch cannot read a file there
+        raise ConfigError(f"--out_dir {out_dir}: expected a name in UTF-8")
+    # a link would lead the run to write beyond its lock
+    for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)) if out_dir else ():
+        if path.is_symlink():
+            raise ConfigError(f"{path}: is a link; to use another disk, put --out_dir there")
+        if not path.is_dir():
+            expect_file(path)
     return out_dir
 
 
@@ -88,15 +93,6 @@ def run_files(out_dir: Path) -> list[Path]:
     """The files and folders that show that a directory holds a run."""
     found = *out_dir.glob("*"), *out_dir.glob("checkpoints/*")
     return [path for path in found if RUN_FILES.fullmatch(path.relative_to(out_dir).as_posix())]
-
-
-def refuse_links(out_dir: Path):
-    """Raise ConfigError if a link in out_dir would lead a run to write beyond its lock."""
-    for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)):
-        if path.is_symlink():
-            raise ConfigError(f"{path}: is a link; to use another disk, put --out_dir there")
-        if not path.is_dir():
-            expect_file(path)
 
 
 def continues(cfg, out_dir: Path | None) -> bool:

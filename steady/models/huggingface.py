@@ -132,8 +132,8 @@ def native_shape(found) -> dict | None:
 def foreign_shape(found, cfg) -> dict:
     """The options of a model trained through transformers' own module. Raises ConfigError."""
     text = found.get_text_config()
-    n_layer, width, heads, vocab, longest = (getattr(text, OPTIONS[name], None) for name in (
-        "n_layer", "d_model", "n_head", "vocab_size", "max_position"))
+    n_layer, width, heads, kv, vocab, longest = (getattr(text, OPTIONS[name], None) for name in (
+        "n_layer", "d_model", "n_head", "n_kv_head", "vocab_size", "max_position"))
     if not (n_layer and width and vocab) or getattr(found, "is_encoder_decoder", False):
         raise ConfigError(f"--init_from {cfg.init_from}: architecture {found.model_type}: expected "
                           f"one of {', '.join(NATIVE)}, or another causal language model")
@@ -141,7 +141,7 @@ def foreign_shape(found, cfg) -> dict:
         raise ConfigError(f"--data_mode packed, --resize_embeddings: not with a {found.model_type} "
                           "trained through transformers' own module")
     heads = heads or 1
-    return dict(model="transformers", n_layer=n_layer, n_head=heads, n_kv_head=heads, d_ff=1,
+    return dict(model="transformers", n_layer=n_layer, n_head=heads, n_kv_head=kv or heads, d_ff=1,
                 d_model=width, vocab_size=vocab, head_dim=width // heads,
                 max_position=longest or 1 << 60)
 

@@ -94,7 +94,7 @@ def trained(flags: tuple[str, ...]) -> SimpleNamespace:
 
 
 def loss(flags: str, seed: int) -> float:
-    arm = SimpleNamespace(code=Path(), flags=[*compare.FIXED_FLAGS, *f"{BASE} {flags}".split()],
+    arm = SimpleNamespace(code=Path(), flags=f"{BASE} {flags}".split(),
                           loss="val_loss", key=None)
     return compare.result_of("", arm, seed)["loss"]
 
