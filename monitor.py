@@ -130,7 +130,7 @@ class Monitor:
         """Whether this step is logged: also the first of a process and the last of the run."""
         every, first = self.log_interval, self.first_step in (None, step)
         return every > 0 and (step % every == 0 or first or step == self.last_step()
-                              or step - self.logged_step >= every)  # as if each second one counts
+                              or step - self.logged_step >= every)  # a loop may skip multiples
 
     def step(self, step: int, *, loss=None, grad_norm=None, tokens: int = 0,
              lr: float | None = None):

@@ -73,7 +73,7 @@ def find_run(cfg) -> Path | None:
                           "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")
     if re.search("[\udc80-\udcff]", str(real)):  # torch cannot read a file there
-        raise ConfigError(f"--out_dir {out_dir}: expected a name in UTF-8")
+        raise ConfigError(f"--out_dir {out_dir or real}: expected a name in UTF-8")
     # a link would lead the run to write beyond its lock
     for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)) if out_dir else ():
         if path.is_symlink():

@@ -45,8 +45,8 @@ class Sinks:
             return
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                  for k, v in row.items()}
-        line = json.dumps({"step": step} | finite | {"step": step}, default=str) + "\n"
+                  for k, v in row.items() if k != "step"}
+        line = json.dumps({"step": step, **finite}, default=str) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
 

@@ -58,7 +58,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     # in a GPU's compute phases the host waits for kernels that have to run in any case
     phases = HOST_PHASES if "memory/allocated_gb" in mean else (*STEP_PHASES, "logging")
     # in a loop without phases, or with names of its own, "other" is the model's
-    host = HOST_PHASES[: 3 if ms["other"] < 2 * (ms["forward"] + ms["backward"]) else 2]
+    host = HOST_PHASES if ms["other"] < 2 * (ms["forward"] + ms["backward"]) else HOST_PHASES[:2]
     for phase in mean["profile"].keys() & {*phases}:
         take_lines(left, phase, mean["profile"][phase], history.sources, phase in host)
     take_rank(left, mean, rows)
