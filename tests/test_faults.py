@@ -396,7 +396,7 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     plain = os.access  # root may write anywhere, so this fault is simulated
     monkeypatch.setattr(os, "access", lambda p, mode: str(p) != str(place) and plain(p, mode))
     output = run("--out_dir", place / "r", expect=2)
-    assert f"{place} is no writable directory" in output and not list(place.iterdir())
+    assert f"{place} is not a directory to write to" in output and not list(place.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
