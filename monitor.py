@@ -195,19 +195,19 @@ class Monitor:
                 self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         totals, weights = ([pair[i] for pair in self.gathered.values()] for i in (0, 1))
-        parts = on_host([totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
-        parts += [self.clock.own_ms(self.steps), [*self.gathered]]
+        totals, weights, *parts = on_host(
+            [totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
+        pairs = zip(totals, weights, strict=True)
+        parts += [self.clock.own_ms(self.steps), dict(zip(self.gathered, pairs, strict=True))]
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
         of_ranks = gather(parts, self.group)
         self.phase(previous)
-        totals, weights, losses, norms, tokens, own, names = zip(*of_ranks, strict=True)
+        losses, norms, tokens, own, metrics = zip(*of_ranks, strict=True)
         self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
         self.step_tokens = sum(of_rank[0] for of_rank in tokens) / self.steps
         row, anomalies = {}, []
-        sums = [dict(zip(has, zip(total, weight, strict=True), strict=True))  # of each rank
-                for has, total, weight in zip(names, totals, weights, strict=True)]
-        for name in sorted(set().union(*sums)):
-            total, weight = map(sum, zip(*(of[name] for of in sums if name in of), strict=True))
+        for name in sorted(set().union(*metrics)):
+            total, weight = map(sum, zip(*(of[name] for of in metrics if name in of), strict=True))
             row |= {name: total / weight} if weight else {}
         if any(losses):
             row["train/loss"] = sum(map(sum, losses)) / sum(map(len, losses))

@@ -190,9 +190,9 @@ def drive(tmp_path, clock, monkeypatch):
 def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     """Rank 0 waits for rank 1, whose forward pass takes 30 ms more, for an unknown reason."""
     def gather(parts, group):
-        *same, own, names = parts
+        *same, own, metrics = parts
         more = [30 * clock.late * (phase == "forward") for phase in OWN_PHASES]
-        return [parts, [*same, [ms + late for ms, late in zip(own, more, strict=True)], names]]
+        return [parts, [*same, [ms + late for ms, late in zip(own, more, strict=True)], metrics]]
 
     monkeypatch.setattr(monitor, "gather", gather)
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)

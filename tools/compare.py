@@ -151,7 +151,7 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
     run = arm.key and f"{arm.key} {seed}"
     for row in read_ledger() if run else ():
         if row.get("run") == run:
-            return row["result"] | dict(step_ms=None)  # that of another hour
+            return row["result"] | dict(step_ms=None)  # of another hour: not comparable
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
         command = [sys.executable, str(arm.code / "train.py"), *arm.flags, *FIXED_FLAGS,
                    f"--seed={seed}", f"--out_dir={folder}"]

@@ -32,13 +32,13 @@ class Backup:
             if within and "file" in self.fs.fs.protocol:
                 raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
             self.fs.makedirs("checkpoints", exist_ok=True)
-            saved = remote_checkpoints(self.fs), own.glob("checkpoints/*")
+            saved = remote_checkpoints(self.fs), [*own.glob("checkpoints/*")]
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
-        steps = [re.findall(r"checkpoints/step_(\d+)", " ".join(map(str, each))) for each in saved]
-        newest, ours = (max(map(int, each), default=0) for each in steps)
+        names = [" ".join(Path(name).name for name in each) for each in saved]
+        newest, ours = (max(map(int, re.findall(r"step_(\d+)", each)), default=0) for each in names)
         if there and newest > ours:  # an older copy of the run would delete it
             raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
                               f"step {ours}; continue it with --resume {url}")

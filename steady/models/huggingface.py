@@ -376,4 +376,4 @@ def merge_checkpoint(model: nn.Module, state: dict, cfg):
         raise ConfigError(f"the run adapts other weights than {cfg.init_from} now has")
     parts, shards = linear_parts(model), Shards()
     lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, cfg),
-               lora.scale_of(cfg))
+               lora.alpha_of(cfg) / cfg.lora_rank)

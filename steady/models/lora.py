@@ -61,7 +61,7 @@ def adapt(model: nn.Module, parts: Parts, cfg, dtype: torch.dtype):
         sizes = [(len(rows), theirs in targets) for theirs, rows in each]
         if any(trained for _, trained in sizes):
             linear = model.get_submodule(name)
-            linear.lora = Adapter(linear, cfg.lora_rank, scale_of(cfg), sizes)
+            linear.lora = Adapter(linear, cfg.lora_rank, alpha_of(cfg) / cfg.lora_rank, sizes)
             linear.register_forward_hook(linear.lora)
     torch.manual_seed(cfg.seed)
     init_weights(model)
@@ -86,8 +86,8 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora.A", ".lora.B"))
 
 
-def scale_of(cfg) -> float:
-    return cfg.lora_alpha / cfg.lora_rank if cfg.lora_alpha else 2.0
+def alpha_of(cfg) -> float:
+    return cfg.lora_alpha or 2.0 * cfg.lora_rank
 
 
 def find_targets(parts: Parts, targets: list[str]) -> set[str]:
@@ -190,8 +190,7 @@ def save(out: Path, pairs: Pairs, cfg, dtype: torch.dtype):
     safetensors.torch.save_file(tensors, out / WEIGHTS, metadata=dict(format="pt"))
     base = Path(cfg.init_from)
     found = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank,
-        lora_alpha=scale_of(cfg) * cfg.lora_rank,
+        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=alpha_of(cfg),
         target_modules=sorted(pairs), bias="none", lora_dropout=0.0, inference_mode=True,
         base_model_name_or_path=str(base.absolute()) if base.exists() else cfg.init_from,
     )

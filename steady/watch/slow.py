@@ -31,7 +31,7 @@ AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
     (r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.numpy\(\)", "keep it on the device until a log"),
     (r"synchronize\(|empty_cache\(", "leave it out, or do it at a log"),
     (r"\bsleep\(", "leave it out"),
-    (r"\bprint\(|\b(log|logger|logging)\.\w+\(|\.write\(|\bopen\(|json\.|pickle\.|add_scalar|torch\.save\(",
+    (r"\b(print|open)\(|\blog(ger|ging)?\.\w+\(|\.write\(|json\.|pickle\.|add_scalar|torch\.save\(",
      "do it at a log, or in another thread"),
     (r"deepcopy\(|\bsorted\(", "do it once, or on the device"),
 )
