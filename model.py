@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = cfg.n_head, cfg.n_kv_head, cfg.head_dim
-        self.dropout = cfg.dropout
+        self.dropout, self.auto = cfg.dropout, cfg.attention == "auto"
         heads = cfg.n_head + 2 * cfg.n_kv_head  # one large product is faster than three
         self.qkv = nn.Linear(cfg.d_model, heads * cfg.head_dim, bias=bool(cfg.qkv_bias))
         self.out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.d_model, bias=False)
@@ -83,9 +83,8 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         # a mask is causal itself; a single token behind a cache attends to the whole cache
         causal = where.mask is None and (cache is None or q.shape[2] > 1)
-        y = layers.attend(q, k, v, attn_mask=where.mask, is_causal=causal,
-                          dropout_p=self.dropout if self.training else 0.0,
-                          enable_gqa=self.n_kv_head != self.n_head)
+        dropout = self.dropout if self.training else 0.0
+        y = layers.attend(q, k, v, where.mask, causal=causal, dropout=dropout, auto=self.auto)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

@@ -100,7 +100,7 @@ FORKS = {  # name → [(file, text, its replacement)]
     "Lion": [("train.py", "    return optimizers\n", LION)],
     "masked modelling": [
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
-        ("model.py", "is_causal=causal", "is_causal=False")],
+        ("model.py", "causal=causal", "causal=False")],
     "distillation": [
         ("model.py", "        return self.head(self.hidden(tokens, documents=documents), "
                      "targets)\n", DISTILLED),

@@ -155,6 +155,43 @@ def test_attention_backends_agree_and_the_one_in_use_is_reported():
         set_attention_backend("auto")
     torch.testing.assert_close(found["flash"], found["math"], rtol=1e-4, atol=1e-5)
     assert torch.equal(found["auto"], found["flash"])
+    assert attention_backend(tiny_config(), CPU, torch.bfloat16) == "matmul"
+    assert attention_backend(tiny_config(attention="flash"), CPU, torch.bfloat16) == "flash"
+    assert not make(attention="math").blocks[0].attention.auto
+
+
+@pytest.mark.parametrize("kind", ["causal", "both ways", "masked", "fewer keys and values"])
+@pytest.mark.parametrize("T", [40, 300])  # probabilities kept, and computed again
+def test_attention_by_products_is_as_exact_as_torchs(kind, T):
+    torch.manual_seed(0)
+    heads = 2 if kind == "fewer keys and values" else 4
+    *given, grad = (torch.randn(2, n, T, 8, dtype=torch.float64) for n in (4, heads, heads, 4))
+    given[2][:, :, 255:256] *= 100  # the last value that the first rows attend to
+    mask = torch.rand(2, 1, T, T).gt(0.5).tril() | torch.eye(T, dtype=torch.bool)
+    how = dict(mask=mask if kind == "masked" else None, dropout=0.0,
+               causal=kind in ("causal", "fewer keys and values"))
+
+    def results(dtype, auto):
+        parts = [x.to(dtype).requires_grad_() for x in given]
+        y = layers.attend(*parts, **how, auto=auto)
+        return [y, *torch.autograd.grad(y, parts, grad.to(dtype))]
+
+    ours = results(torch.bfloat16, True)
+    for true, found in zip(results(torch.float64, True), ours, strict=True):
+        assert found.dtype == torch.bfloat16 and (found - true).norm() < 0.015 * true.norm()
+    assert not torch.equal(ours[0], results(torch.bfloat16, False)[0])
+
+
+@pytest.mark.parametrize("T", [24, 300])
+def test_attention_by_products_drops_the_same_in_both_passes(T):
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, T, 8).bfloat16().requires_grad_() for _ in range(4))
+    y = layers.attend(q, k, v, None, causal=True, dropout=0.5, auto=True)
+    of_v, = torch.autograd.grad(y, v, grad)
+    given, found = ((a.double() * b.double()).sum() for a, b in ((y, grad), (of_v, v)))
+    assert found.item() == pytest.approx(given.item(), rel=0.03)  # y is linear in v
+    whole = layers.attend(q, k, v, None, causal=True, dropout=0.0, auto=True)
+    assert (y - whole).norm() > 0.3 * whole.norm()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -153,7 +153,7 @@ def takes_varlen(cfg, dtype: torch.dtype) -> bool:
 
 
 def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
-    """VARLEN, or the choice of torch's dispatcher for this shape, device and dtype.
+    """VARLEN, matmul (see `layers.attend`), or the choice of torch's dispatcher for this shape.
 
     Raises ConfigError if the only allowed one cannot run.
     """
@@ -164,6 +164,9 @@ def attention_backend(cfg, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and takes_varlen(cfg, dtype) and can_use_flash_attention(
             SDPAParams(q, kv, kv, None, 0.0, True, grouped)):
         return VARLEN
+    if (cfg.attention == "auto" and cfg.model != "transformers" and device.type == "cpu"
+            and dtype == torch.bfloat16):
+        return "matmul"
     mask = None
     if packed:  # allocates one row only
         mask = torch.ones(1, 1, 1, T, dtype=torch.bool, device=device).expand(1, 1, T, T)
