@@ -15,8 +15,10 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
+    RobertaConfig,
     T5Config,
 )
 
@@ -233,6 +235,35 @@ def test_configurations_with_a_text_config(run, corpus, tmp_path, monkeypatch):
     assert "cannot be trained on text alone: token_type_ids" in told
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
     assert "architecture t5: expected one of llama" in run(*flags, "t5", bare=True, expect=2)
+
+
+def foreign_model(folder, found, **changes):
+    save_random(folder, found)
+    return foreign.HFModel(huggingface.config_from_hf(Config(init_from=str(folder), **changes)))
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
+    found = RobertaConfig(vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                          num_attention_heads=2, max_position_embeddings=66)
+    with pytest.raises(ConfigError, match="its tokens see later ones; expected a causal model"):
+        foreign_model(tmp_path, found)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_also_acts_in_models_that_hold_it_as_a_number(tmp_path, dropout):
+    model = foreign_model(tmp_path, OPTConfig(vocab_size=257, hidden_size=32, ffn_dim=48,
+                                              num_hidden_layers=2, num_attention_heads=2,
+                                              word_embed_proj_dim=32, max_position_embeddings=64),
+                          dropout=dropout)  # its own is 0.1
+    tokens = torch.arange(20)[None]
+    assert torch.equal(model(tokens), model(tokens)) == (not dropout)
+
+
+def test_a_model_that_would_search_by_beams_writes_one_text(tmp_path):
+    model, found = foreign_model(tmp_path, GPT2), []
+    model.module.generation_config.num_beams = 3
+    model.generate(torch.arange(5)[None], 4, 0.0, 0, 1.0, (), lambda ids: found.append(ids.shape))
+    assert found == [(1,)] * 4
 
 
 def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write):

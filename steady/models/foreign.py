@@ -11,6 +11,8 @@ from steady.models.huggingface import UNTIED, folders, merge_adapters
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout")  # as numbers
+
 
 def load_module(folder: Path, trust: bool) -> nn.Module:
     """The module in a folder. Raises ConfigError if its weights do not fit."""
@@ -39,21 +41,24 @@ class HFModel(nn.Module):
         self.cfg = cfg
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
         self.module = load_module(folder, cfg.trust_remote_code)
-        self.train()  # from_pretrained leaves it in evaluation mode
         text = self.module.config.get_text_config()
         self.context = getattr(text, "max_position_embeddings", None) or 1 << 60  # in tokens
-        if text is not self.module.config:
-            try:  # with images, some need more than tokens
-                self(torch.zeros(1, 2, dtype=torch.long))
-            except Exception as e:  # whatever its code raises
-                raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
+        try:  # with images, some need more than tokens
+            with torch.no_grad():
+                one, other = self(torch.tensor([[0, 1], [0, 2]]))[:, 0]
+        except Exception as e:  # whatever its code raises
+            raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
+        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+            raise ConfigError(f"{folder}: its tokens see later ones; expected a causal model")
+        self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)
             (enable or self.module.gradient_checkpointing_enable)()
         for module in self.module.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = cfg.dropout
+            for name in ("p",) if isinstance(module, nn.Dropout) else DROPOUTS:
+                if type(getattr(module, name, None)) in (int, float):
+                    setattr(module, name, cfg.dropout)
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
         vars(self).update(  # past nn.Module, or each weight would have two names
             blocks=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
@@ -72,9 +77,9 @@ class HFModel(nn.Module):
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: tuple[int, ...], on_token=None) -> Tensor:
         """As `generate` in model.py, but a full context ends it."""
-        how = dict(do_sample=False)
+        how = dict(do_sample=False, num_beams=1, num_return_sequences=1)
         if temperature >= 1e-6:  # or logits / temperature would overflow
-            how = dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
+            how |= dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)
         if on_token:
             how["stopping_criteria"] = [lambda ids, scores: torch.full_like(
                 ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)]

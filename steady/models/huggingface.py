@@ -18,7 +18,7 @@ from steady.models.hub import fetch_files, reason, shorten, tensors_of, weight_f
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
-from steady.tokens.tokenizers import byte_tokenizer, read_json
+from steady.tokens.tokenizers import byte_tokenizer, load_tokenizer, read_json
 
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 # Our name of an option → its name in a configuration of transformers.
@@ -149,7 +149,7 @@ def foreign_shape(found, cfg) -> dict:
 def check_tokenizer(name: str, data):
     """Raise ConfigError if the data was made with another tokenizer than the model's."""
     theirs = vocabulary(tokenizer_folder(name))
-    mine = vocabulary(data.tokenizer_folder) if data.tokenizer_folder else {}
+    mine = vocabulary(Path(data.tokenizer_folder)) if data.tokenizer_folder else {}
     if data.tokenizer == "bytes":
         mine = byte_tokenizer().get_vocab()
     if mine and not theirs.items() <= mine.items():  # added tokens are fine
@@ -159,13 +159,9 @@ def check_tokenizer(name: str, data):
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    file = Path(folder) / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(file)).get_vocab() if file.exists() else {}
-    except Exception as e:  # of Rust: plain ones
-        raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
+    """{} without a tokenizer. Raises ConfigError if it cannot be read."""
+    files = [*folder.glob("tokenizer.*"), *folder.glob("vocab.*"), *folder.glob("*.model")]
+    return load_tokenizer(str(folder), needs_end=False).get_vocab() if files else {}
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -215,7 +211,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
     if cfg.tie_embeddings and HEAD in found:  # older programs save it all the same
-        if not equal(found.pop(HEAD), found[EMBEDDING]):
+        if not torch.equal(found.pop(HEAD)[:], found[EMBEDDING][:]):
             raise ConfigError(f"{folder}: {UNTIED}")
     unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
     if unused:
@@ -235,13 +231,6 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
             part = held[ours][first - mine.start : last - mine.start]
             part.copy_(rows[first - begin : last - begin])
     merge_adapters(model, name, shards)
-
-
-def equal(one, other) -> bool:
-    """Whether two tensors in files are equal, read a few rows at a time."""
-    parts = [slice(i, i + 4096) for i in range(0, one.get_shape()[0], 4096)]
-    same_shape = one.get_shape() == other.get_shape()
-    return same_shape and all(torch.equal(one[part], other[part]) for part in parts)
 
 
 def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
