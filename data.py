@@ -49,15 +49,15 @@ class Batch(NamedTuple):
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
-        """With tokens and targets as int64 [B, T] on `device`; asynchronous if pinned.
+        """With ids as int64 [B, T], floats as they are, on `device`; asynchronous if pinned.
 
         rows: how many are not dummies; the targets of the others are ignored.
         """
         on = device if device.type == "cuda" else "cpu"  # narrow ids cross the bus: widened there
         batch = Batch(*(x if x is None else x.to(on, non_blocking=True) for x in self))
-        tokens, targets, documents, source = (
-            x if x is None else (x if x is batch.documents else x.long()).to(device) for x in batch
-        )
+        tokens, targets, documents, source = (x if x is None else (
+            x if x is batch.documents or x.is_floating_point() else x.long()).to(device)
+            for x in batch)
         if documents is not None and documents.ndim == 1:  # compiled for any number of them
             mark_dynamic(documents, 0)
         if targets is None:

@@ -85,6 +85,14 @@ def test_a_tokenizer_is_what_its_json_says_without_truncation_padding_and_class(
 # --- folders of input ---
 
 
+def test_a_file_named_twice_is_read_once(tmp_path, made):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("once")
+    (tmp_path / "b").symlink_to(tmp_path / "in")
+    made(tmp_path / "in", tmp_path / "in/../in/a.txt", tmp_path / "b", "--val_fraction", 0)
+    assert strings(tmp_path / "o") == ["once"]
+
+
 def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     folder = tmp_path / "in"
     for inside in (".venv/lib", "sub/.cache", "sub/deep"):
@@ -126,6 +134,8 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
 
 @pytest.mark.parametrize("name, content, words, left", [
     ("a.csv", b'text,n\na,1\nb,2,3\nc,4\n', "a.csv:2: more fields than the header", ["a", "c"]),
+    ("a.csv", b'text\na\nna\xefve\nb\n', "a.csv:2: half of a character", ["a", "b"]),
+    ("a.csv", b'text,n,text\na,1,b\n', "a.csv: two columns have the same name", []),
     ("a.csv", b'text\na\n"b', "a.csv: cannot be read: unexpected end of data", ["a"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read", []),
     ("a.json", b'[{"text": "a"}, 5]', "a.json:2: record: expected an object", ["a"]),

@@ -138,6 +138,10 @@ def test_tool_calls_come_in_several_forms():
     assert '"description": "adds"' in first and first.endswith(
         '[<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
         "</tool_call><|im_end|>]")
+    as_text["function"]["arguments"] = '{"a": null}'  # null where it was written, as OpenAI does
+    tools[0]["function"]["parameters"] = dict(default=None)
+    first = shown(tokenizer, dict(messages=forms[1]["messages"], tools=json.dumps(tools)))[0]
+    assert '"parameters": {"default": null}' in first and '"arguments": {"a": null}' in first
 
 
 @pytest.mark.parametrize("family, messages, expected", [

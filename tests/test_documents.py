@@ -351,15 +351,15 @@ def test_samples_of_documents_are_shown(run, tmp_path, capsys, monkeypatch):
 def test_replies_of_packed_documents_are_marked(run, tmp_path, capsys):
     def document(i):
         prompt, reply = f"<{'?' * (i % 5)}{i}>".encode(), f"[{'!' * (i % 7)}{i}]".encode()
-        return [*prompt, *reply, 256], [0] * len(prompt) + [1] * (len(reply) + 1)
+        return [*prompt, *reply, ord("|")], [0] * len(prompt) + [1] * (len(reply) + 1)
 
     folder = write_documents(tmp_path / "d", [document(i) for i in range(40)])
     run("--data", folder, "--data_mode", "packed", "--out_dir", "r", "--max_steps", 2)
     capsys.readouterr()
     assert prepare.main(["show", "r", "2"]) == 0
     for text in capsys.readouterr().out.split("--- sample ")[1:]:
-        found = re.findall(r"<\?*(\d+)>⟦\[!*(\d+)\]⟧", text)
-        assert found and all(a == b for a, b in found)
+        found = re.findall(r"<\?*(\d+)>⟦\[!*(\d+)\]\|⟧", text)  # with its last token
+        assert len(found) == text.count("<") > 0 and all(a == b for a, b in found)
         assert text.count("<") == text.count("⟦") == len(found)
 
 

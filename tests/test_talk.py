@@ -163,6 +163,12 @@ def test_a_talk_remembers_and_forgets(tmp_path, talk):
                                  "user: And?")
 
 
+def test_what_a_terminal_sends_in_another_encoding_is_read_all_the_same(tmp_path, talk):
+    folder = folder_of(tmp_path / "m", "llama3")
+    prompts, _ = talk(folder, os.fsdecode(b"caf\xe9"), flags=["--system", os.fsdecode(b"\xff!")])
+    assert "caf\ufffd" in prompts[0] and "\ufffd!" in prompts[0]
+
+
 def test_a_long_talk_loses_its_oldest_turns(tmp_path, talk):
     folder = folder_of(tmp_path / "m", "llama3")  # with a context of 256
     prompts, out = talk(folder, *(f"question {i} " + "x" * 20 for i in range(8)),

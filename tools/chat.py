@@ -31,7 +31,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
                           + ", or --text_field text" * ("text" in record))
     messages = read_messages(record, keys)
-    tools = without_none(expect(list, record.get("tools") or [], "tools")) or None
+    tools = expect(list, without_none(record.get("tools") or []), "tools") or None
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
     counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
@@ -98,7 +98,7 @@ def expect(kind: type, value, name: str):
     """The value, if it is of this kind. Raises ValueError."""
     if kind is not str and isinstance(value, str):  # JSON, as often in Parquet
         with contextlib.suppress(ValueError):
-            value = without_none(json.loads(value))
+            value = json.loads(value)
     if not isinstance(value, kind):
         found = TYPES.get(type(value), type(value).__name__)
         raise ValueError(f"{name}: expected {TYPES[kind]}, found {found}")
@@ -115,7 +115,7 @@ def read_messages(record: dict, keys: tuple) -> list[dict]:
                     dict(role="assistant", content=expect(str, record["output"], "output"))]
     else:
         for name in keys:
-            for message in expect(list, record[name], name):
+            for message in without_none(expect(list, record[name], name)):
                 message = read_message(expect(dict, message, name))
                 messages.append(message | dict(weight=0) if name == "prompt" else message)
     if not messages:

@@ -100,8 +100,8 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
             raise ConfigError(f"{name}: no such file, or none in it that ends in {known}")
         if odd := [file for file in files if not kind_of(file)]:
             raise ConfigError(f"{odd[0]}: expected a regular file that ends in {known}")
-        found |= dict.fromkeys(files)
-    return list(found)
+        found |= {os.path.realpath(file): file for file in files}
+    return list(found.values())
 
 
 def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
@@ -200,9 +200,12 @@ def read_records(path: Path, options) -> Iterator:
     with opened(path) as file:
         if kind == "csv":
             csv.field_size_limit(LINE_BYTES)
-            text = io.TextIOWrapper(file, "utf-8", newline="")
+            text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
             delimiter = "\t" if ".tsv" in suffixes(path) else ","
-            yield from csv.DictReader(text, delimiter=delimiter, strict=True)
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            if len({*(rows.fieldnames or ())}) < len(rows.fieldnames or ()):
+                raise ConfigError(f"{path}: two columns have the same name")
+            yield from rows
             return
         begin = file.tell()
         line, end, _ = file.read(1024).lstrip().partition(b"\n")

@@ -58,13 +58,15 @@ def samples_of_step(run_dir: str, step: int):
     source, sample = data.order(first, first + n)
     batch = data.batch(first, first + n)
     for i in range(n):
-        dataset, ids = data.datasets[source[i]], batch.tokens[i].tolist()
-        if data.mode != "stream":
-            ids = ids[: dataset.lengths[sample[i]]]
-        counted = [True] * len(ids)
-        if data.has_prompts:  # the first token of a document is no target
-            same = True if batch.documents is None else batch.documents[i].diff() == 0
-            counted = [False, *((batch.targets[i][:-1] != IGNORE) & same)][: len(ids)]
+        dataset, tokens = data.datasets[source[i]], batch.tokens[i].tolist()
+        targets = tokens[1:] if batch.targets is None else batch.targets[i].tolist()
+        length = len(targets) if data.mode == "stream" else dataset.lengths[sample[i]]
+        numbers = [0] * length if batch.documents is None else batch.documents[i].tolist()
+        ids, counted = [], []  # the last token of a document is a target and nothing else
+        for at in (list(group) for _, group in groupby(range(length), numbers.__getitem__)):
+            found = [not data.has_prompts, *(targets[k] != IGNORE for k in at)]
+            counted += found[: len(at) + found[-1]]
+            ids += [*(tokens[k] for k in at), *[targets[at[-1]]] * found[-1]]
         file, token = dataset.find(sample[i])
         yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
                data.decode)

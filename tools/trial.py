@@ -36,8 +36,6 @@ def open_run(run_dir: Path) -> tuple[Config, int]:
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{run_dir}: no such run, there is no metrics.jsonl in it")
     about = History(row for _, row in read_rows(run_dir / "metrics.jsonl")).about
-    if "micro_batch" not in about:
-        raise ConfigError(f"{run_dir}: expected a run of this version")
     cfg = config.resolve(config.parse(["--config", str(run_dir / "config.yaml")]))
     ranks, micro_batch = int(about["ranks"]), int(about["micro_batch"])
     passes = -(-cfg.batch_size // (ranks * micro_batch))
@@ -56,10 +54,8 @@ def options(cfg: Config, threads: int) -> dict[str, tuple[Config, int]]:
         with contextlib.suppress(ConfigError):
             used = devices.attention_backend(replace(cfg, attention=name), device, dtype)
             changes += [("attention", name)] * (used != attention)
-    if cfg.activation_checkpointing != "none":
-        changes.append(("activation_checkpointing", "none"))
-    if cfg.batch_size % larger == 0:
-        changes.append(("micro_batch_size", str(larger)))
+    changes += [("activation_checkpointing", "none")] * (cfg.activation_checkpointing != "none")
+    changes += [("micro_batch_size", str(larger))] * (cfg.batch_size % larger == 0)
     out = {f"--{name} {value}": (replace(cfg, **{name: value}), threads) for name, value in changes}
     compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
     out["--no_compile" if compiled else "--compile"] = replace(cfg, compile=not compiled), threads
