@@ -101,7 +101,7 @@ LINES = {  # of code, at most: only ever lowered
     "monitor.py": 300,
     "config.py": 293,
     "steady/checkpoints": 1322,
-    "steady/ranks": 1114,
+    "steady/ranks": 1113,
     "steady/guard": 787,
     "steady/watch": 2387,
     "steady/tokens": 889,
@@ -127,7 +127,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 18_299  # with benchmarks; only ever lowered
+    assert lines <= 18_260  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

@@ -63,6 +63,23 @@ def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
     assert_equal_columns(tmp_path / "ddp", tmp_path / way, names, rel=1e-5)
 
 
+def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, tmp_path):
+    def hook(rank):
+        def init(self):
+            weights(self)
+            self.blocks[0].mlp.down.weight.data.normal_(std=0.1)
+
+        weights, Transformer.init_weights = Transformer.init_weights, init
+
+    run(*FLAGS, "--out_dir", "one", hook=hook)
+    run(*FLAGS, "--out_dir", "two", "--parallel", "zero3", ranks=2, hook=hook)
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", rel=1e-5)
+    scale = torch.nn.Parameter(torch.ones(()))
+    with parallel.Initializer(parallel.Shards()):
+        torch.nn.init.constant_(scale, 3.0)
+    assert scale == 3
+
+
 @pytest.mark.parametrize("ranks, flags", [
     (3, ["--parallel", "zero3", "--optimizer", "muon"]),  # no number of rows divides by 3
     pytest.param(4, ["--parallel", "zero3", "--optimizer", "muon", "--shard_size", "2"],

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
+import model
 import train
 from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import compare, list_checkpoints
@@ -122,13 +123,58 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 20, "--n_layer", 3,
                "--allow_change", "n_layer", bare=True, expect=2)
     assert "this run differs from it: n_layer 2 -> 3. Its weights fit no other model" in told
-    run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32", bare=True)
+    told = run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32",
+               bare=True)
+    assert re.search(r"^resume  learning rate \S+ -> \S+: its schedule changed$", told, re.M)
     run("--auto_resume", "--out_dir", "r", "--max_steps", 16, "--precision", "fp16",
         "--weight_decay", 0.7, "--beta2", 0.99, bare=True)
     state = load(tmp_path / "r/checkpoints/step_00000016.pt")["optimizers"][0]
     assert {g["weight_decay"] for g in state["param_groups"]} == {0.0, 0.7}
     assert all(g["betas"] == (0.9, 0.99) for g in state["param_groups"])
     assert state["state"][0]["step"].item() == 16  # the moments were kept
+
+
+class OwnState(torch.optim.Optimizer):
+    """State in another dtype, under a name of its own, and a number in a group from a step on."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.0))
+
+    @torch.no_grad()
+    def step(self):
+        total = self.state.setdefault("total", torch.zeros(()))
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16))
+                total += m.lerp_(p.grad.to(m.dtype), 0.1).float().norm()
+                p.sub_(m * (group["lr"] / group["steps"] / (1 + total)))
+
+
+def test_what_forks_keep_in_optimizers_and_buffers_is_resumed(run, tmp_path, monkeypatch):
+    def forward(self, x, where, cache=None):
+        if self.training and torch.is_grad_enabled():
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()  # another tensor each time
+        return compute(self, x + self.mean, where, cache)
+
+    def init(self, cfg):
+        made(self, cfg)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def initialized(self):
+        weights(self)
+        [block.mean.zero_() for block in self.blocks]
+
+    compute, made = model.Block.compute, model.Block.__init__
+    weights = model.Transformer.init_weights
+    monkeypatch.setattr(model.Block, "compute", forward)
+    monkeypatch.setattr(model.Block, "__init__", init)
+    monkeypatch.setattr(model.Transformer, "init_weights", initialized)
+    monkeypatch.setattr(train, "make_optimizers", lambda net, *_: [OwnState(net.parameters())])
+    run("--out_dir", "whole", "--save_interval", 5, "--max_steps", 9)
+    assert load(tmp_path / "whole/checkpoints/step_00000009.pt")["model"]["blocks.0.mean"] != 0
+    run("--out_dir", "again", "--resume", "whole/checkpoints/step_00000005.pt", "--max_steps", 9)
+    assert_same_run(tmp_path / "whole", tmp_path / "again", step=9)
 
 
 def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpus):

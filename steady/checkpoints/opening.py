@@ -29,9 +29,8 @@ def rate_jump(run, learning_rate) -> str:
     before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
                    for at in (step - 1, step))
     lr = group.get("lr", before)
-    if any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now)):
-        return ""
-    return f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule has changed\n"
+    same = any(math.isclose(lr, known, rel_tol=0.01) for known in (before, now))
+    return "" if same else f"resume  learning rate {lr:.2e} -> {now:.2e}: its schedule changed\n"
 
 
 def describe(run) -> str:

@@ -67,8 +67,7 @@ def find_run(cfg) -> Path | None:
     place = next(folder for folder in (real, *real.parents) if folder.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place} is not a directory to write to")
-    same_run = own and own.resolve() == real
-    if out_dir and run_files(out_dir) and not (same_run or cfg.overwrite):
+    if out_dir and run_files(out_dir) and not (own and own.resolve() == real or cfg.overwrite):
         raise ConfigError(f"--out_dir {out_dir}: holds a run already. Continue it with "
                           "--auto_resume, start from one of its checkpoints with --resume, or "
                           "move it to OUT_DIR.old with --overwrite")

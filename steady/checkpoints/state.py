@@ -47,6 +47,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     if not writer or run.dir.saved == progress:
         return
     run.dir.saved = dataclasses.replace(progress)
+    run.ranks.shards.tensors |= run.ranks.shards.tensors_of(run.model)  # buffers may be new ones
     state = dict(
         format=checkpoints.FORMAT,
         **dataclasses.asdict(progress),
@@ -84,6 +85,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     refuse_changes(run, checkpoint, states[0])
     shards, guard = run.ranks.shards, run.guard
     state = checkpoints.join(states, shards.rows, copy=True)
+    shards.tensors |= shards.tensors_of(run.model)
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors))
     if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
@@ -107,13 +109,17 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict):
                           "--optimizer of that run")
     pairs = zip(state["optimizers"], state["optimizer_names"], strict=True)
     for optimizer, mine, (saved, names) in zip(run.optimizers, held, pairs, strict=True):
-        by_name = {names[i]: each for i, each in saved["state"].items()}
-        state_of_mine = {i: by_name[name] for i, name in enumerate(mine) if name in by_name}
+        states = {i if isinstance(i, str) else mine.index(names[i]): each  # a name of its own
+                  for i, each in saved["state"].items()}
         groups = optimizer.state_dict()["param_groups"]
         if len(groups) == len(saved["param_groups"]):
             for group, before in zip(groups, saved["param_groups"], strict=True):
-                group.update((k, before[k]) for k in group.keys() & before.keys() - OF_THIS_RUN)
-        optimizer.load_state_dict(saved | {"state": state_of_mine, "param_groups": groups})
+                group.update((k, before[k]) for k in before.keys() - OF_THIS_RUN)
+        optimizer.load_state_dict(saved | {"state": states, "param_groups": groups})
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[p] |= {  # in their own dtype: torch has cast them to the weight's
+                name: x.to(p.device) for name, x in states.get(i, {}).items()
+                if isinstance(x, torch.Tensor) and x.dtype != optimizer.state[p][name].dtype}
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
 

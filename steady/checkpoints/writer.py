@@ -59,8 +59,7 @@ class Writer:
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
         self.step, self.number = step, self.number + 1
-        written = step, copied, self.copied, is_best
-        self.thread = threading.Thread(target=self.write, args=written)
+        self.thread = threading.Thread(target=self.write, args=(step, copied, self.copied, is_best))
         self.thread.start()
 
     def copy_to_host(self, seen: dict, name: str, value):
@@ -140,10 +139,7 @@ class Writer:
             self.thread.join()
 
     def close(self, asked=lambda: False):
-        """Wait for the disk and, until `asked()` to stop, for a backup.
-
-        Raises Failed if the last save did.
-        """
+        """Wait for the disk, and until `asked()` a backup. Raises Failed if the last save did."""
         self.wait()
         if self.backup and not asked():
             self.backup.close(asked)

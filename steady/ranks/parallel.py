@@ -281,16 +281,15 @@ class Initializer(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "tensor" in kwargs:  # as torch.nn.init names it
             args = kwargs.pop("tensor"), *args
-        module = getattr(function, "__module__", None)
+        target, module = args[0] if args else None, getattr(function, "__module__", None)
         fills = module == "torch.nn.init" or function.__name__ in FILLS
-        if not (fills and args and isinstance(args[0], nn.Parameter)):
+        if not (fills and (isinstance(target, nn.Parameter) or hasattr(target, "to_local"))):
             return function(*args, **kwargs)
-        target = args[0]
         if self.shards:
             whole = torch.empty(target.shape, dtype=target.dtype)
             function(whole, *args[1:], **kwargs)
-            with torch.no_grad():
-                local_part(target).copy_(whole[self.shards.rows(len(whole))])
+            part = local_part(target.detach())
+            part.copy_(whole if part.shape == whole.shape else whole[self.shards.rows(len(whole))])
         return target
 
 
