@@ -192,6 +192,8 @@ def test_attention_by_products_drops_the_same_in_both_passes(T):
     assert found.item() == pytest.approx(given.item(), rel=0.03)  # y is linear in v
     whole = layers.attend(q, k, v, None, causal=True, dropout=0.0, auto=True)
     assert (y - whole).norm() > 0.3 * whole.norm()
+    none = torch.zeros(1, 1, T, T, dtype=torch.bool)  # a row that attends to nothing
+    assert layers.attend(q, k, v, none, causal=False, dropout=0.0, auto=True).isfinite().all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -211,7 +211,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8"
     if isinstance(error, UnicodeEncodeError) or "TextEncodeInput" in str(error):
-        return "half of a character (a lone surrogate)"
+        return "half of a character (a lone surrogate), or not UTF-8"
     if isinstance(error, KeyError):
         return f"no {error}"
     return " ".join(str(error).split())[:300]

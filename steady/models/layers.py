@@ -89,10 +89,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
     (B, H, T, D), (_, groups, S, _) = q.shape, k.shape
-    bias = torch.zeros(()).where(mask, -math.inf).to(q.dtype)
-    bias = bias.expand(B, H, T, S).reshape(B * groups, -1, S)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    p = torch.baddbmm(bias, q.reshape(B * groups, -1, D), k.mT, alpha=D**-0.5).softmax(-1)
+    bias = torch.zeros(()).where(mask, -1e30).to(q.dtype)  # -inf: NaN in a row without any key
+    bias = bias.repeat(1, 1, H // groups, 1).expand(B, groups, -1, S).flatten(0, 1)
+    q, k, v = q.reshape(B * groups, -1, D), k.flatten(0, 1), v.flatten(0, 1)
+    p = torch.baddbmm(bias, q, k.mT, alpha=D**-0.5).softmax(-1)
     return torch.bmm(F.dropout(p, dropout), v).view(B, H, T, D)
 
 
