@@ -130,7 +130,7 @@ class Config:
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
     dropout: float = option(0.0, "on attention, blocks and embeddings", at_least=0, below=1)
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
-        "auto", "scaled_dot_product_attention backend; one that cannot run here is refused")
+        "auto", "SDPA backend, refused if it cannot run here; auto: any, on a CPU also matmul")
     activation_checkpointing: Literal["none", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, 1/3 more work")
 

@@ -66,7 +66,7 @@ def samples_of_step(run_dir: str, step: int):
         for at in (list(group) for _, group in groupby(range(length), numbers.__getitem__)):
             found = [not data.has_prompts, *(targets[k] != IGNORE for k in at)]
             counted += found[: len(at) + found[-1]]
-            ids += [*(tokens[k] for k in at), *[targets[at[-1]]] * found[-1]]
+            ids += [*(tokens[k] for k in at), targets[at[-1]]][: len(at) + found[-1]]
         file, token = dataset.find(sample[i])
         yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
                data.decode)

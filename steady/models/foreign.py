@@ -48,7 +48,7 @@ class HFModel(nn.Module):
                 one, other = self(torch.tensor([[0, 1], [0, 2]]))[:, 0]
         except Exception as e:  # whatever its code raises
             raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
-        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
+        if (one - other).abs().max() > 1e-3 * one.abs().max():  # more than by rounding
             raise ConfigError(f"{folder}: its tokens see later ones; expected a causal model")
         self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":

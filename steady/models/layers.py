@@ -82,12 +82,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
         call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=dropout > 0)
     for start in range(0, T, 256):
         rows, keys = slice(start, start + 256), slice(start + 256 if causal else None)
-        out.append(call(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask[:, :, rows, keys],
-                        dropout))
+        out += [call(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask[:, :, rows, keys], dropout)]
     return torch.cat(out, 2) if len(out) > 1 else out[0]
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """As `attend`, of some rows and their keys at once; mask bool [B or 1, 1, T, S]."""
     (B, H, T, D), (_, groups, S, _) = q.shape, k.shape
     bias = torch.zeros(()).where(mask, -1e30).to(q.dtype)  # -inf: NaN in a row without any key
     bias = bias.repeat(1, 1, H // groups, 1).expand(B, groups, -1, S).flatten(0, 1)
